@@ -54,6 +54,27 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     return returned
 
 
+def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None) -> None:
+    """Executes the object that there is for tensors like these, by name: made and compiled at the first call."""
+    key = (api.kinds_of(tensors), tuple(options.items()))
+    made = api.objects.get(key)
+    if made is None:
+        made = api(**{f"sample_{name}": x for name, x in tensors.items()}, **options)
+        made.check_support()
+        made.compile()
+        api.objects[key] = made
+    made.execute(**{api.parameters[name]: x for name, x in tensors.items()}, current_stream=stream)
+
+
+def written(api: Any, arguments: Mapping[str, Any], **results: Any) -> TupleDict:
+    """What a wrapper returns that has allocated its results: runs an API on its ``locals()`` and on them."""
+    known = {name: arguments[f"{name}_tensor"] for name in api.parameters if f"{name}_tensor" in arguments}
+    options = {name: arguments[name] for name in _constructor(api) if name in arguments}
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+    run(api, known | results, options, arguments.get("stream", arguments.get("current_stream")))
+    return TupleDict({f"{name}_tensor": x for name, x in results.items()})
+
+
 def supports(*features: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Says what a function supports, as programs ask it: by attributes of the function."""
 
@@ -129,7 +150,12 @@ def _tensors(api: type[FusedAPI], parameters: tuple[str, ...]) -> dict[str, str]
 
 
 @functools.cache
+def _constructor(api: Any) -> tuple[str, ...]:
+    """The names of a constructor's options."""
+    return tuple(n for n in inspect.signature(api.__init__).parameters if n != "self" and not n.startswith("sample_"))
+
+
+@functools.cache
 def _options(api: type[FusedAPI]) -> tuple[str, ...]:
     """The constructor's arguments beside samples and what ``execute`` takes."""
-    names = inspect.signature(api.__init__).parameters
-    return tuple(n for n in names if not n.startswith("sample_") and n not in ("self", *api.run_time))
+    return tuple(n for n in _constructor(api) if n not in api.run_time)

@@ -129,15 +129,3 @@ class Sparse(FusedAPI):
                 tensors[name].zero_()
             arguments: dict[str, Any] = {**cls.samples(tensors), "arch": arch}
             yield cls(**arguments)
-
-
-def cached(api: type[Sparse], samples: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The object that a wrapper uses for tensors like these: made and compiled once."""
-    key = (api.kinds_of(samples), tuple(options.items()))
-    made = api.objects.get(key)
-    if made is None:
-        made = api(**api.samples(samples), **options)
-        made.check_support()
-        made.compile()
-        api.objects[key] = made
-    return made

@@ -9,10 +9,10 @@ import torch
 from cudnn import launch
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
+from cudnn.fused.wrapper import run
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, choice
-from cudnn.sdpa.base import called
 
 NAMES = "q", "k", "v"
 Maybe = torch.Tensor | None
@@ -80,11 +80,11 @@ def fused_sdpa(
     o, lse = _results(q, v)
     if not q.numel() or not k.numel():
         return o.zero_(), lse.fill_(-torch.inf)
-    tensors = (*map(_readable, (q, k, v)), o, lse, None, None)
+    q, k, v = map(_readable, (q, k, v))
     options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
     if q.is_cuda:
         say("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
-    called(SdpaForward, tensors, options)
+    run(SdpaForward, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, options)
     return o, lse
 
 
@@ -110,9 +110,10 @@ def fused_sdpa_bwd(
     gradients = dq, dk, dv = _gradients(do, q, k, v)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    tensors = (*map(_readable, (q, k, v, o, do)), lse, *gradients, None, None)
+    q, k, v, o, do = map(_readable, (q, k, v, o, do))
     options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
-    called(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
+    tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    run(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
     return gradients
 
 

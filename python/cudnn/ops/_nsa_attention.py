@@ -8,8 +8,8 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
+from cudnn.fused.wrapper import run
 from cudnn.native_sparse_attention import NSA, reference
-from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.selection.backward import turned_around
 from cudnn.native_sparse_attention.top_k.api import MOST
@@ -231,9 +231,7 @@ def _differentiable(operator: Any, backward: Any, tensors: int, count: int) -> N
 
 def _run(api: Any, tensors: dict[str, Any], options: dict[str, Any]) -> None:
     """Executes a class of ``cudnn.NSA`` on tensors by name."""
-    tensors = {name: placed(x) for name, x in tensors.items()}  # results are where they were
-    made = cached(api, tensors, options)
-    made.execute(**{api.parameters[name]: x for name, x in tensors.items()})
+    run(api, {name: placed(x) for name, x in tensors.items()}, options)  # results are where they were
 
 
 @custom_op("nsa_compression", autocast=("q", "k", "v"))

@@ -260,16 +260,3 @@ class Attention(FusedAPI):
             for causal in (False, True):
                 arguments: dict[str, Any] = {**cls.samples(tensors), "is_causal": causal, "arch": arch}
                 yield cls(**arguments)
-
-
-def called(api: type[Attention], tensors: Sequence[Any], options: Mapping[str, Any], stream: Any = None) -> None:
-    """Executes the object that a wrapper has for tensors like these, in the order of ``execute``: made at first."""
-    key = (api.kinds_of(dict(zip(api.names, tensors, strict=False))), tuple(options.items()))
-    made = api.objects.get(key)
-    if made is None:
-        made = api(*tensors, **options)
-        made.check_support()
-        made.compile()
-        api.objects[key] = made
-    given = zip(api.parameters.values(), tensors, strict=False)  # programs replace `execute` by one of keywords alone
-    made.execute(**dict(given), current_stream=stream)

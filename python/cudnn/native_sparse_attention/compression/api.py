@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
 from cudnn.sdpa.base import OFFSETS, TYPES, checked_scale, keys, queries
 from cudnn_kernels.attention import ForwardConfiguration
 
@@ -170,24 +171,13 @@ def compression_attention_wrapper(
     ``lse_tensor`` is None unless ``enable_lse``; of packed sequences it is (t, hq, 1), one head after the other in
     memory. Arguments and errors as those of :class:`CompressionAttention`. o has ``o_dtype``, or the type of q.
     """
-    options = {
-        "qk_acc_dtype": qk_acc_dtype, "pv_acc_dtype": pv_acc_dtype, "mma_tiler_mn": tuple(mma_tiler_mn),
-        "is_persistent": is_persistent, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v,
-        "inv_scale_o": inv_scale_o, "scale_softmax": scale_softmax,
-    }  # fmt: skip
     CompressionAttention.check_needed(q=q_tensor)
     o, lse = torch.empty_like(q_tensor, dtype=o_dtype or q_tensor.dtype), None
     if enable_lse:
         shape = q_tensor.shape[:-1] if q_tensor.ndim == 4 else (1, q_tensor.shape[1], q_tensor.shape[0])
         lse = torch.empty(shape, dtype=torch.float32, device=q_tensor.device)
         lse = lse if q_tensor.ndim == 4 else lse.permute(2, 1, 0)
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o, "lse": lse, "cum_seqlen_q": cum_seqlen_q_tensor,
-        "cum_seqlen_k": cum_seqlen_k_tensor,
-    }  # fmt: skip
-    operation = cached(CompressionAttention, tensors, options)
-    operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
-    return TupleDict(o_tensor=o, lse_tensor=lse)
+    return written(CompressionAttention, locals(), o=o, lse=lse)
 
 
 _cache_of_CompressionAttentionObjects = CompressionAttention.objects  # noqa: N816

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
 from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
 from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention import GradientsConfiguration
@@ -115,14 +116,8 @@ def compression_attention_backward_wrapper(
     Arguments and errors as those of :class:`CompressionAttentionBackward`.
     """
     CompressionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
-    results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
-        "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
-    }  # fmt: skip
-    operation = cached(CompressionAttentionBackward, tensors, {"scale_softmax": scale_softmax})
-    operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
-    return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})
+    dq, dk, dv = map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
+    return written(CompressionAttentionBackward, locals(), dq=dq, dk=dk, dv=dv)
 
 
 _cache_of_CompressionAttentionBackwardObjects = CompressionAttentionBackward.objects  # noqa: N816

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
 from cudnn.native_sparse_attention.top_k.api import check_lists
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
@@ -167,21 +168,8 @@ def compression_top_k_wrapper(
 
     Arguments and errors as those of :class:`CompressionTopK`.
     """
-    options = {
-        "k_value": k_value, "selection_block_size": selection_block_size, "compress_stride": compress_stride,
-        "max_s_k": max_s_k, "scale_softmax": scale_softmax,
-    }  # fmt: skip
     CompressionTopK.check_needed(q=q_tensor, k=k_tensor)
     rows, device = q_tensor.shape[0], q_tensor.device
-    results = {
-        "o": torch.empty_like(q_tensor),
-        "lse": torch.empty(q_tensor.shape[:2], dtype=torch.float32, device=device),
-        "topk_indices": torch.empty((rows, k_tensor.shape[1], ALWAYS + k_value), dtype=torch.int32, device=device),
-    }
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "v": v_tensor, **results, "cum_seqlen_q": cum_seqlen_q_tensor,
-        "cum_seqlen_k": cum_seqlen_k_tensor,
-    }  # fmt: skip
-    operation = cached(CompressionTopK, tensors, options)
-    operation.execute(**{f"{name}_tensor": x for name, x in tensors.items()}, current_stream=current_stream)
-    return TupleDict({f"{name}_tensor": x for name, x in results.items()})
+    o, lse = torch.empty_like(q_tensor), torch.empty(q_tensor.shape[:2], dtype=torch.float32, device=device)
+    listed = torch.empty((rows, k_tensor.shape[1], ALWAYS + k_value), dtype=torch.int32, device=device)
+    return written(CompressionTopK, locals(), o=o, lse=lse, topk_indices=listed)

@@ -9,10 +9,10 @@ from cudnn.api_base import TupleDict
 from cudnn.errors import refusal
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import APART, SelectionConfiguration
@@ -126,24 +126,13 @@ def selection_attention_wrapper(
     Arguments and errors as those of :class:`SelectionAttention`. l and m are (t, hq, 1). o has
     ``o_dtype``, or the type of q.
     """
-    options = {
-        "max_s_q": max_s_q if max_s_q is not None else max_s_k, "max_s_k": max_s_k if max_s_k is not None else max_s_q,
-        "acc_dtype": acc_dtype, "block_size": block_size, "scale_softmax": scale_softmax,
-        "is_causal": is_causal,
-    }  # fmt: skip
+    max_s_q = max_s_q if max_s_q is not None else max_s_k
+    max_s_k = max_s_k if max_s_k is not None else max_s_q
     SelectionAttention.check_needed(q=q_tensor, v=v_tensor)
     rows = q_tensor.shape[:-1]
     o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     sums, maxima = (torch.empty((*rows, 1), dtype=torch.float32, device=q_tensor.device) for _ in range(2))
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o, "l": sums, "m": maxima,
-        "block_indices": block_indices_tensor, "block_counts": block_counts_tensor,
-        "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
-    }  # fmt: skip
-    operation = cached(SelectionAttention, tensors, options)
-    named = {f"{name}_tensor": tensor for name, tensor in tensors.items()}
-    operation.execute(**named, current_stream=stream)
-    return TupleDict(o_tensor=o, l_tensor=sums, m_tensor=maxima)
+    return written(SelectionAttention, locals(), o=o, l=sums, m=maxima)
 
 
 _cache_of_SelectionAttentionObjects = SelectionAttention.objects  # noqa: N816

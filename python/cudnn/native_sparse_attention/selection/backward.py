@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, cached
+from cudnn.native_sparse_attention.base import AnyRowValues
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn.sdpa.base import checked_scale, keys, queries
@@ -133,21 +134,12 @@ def selection_attention_backward_wrapper(
     :func:`turned_around` returned for the lists, unless that is to be called here. Arguments and errors as those of
     :class:`SelectionAttentionBackward`.
     """
-    lists = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
     SelectionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
-    made = added_to or [torch.empty_like(x) for x in (q_tensor, k_tensor, v_tensor)]
-    results = dict(zip(("dq", "dk", "dv"), made, strict=True))
-    part, choosing, ends = chosen_by or turned_around(*lists, block_size, is_causal)
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
-        "block_indices": block_indices_tensor, "block_counts": block_counts_tensor,
-        "cum_seqlen_q": cum_seqlen_q_tensor, "choosing": choosing, "choosing_ends": ends,
-    }  # fmt: skip
-    options = {"block_size": block_size, "scale_softmax": scale_softmax, "is_causal": is_causal, "part": part}
-    options["adds"] = added_to is not None
-    operation = cached(SelectionAttentionBackward, tensors, options)
-    operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
-    return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})
+    dq, dk, dv = added_to or map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
+    lists = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
+    part, choosing_tensor, choosing_ends_tensor = chosen_by or turned_around(*lists, block_size, is_causal)
+    adds = added_to is not None
+    return written(SelectionAttentionBackward, locals(), dq=dq, dk=dk, dv=dv)
 
 
 _cache_of_SelectionAttentionBackwardObjects = SelectionAttentionBackward.objects  # noqa: N816

@@ -11,6 +11,7 @@ from cudnn import launch
 from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.fused.wrapper import written
 from cudnn.lazy import torch
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class SlidingWindowAttention(APIBase):
     """
 
     objects: ClassVar[dict[Any, Any]] = {}
+    parameters: ClassVar[Mapping[str, str]] = {name: f"{name}_tensor" for name in (*_RAGGED, *_LENGTHS, *_OFFSETS)}
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor,
@@ -324,30 +326,11 @@ def sliding_window_attention_wrapper(
     if not is_infer:
         stats = torch.empty((*q_tensor.shape[:-1], 1), dtype=torch.float32, device=q_tensor.device)
     lengths = (seq_len_q_tensor, seq_len_kv_tensor)
-    longest = [int(x.max()) if packed and x is not None and x.numel() else None for x in lengths]
+    longest = (int(x.max()) if packed and x is not None and x.numel() else None for x in lengths)
+    max_seq_len_q, max_seq_len_kv = longest
     if is_infer:
         stats_ragged_offset_tensor = None
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o, "stats": stats, "seq_len_q": seq_len_q_tensor,
-        "seq_len_kv": seq_len_kv_tensor, "q_ragged_offset": q_ragged_offset_tensor,
-        "k_ragged_offset": k_ragged_offset_tensor, "v_ragged_offset": v_ragged_offset_tensor,
-        "o_ragged_offset": o_ragged_offset_tensor, "stats_ragged_offset": stats_ragged_offset_tensor,
-    }  # fmt: skip
-    options = {
-        "left_bound": left_bound, "right_bound": right_bound, "max_seq_len_q": longest[0],
-        "max_seq_len_kv": longest[1], "attn_scale": attn_scale, "intermediate_data_type": intermediate_data_type,
-        "compute_data_type": compute_data_type, "cudnn_handle": cudnn_handle,
-    }  # fmt: skip
-    key = (SlidingWindowAttention.kinds_of(tensors), tuple(options.items()))
-    made = SlidingWindowAttention.objects.get(key)
-    if made is None:
-        made = SlidingWindowAttention(**{f"sample_{name}": x for name, x in tensors.items()}, **options)
-        made.check_support()
-        made.compile()
-        SlidingWindowAttention.objects[key] = made
-    named = {f"{name}_tensor": tensor for name, tensor in tensors.items()}
-    made.execute(**named, current_stream=stream)
-    return TupleDict(o_tensor=o, stats_tensor=stats)
+    return written(SlidingWindowAttention, locals(), o=o, stats=stats)
 
 
 _cache_of_SlidingWindowAttentionObjects = SlidingWindowAttention.objects  # noqa: N816

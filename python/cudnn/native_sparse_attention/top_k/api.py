@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
 from cudnn_kernels.attention.sparse import ALWAYS, TopKConfiguration
@@ -166,11 +167,6 @@ def topk_reduction_wrapper(
 
     Returns ``topk_scores_tensor, topk_indices_tensor``. Arguments and errors as those of :class:`TopKReduction`.
     """
-    options = {
-        "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "k_value": k_value,
-        "selection_block_size": selection_block_size, "compress_stride": compress_stride, "is_causal": is_causal,
-        "mma_tiler_mn": tuple(mma_tiler_mn), "scale_softmax": scale_softmax, "whole_lists": whole_lists,
-    }  # fmt: skip
     TopKReduction.check_needed(q=q_tensor, k=k_tensor)
     packed, heads = q_tensor.ndim == 3, k_tensor.shape[1]
     rows = (q_tensor.shape[0],) if packed else (q_tensor.shape[0], q_tensor.shape[2])
@@ -179,14 +175,7 @@ def topk_reduction_wrapper(
     indices = torch.empty((*rows, heads, listed), dtype=torch.int32, device=q_tensor.device)
     if not packed:
         scores, indices = scores.transpose(1, 2), indices.transpose(1, 2)
-    tensors = {
-        "q": q_tensor, "k": k_tensor, "lse": lse_tensor, "topk_scores": scores, "topk_indices": indices,
-        "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
-    }  # fmt: skip
-    operation = cached(TopKReduction, tensors, options)
-    named = {parameter: tensors[name] for name, parameter in TopKReduction.parameters.items()}
-    operation.execute(**named, current_stream=current_stream)
-    return TupleDict(topk_scores_tensor=scores, topk_indices_tensor=indices)
+    return written(TopKReduction, locals(), topk_scores=scores, topk_indices=indices)
 
 
 _cache_of_TopKReductionObjects = TopKReduction.objects  # noqa: N816

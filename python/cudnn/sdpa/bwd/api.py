@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, Gradients, called, checked_scale, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values
 from cudnn.sdpa.bwd import parts
 from cudnn_kernels.attention import BackwardConfiguration, GradientsConfiguration
 
@@ -161,14 +162,6 @@ def sdpa_bwd_wrapper_sm100_d256(
 
     Arguments and errors as those of :class:`SdpaBackward`, for heads of 256 elements.
     """
-    options = {
-        "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "mma_tiler_mn": tuple(mma_tiler_mn),
-        "dkdv_mma_tiler_mn": tuple(dkdv_mma_tiler_mn), "is_causal": is_causal, "window_size": tuple(window_size),
-        "scale_softmax": scale_softmax,
-    }  # fmt: skip
-    given = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor)
     SdpabwdSm100D256.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
-    results = tuple(map(torch.empty_like, (q_tensor, k_tensor, v_tensor)))
-    tensors = (*given, *results, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-    called(SdpabwdSm100D256, tensors, options, current_stream)
-    return TupleDict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), results, strict=True))
+    dq, dk, dv = map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
+    return written(SdpabwdSm100D256, locals(), dq=dq, dk=dk, dv=dv)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.fused.wrapper import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, TYPES, Attention, called, checked_scale, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, TYPES, Attention, checked_scale, keys, queries, row_values
 from cudnn.sdpa.layouts import HeadValues
 from cudnn_kernels.attention import DESCALES, DecodeConfiguration, ForwardConfiguration
 
@@ -280,17 +281,10 @@ def sdpa_fwd_wrapper_sm100_d256(
 
     Arguments and errors as those of :class:`SdpaForward`, for heads of 256 elements. Nothing is recorded for autograd.
     """
-    options = {
-        "max_s_q": max_s_q, "max_s_k": max_s_k, "qk_acc_dtype": qk_acc_dtype, "pv_acc_dtype": pv_acc_dtype,
-        "mma_tiler_mn": tuple(mma_tiler_mn), "is_causal": is_causal, "window_size": tuple(window_size),
-        "scale_softmax": scale_softmax, "scale_output": scale_output,
-    }  # fmt: skip
     SdpafwdSm100D256.check_needed(q=q_tensor)
     o = torch.empty_like(q_tensor)
     lse = torch.empty(lse_shape(q_tensor, cum_seqlen_q_tensor), dtype=torch.float32, device=q_tensor.device)
-    tensors = (q_tensor, k_tensor, v_tensor, o, lse, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-    called(SdpafwdSm100D256, tensors, options, current_stream)
-    return TupleDict(o_tensor=o, lse_tensor=lse)
+    return written(SdpafwdSm100D256, locals(), o=o, lse=lse)
 
 
 def lse_shape(q: Any, ends: Any) -> tuple[int, ...]:
