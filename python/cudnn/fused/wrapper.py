@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from cudnn.errors import refusal
 from cudnn.fused import kinds
 from cudnn.fused.call import on_stream
 from cudnn.fused.host import FusedAPI
+from cudnn.fused.objects import options_of
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,6 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)
     return returned
-
-
-def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None) -> None:
-    """Executes the object that there is for tensors like these, by name: made and compiled at the first call."""
-    key = (api.kinds_of(tensors), tuple(options.items()))
-    made = api.objects.get(key)
-    if made is None:
-        made = api(**{f"sample_{name}": x for name, x in tensors.items()}, **options)
-        made.check_support()
-        made.compile()
-        api.objects[key] = made
-    made.execute(**{api.parameters[name]: x for name, x in tensors.items()}, current_stream=stream)
-
-
-def written(api: Any, arguments: Mapping[str, Any], **results: Any) -> TupleDict:
-    """What a wrapper returns that has allocated its results: runs an API on its ``locals()`` and on them."""
-    known = {name: arguments[f"{name}_tensor"] for name in api.parameters if f"{name}_tensor" in arguments}
-    options = {name: arguments[name] for name in _constructor(api) if name in arguments}
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
-    run(api, known | results, options, arguments.get("stream", arguments.get("current_stream")))
-    return TupleDict({f"{name}_tensor": x for name, x in results.items()})
 
 
 def supports(*features: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -150,12 +129,6 @@ def _tensors(api: type[FusedAPI], parameters: tuple[str, ...]) -> dict[str, str]
 
 
 @functools.cache
-def _constructor(api: Any) -> tuple[str, ...]:
-    """The names of a constructor's options."""
-    return tuple(n for n in inspect.signature(api.__init__).parameters if n != "self" and not n.startswith("sample_"))
-
-
-@functools.cache
 def _options(api: type[FusedAPI]) -> tuple[str, ...]:
     """The constructor's arguments beside samples and what ``execute`` takes."""
-    return tuple(n for n in _constructor(api) if n not in api.run_time)
+    return tuple(n for n in options_of(api) if n not in api.run_time)

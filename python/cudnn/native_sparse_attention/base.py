@@ -91,12 +91,6 @@ class Sparse(FusedAPI):
             raise self.error("mma_tiler_mn", tiler, "(128, 128); the kernel chooses its tiles")
         checked_scale(self, self.scale_softmax, positive=True)
 
-    def check_offsets(self) -> None:
-        """Raises unless packed sequences have both offsets."""
-        given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
-        if self.packed and len(given) < 2:
-            raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
-
     def check_values(self, tensors: Sequence[Any]) -> None:
         """Raises for offsets outside the tensors."""
         given = dict(zip(self.names, tensors, strict=True))
@@ -129,3 +123,29 @@ class Sparse(FusedAPI):
                 tensors[name].zero_()
             arguments: dict[str, Any] = {**cls.samples(tensors), "arch": arch}
             yield cls(**arguments)
+
+
+class Compressed(Sparse):
+    """A part with compressed keys: packed sequences have ends of rows and of keys."""
+
+    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
+        count = ends.shape[0] if ends else 0
+        found = {**super().sizes(descs), "ends": count} | ({"b": count - 1} if self.packed else {})
+        if "v" not in self.descs:
+            return found
+        v = self.descs["v"]
+        return {**found, "dv": v.shape[-1] if v is not None else found["d"]}
+
+    def check_options(self) -> None:
+        given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
+        if self.packed and len(given) < 2:
+            raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d = shape
+        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "dv": d, "ends": 2}
+        return [{"packed": packed, **sizes, "count": 16, "listed": 16} for packed in (False, True)]

@@ -9,7 +9,7 @@ import torch
 from cudnn import launch
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
-from cudnn.fused.wrapper import run
+from cudnn.fused.objects import run
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, choice

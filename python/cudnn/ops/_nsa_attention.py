@@ -8,7 +8,7 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
-from cudnn.fused.wrapper import run
+from cudnn.fused.objects import run
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.selection.backward import turned_around

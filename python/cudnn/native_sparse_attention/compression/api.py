@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.wrapper import written
+from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
+from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.sdpa.base import OFFSETS, TYPES, checked_scale, keys, queries
 from cudnn_kernels.attention import ForwardConfiguration
 
@@ -30,7 +30,7 @@ _TYPES = (*TYPES, "float8_e4m3fn")
 _SCALES = ("scale_q", "scale_k", "scale_v", "inv_scale_o", "scale_softmax")
 
 
-class CompressionAttention(Sparse):
+class CompressionAttention(Compressed):
     """Attention to compressed keys, each of which stands for r = sq // sk rows, forward.
 
         s   = scale_q * scale_k * scale_softmax * q k^T     in float32, over the keys j <= (i + 1) // r - 1 of row i
@@ -72,7 +72,6 @@ class CompressionAttention(Sparse):
     scalars = ("scale_softmax", "scale_output", "right", "left")
     integers = ("right", "left")
     head_sizes = HEADS
-    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
@@ -120,16 +119,6 @@ class CompressionAttention(Sparse):
     def _not_compiled(self) -> Exception:
         return ValueError(*super()._not_compiled().args)
 
-    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
-        ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
-        found = super().sizes(descs)
-        count = ends.shape[0] if ends else 0
-        batch = {"b": count - 1} if self.packed else {}
-        return {**found, **batch, "dv": v.shape[-1] if v is not None else found["d"], "ends": count}
-
-    def check_options(self) -> None:
-        self.check_offsets()
-
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         kinds = {name: self.dtype(name) for name in ("cum_seqlen_q", "cum_seqlen_k")}
@@ -150,12 +139,6 @@ class CompressionAttention(Sparse):
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.compression(tensors, tensors["scale_softmax"], tensors["scale_output"], self.packed)
-
-    @classmethod
-    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
-        s, hq, hk, d = shape
-        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "dv": d, "ends": 2}
-        return [{"packed": packed, **sizes} for packed in (False, True)]
 
 
 def compression_attention_wrapper(

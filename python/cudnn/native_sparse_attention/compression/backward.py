@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.wrapper import written
+from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
+from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
 from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention import GradientsConfiguration
@@ -25,7 +25,7 @@ HEADS = ((64, 64), (128, 128))
 """Elements of a head, in Q and K and in V."""
 
 
-class CompressionAttentionBackward(Gradients, Sparse):
+class CompressionAttentionBackward(Gradients, Compressed):
     """The gradients of :class:`CompressionAttention`, where its factors are 1 but for ``scale_softmax``.
 
         p  = exp(scale_softmax * q k^T - lse)    over the keys that row i sees; d[i] = the sum of o do over row i
@@ -55,7 +55,6 @@ class CompressionAttentionBackward(Gradients, Sparse):
     scalars = ("scale_softmax", "right", "left")
     integers = ("right", "left")
     head_sizes = HEADS
-    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
@@ -78,16 +77,6 @@ class CompressionAttentionBackward(Gradients, Sparse):
                    dk_tensor, dv_tensor, *ends)  # fmt: skip
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True), None, None), current_stream, None)
 
-    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
-        ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
-        found = super().sizes(descs)
-        count = ends.shape[0] if ends else 0
-        batch = {"b": count - 1} if self.packed else {}
-        return {**found, **batch, "dv": v.shape[-1] if v is not None else found["d"], "ends": count}
-
-    def check_options(self) -> None:
-        self.check_offsets()
-
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         given = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
         if arch == "sm_100a":
@@ -98,12 +87,6 @@ class CompressionAttentionBackward(Gradients, Sparse):
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.compression_backward(tensors, tensors["scale_softmax"], self.packed)
-
-    @classmethod
-    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
-        s, hq, hk, d = shape
-        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "dv": d, "ends": 2}
-        return [{"packed": packed, **sizes} for packed in (False, True)]
 
 
 def compression_attention_backward_wrapper(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.wrapper import written
+from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
+from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.native_sparse_attention.top_k.api import check_lists
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
@@ -28,7 +28,7 @@ ROWS, KEYS = 192, (64, 128)
 """Rows of a CTA's tile, one for each head of a row of Q, and the compressed keys of a sequence that the tiles have."""
 
 
-class CompressionTopK(Sparse):
+class CompressionTopK(Compressed):
     """:class:`CompressionAttention` and :class:`TopKReduction` with whole lists, for sequences of few compressed keys.
 
     Each sequence has at most 128 of them, which fit a tile of the kernel: it reads Q and computes scores once. Blocks'
@@ -66,7 +66,6 @@ class CompressionTopK(Sparse):
     scalars = ("scale_softmax",)
     most_heads = MOST_HEADS
     head_sizes = HEADS
-    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((rows, 64, 4, d) for rows in (4096, 8192) for d, _ in HEADS)
 
     k_value: int
@@ -94,15 +93,12 @@ class CompressionTopK(Sparse):
         self.run(tensors, (None,), current_stream, None)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
-        ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
-        found = super().sizes(descs)
-        dv = v.shape[-1] if v is not None else found["d"]
-        return {**found, "dv": dv, "listed": self.k_value + ALWAYS, "ends": ends.shape[0] if ends else 0}
+        return {**super().sizes(descs), "listed": self.k_value + ALWAYS}
 
     def check_options(self) -> None:
         if not self.packed:
             raise self.error("q tensor", "four dimensions", "packed sequences: (t, h, d) and offsets")
-        self.check_offsets()
+        super().check_options()
         check_lists(self)
 
     def most_keys(self, sizes: Sizes) -> int:
@@ -148,9 +144,7 @@ class CompressionTopK(Sparse):
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
-        s, hq, hk, d = shape
-        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 64, "d": d, "dv": d, "listed": 16, "ends": 2}
-        return [{"packed": True, **sizes}]
+        return [{**sizes, "sk": sizes["sq"] // 64} for sizes in super().usual_sizes(shape) if sizes["packed"]]
 
 
 def _tile(keys: int) -> int:

@@ -9,7 +9,7 @@ from cudnn.api_base import TupleDict
 from cudnn.errors import refusal
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.wrapper import written
+from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference

@@ -11,7 +11,7 @@ from cudnn import launch
 from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
-from cudnn.fused.wrapper import written
+from cudnn.fused.objects import written
 from cudnn.lazy import torch
 
 if TYPE_CHECKING:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.wrapper import written
+from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse
+from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
 from cudnn_kernels.attention.sparse import ALWAYS, TopKConfiguration
@@ -35,7 +35,7 @@ def check_lists(api: Any) -> None:
         raise api.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
 
 
-class TopKReduction(Sparse):
+class TopKReduction(Compressed):
     """The blocks of keys that each row should attend to: those with the largest probabilities of compressed keys.
 
         p[i, j] = sum over the heads of q that share one of k: exp2(scale_softmax * log2(e) * q[i] k[j]^T + lse[i])
@@ -85,7 +85,6 @@ class TopKReduction(Sparse):
     aliases = {"cumulative_s_q_tensor": "cum_seqlen_q", "cumulative_s_k_tensor": "cum_seqlen_k"}  # noqa: RUF012
     most_heads = 128
     head_sizes = tuple((d,) for d in TILES)
-    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = ((512, 64, 4, 128), (512, 16, 1, 128))
 
     k_value: int
@@ -122,12 +121,11 @@ class TopKReduction(Sparse):
         return ValueError(*super()._not_compiled().args)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
-        ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
         listed = self.k_value + ALWAYS * self.whole_lists
-        return {**super().sizes(descs), "count": self.k_value, "listed": listed, "ends": ends.shape[0] if ends else 0}
+        return {**super().sizes(descs), "count": self.k_value, "listed": listed}
 
     def check_options(self) -> None:
-        self.check_offsets()
+        super().check_options()
         check_lists(self)
 
     def check_rules(self, sizes: Sizes) -> None:
@@ -148,12 +146,6 @@ class TopKReduction(Sparse):
     def reference(self, tensors: Mapping[str, Any]) -> None:
         blocks = self.selection_block_size, self.compress_stride
         reference.top_k(tensors, tensors["scale_softmax"], *blocks, self.k_value, self.packed, self.whole_lists)
-
-    @classmethod
-    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
-        s, hq, hk, d = shape
-        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "count": 16, "listed": 16, "ends": 2}
-        return [{"packed": packed, **sizes} for packed in (False, True)]
 
 
 def topk_reduction_wrapper(
