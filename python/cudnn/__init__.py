@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cudnn import experimental as experimental
     from cudnn import gemm as gemm
     from cudnn import grouped_gemm as grouped_gemm
+    from cudnn import integrations as integrations
     from cudnn import moe as moe
     from cudnn import nn as nn
     from cudnn import ops as ops
@@ -102,7 +103,17 @@ _LAZY = {
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
 }
-_LAZY_MODULES = ("discrete_grouped_gemm", "experimental", "gemm", "grouped_gemm", "moe", "nn", "ops", "sdpa")
+_LAZY_MODULES = (
+    "discrete_grouped_gemm",
+    "experimental",
+    "gemm",
+    "grouped_gemm",
+    "integrations",
+    "moe",
+    "nn",
+    "ops",
+    "sdpa",
+)
 
 
 def _fused_names() -> Mapping[str, str]:

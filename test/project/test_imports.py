@@ -29,6 +29,11 @@ def test_import_loads_neither_torch_nor_cutlass() -> None:
     assert _loaded_by("import cudnn") & {"torch", *HEAVY} == set()
 
 
+def test_integrations_need_no_import_of_their_own() -> None:
+    code = "import cudnn; print(cudnn.integrations.transformers.register.__module__)"
+    assert _python(code).strip() == "cudnn.integrations.transformers"
+
+
 def test_kernels_import_neither_torch_nor_cudnn() -> None:
     assert _loaded_by("import cudnn_kernels") & {"torch", "cudnn"} == set()
 

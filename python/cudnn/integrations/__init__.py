@@ -1,1 +1,3 @@
 """Other libraries on our kernels."""
+
+from cudnn.integrations import transformers as transformers
