@@ -12,7 +12,7 @@ from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
-from cudnn.sdpa.base import checked_ends, checked_scale
+from cudnn.sdpa.base import check_heads, checked_ends, checked_scale
 from cudnn.sdpa.layouts import RowValues
 
 
@@ -31,6 +31,7 @@ class Sparse(FusedAPI):
     """A part of native sparse attention, over sequences of one length, (b, h, s, d), or packed ones, (t, h, d)."""
 
     sized_by = ("q", "k")
+    fixed = ("d",)
     architectures = ("sm_90a", "sm_100a")
     usual_types = ("bf16", "fp16")
     most_heads: ClassVar[int] = 1 << 30
@@ -73,15 +74,16 @@ class Sparse(FusedAPI):
             first, hq, sq, hk, sk = [0], sq, hq, sk, hk
         return {"packed": packed, "b": first[0], "hq": hq, "sq": sq, "hk": hk, "sk": sk, "d": d}
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        check_heads(self, sizes)
+
     def check_rules(self, sizes: Sizes) -> None:
         heads = (sizes["d"], sizes["dv"]) if "dv" in sizes else (sizes["d"],)
         if heads not in self.head_sizes:
             allowed = (str(d) if {*dv} <= {d} else f"{d} with {dv[0]} in v" for d, *dv in self.head_sizes)
             raise self.error("head size", heads if len(heads) > 1 else heads[0], ", ".join(allowed))
         hq, hk = sizes["hq"], sizes["hk"]
-        if hk == 0 or hq % hk:
-            raise self.error("heads of q", hq, f"multiples of the {hk} heads of k")
-        if hq // hk > self.most_heads:
+        if hq > hk * self.most_heads:
             raise self.unsupported("heads of q", hq, f"at most {self.most_heads} for each of the {hk} heads of k")
         for name in ("acc_dtype", "qk_acc_dtype", "pv_acc_dtype"):
             if getattr(self, name, torch.float32) != torch.float32:

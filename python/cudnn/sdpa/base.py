@@ -62,6 +62,13 @@ def checked_scale(api: FusedAPI, scale: float | None, positive: bool) -> float |
     return found or None
 
 
+def check_heads(api: FusedAPI, sizes: Sizes) -> None:
+    """Raises unless as many heads of Q share each head of K."""
+    hq, hk = sizes["hq"], sizes["hk"]
+    if hq and (not hk or hq % hk):
+        raise api.error("heads of q", hq, f"multiples of the {hk} heads of k")
+
+
 class Gradients(FusedAPI):
     """A backward pass of attention: where there are no rows, or no keys, all gradients are zeros."""
 
@@ -78,6 +85,7 @@ class Attention(FusedAPI):
     """A pass of attention over sequences of one length, or packed ones."""
 
     sized_by = ("q", "k")
+    fixed = ("d",)
     integers = ("right", "left")
     example = (("b", "h", "s", "d", "dv"), (1, 1, 128, 64, 64))
     usual_types = ("bf16", "fp16")
@@ -166,12 +174,13 @@ class Attention(FusedAPI):
         v = self.descs["v"]
         return {**found, "dv": v.shape[-1] if v is not None else found["d"]}
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        check_heads(self, sizes)
+
     def check_rules(self, sizes: Sizes) -> None:
         if (sizes["d"], sizes["dv"]) not in self.head_sizes:
             allowed = ", ".join(str(d) if d == dv else f"{d} with {dv} in v" for d, dv in self.head_sizes)
             raise self.error("head size", (sizes["d"], sizes["dv"]), allowed)
-        if sizes["hq"] % max(sizes["hk"], 1):
-            raise self.error("heads of q", sizes["hq"], f"multiples of the {sizes['hk']} heads of k")
         if tuple(self.mma_tiler_mn) != (128, 128):
             raise self.error("mma_tiler_mn", self.mma_tiler_mn, "(128, 128); the kernel chooses its tiles")
         for name in ("qk_acc_dtype", "pv_acc_dtype", "acc_dtype"):

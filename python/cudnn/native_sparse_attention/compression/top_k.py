@@ -64,6 +64,7 @@ class CompressionTopK(Compressed):
     )  # fmt: skip
     returns = ("o", "lse", "topk_indices")
     scalars = ("scale_softmax",)
+    fixed = ("hq", "hk", "d", "dv")
     most_heads = MOST_HEADS
     head_sizes = HEADS
     usual_shapes = tuple((rows, 64, 4, d) for rows in (4096, 8192) for d, _ in HEADS)
@@ -106,6 +107,7 @@ class CompressionTopK(Compressed):
         return sizes["sk"] if self.max_s_k is None else self.max_s_k
 
     def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
         if sizes["sq"] and not sizes["sk"]:
             cure = "use CompressionAttention and TopKReduction"
             raise self.unsupported("compressed keys", "0 rows of k", "1 row and more", cure)

@@ -21,6 +21,7 @@ class Selected(Sparse):
     """Attention of each row to the keys of blocks that it chooses, for packed sequences."""
 
     scalars = ("scale_softmax",)
+    fixed = ("hq", "hk", "d", "dv")
     sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
     example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
     usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))

@@ -82,6 +82,7 @@ class TopKReduction(Compressed):
     )  # fmt: skip
     returns = ("topk_scores", "topk_indices")
     scalars = ("scale_softmax",)
+    fixed = ("hq", "hk", "d")
     aliases = {"cumulative_s_q_tensor": "cum_seqlen_q", "cumulative_s_k_tensor": "cum_seqlen_k"}  # noqa: RUF012
     most_heads = 128
     head_sizes = tuple((d,) for d in TILES)

@@ -178,6 +178,12 @@ class SdpaForward(Attention):
         scale = checked_scale(self, scale_softmax, positive=True)
         self.run(tensors, (scale, scale_output, None, None, None), current_stream, None)
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        page = self.sizes(self.descs)["sk"]
+        if self.given("page_table") and sizes["sk"] != page:
+            raise self.error("page_table", f"pages of {sizes['sk']} keys", f"pages of {page} keys, as the samples'")
+
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         checked_scale(self, self.scale_softmax, positive=True)
