@@ -110,6 +110,21 @@ class Candidate:
     outside: Callable[[], tuple[float, float]] | None = None
 
 
+def returning(run: Callable[[], Any], results: Mapping[str, Any]) -> Call:
+    """A call that writes results, and gives them."""
+    return lambda: (run(), results)[1]
+
+
+def off_by_norm(expected: Mapping[str, Any], results: Mapping[str, Any], slack: float) -> str:
+    """What is wrong with results: which is off by more than a share of its norm."""
+    for name, want in expected.items():
+        found, want = results[name].detach().float(), want.detach().float()
+        error = float((found - want).norm() / want.norm().clamp(min=1e-9))
+        if not error <= slack:
+            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {slack} is right"
+    return ""
+
+
 class Reading(NamedTuple):
     """The state of the GPU: SM clock, power, temperature."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, gemm, operands
+from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, gemm, off_by_norm, operands, returning
 from cudnn.lazy import torch
 from cudnn.sdpa import SdpaBackward, SdpaForward
 from cudnn_kernels.attention import DESCALES
@@ -170,12 +170,7 @@ def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, 
 
 def wrong(expected: Mapping[str, Any], results: Mapping[str, Any], slack: float = SLACK) -> str:
     """What is wrong with results, of which the first heads of the first batch are known."""
-    for name, want in expected.items():
-        found = results[name][0, : len(want)].detach().float()
-        error = float((found - want).norm() / want.norm().clamp(min=1e-9))
-        if not error <= slack:
-            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {slack} is right"
-    return ""
+    return off_by_norm(expected, {name: results[name][0, : len(want)] for name, want in expected.items()}, slack)
 
 
 def in_fp8(make: Callable[..., Call]) -> Callable[..., Call]:
@@ -199,7 +194,7 @@ def ours(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
         backward = SdpaBackward(q, k, v, o, do, lse, *results.values(), **options)
         backward.compile()
         run = functools.partial(backward.execute, q, k, v, o, do, lse, *results.values())
-    return lambda: run() or results
+    return returning(run, results)
 
 
 def differentiated(run: Callable[..., Any], which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
@@ -273,7 +268,7 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
         )
         amax = dict(zip(largest, torch.ones(2, 1, 1, 1, 1, device=q.device), strict=True))
         run = built(made, {**tensors, **ones}, {to: o, **amax})
-        return lambda: run() or {"o": o}
+        return returning(run, {"o": o})
     tensors = {made.tensor_like(x): x for x in (q, k, v)}
     to, tstats = made.sdpa(*tensors, generate_stats=True, **options)
     tstats.set_data_type(cudnn.data_type.FLOAT)
@@ -286,7 +281,7 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
         tstats = made.tensor_like(stats)
         gradients = made.sdpa_backward(*tensors, tstats, **options)
         run = built(made, {**tensors, tstats: stats}, dict(zip(gradients, results.values(), strict=True)))
-    return lambda: run() or results
+    return returning(run, results)
 
 
 def flex_attention(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cudnn
-from cudnn.bench import Benchmark, gemm
+from cudnn.bench import Benchmark, gemm, returning
 from cudnn.bench.operands import Operands, batched, operands
 from cudnn.fused.dense import DenseGemm, blank, further_inputs
 from cudnn.fused.examples import draw
@@ -154,12 +154,7 @@ def peer(api: type[DenseGemm], place: str, o: Operands, keep: bool) -> Callable[
     matrices = [name for name in api.returns if isinstance(api.spec(name).layout, Matrix)]
     results = {name: made[name][..., 0] if keep or not api.spec(name).optional else None for name in matrices}
     run = functools.partial(kernel, o.a.plain, o.peer_b, *results.values(), o.peer_alpha)
-
-    def call() -> gemm.Results:
-        run()
-        return results
-
-    return call
+    return returning(run, results)
 
 
 @functools.cache

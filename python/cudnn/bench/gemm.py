@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cudnn import launch
-from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem
+from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem, returning
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
 from cudnn.gemm.formats import SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
@@ -151,11 +151,7 @@ def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
     a, b = o.a.plain, o.peer_b.t()
     if a.dtype == torch.float8_e4m3fn:
         one, alpha = (torch.tensor(scale, device=a.device) for scale in (1.0, o.peer_alpha))
-
-        def scaled() -> dict[str, Any]:
-            return {"z": torch._scaled_mm(a, b, one, alpha, out_dtype=o.out, use_fast_accum=fast)}
-
-        return scaled
+        return lambda: {"z": torch._scaled_mm(a, b, one, alpha, out_dtype=o.out, use_fast_accum=fast)}
     z = blank(a.shape[0], b.shape[1], o.out)
     return lambda: {"z": torch.matmul(a, b, out=z)}
 
@@ -180,7 +176,7 @@ def compiled(
     return call
 
 
-def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
+def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], Results]:
     """Our kernel in the peers' type, with no epilogue but the store (and the factor that 8-bit products need).
 
     Operands with factors of sums are multiplied as they are.
@@ -209,12 +205,7 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
     given = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
     given |= {"multiprocessors": multiprocessors, "stream": launch.raw_stream(None, device)}
     arguments = [given[slot.name] for slot in configuration.slots()]
-
-    def call() -> dict[str, Any]:
-        run(*arguments)
-        return {"z": z}
-
-    return call
+    return returning(functools.partial(run, *arguments), {"z": z})
 
 
 def executed(api: Any, tensors: Mapping[str, Any], results: Results) -> Callable[[], Results]:
@@ -224,12 +215,7 @@ def executed(api: Any, tensors: Mapping[str, Any], results: Results) -> Callable
     size = api.workspace_size()
     workspace = torch.empty(size, dtype=torch.uint8, device=tensors["a_tensor"].device) if size else None
     run = functools.partial(api.execute, **tensors, workspace_tensor=workspace)
-
-    def call() -> Results:
-        run()
-        return results
-
-    return call
+    return returning(run, results)
 
 
 def copy_candidates() -> list[Candidate]:

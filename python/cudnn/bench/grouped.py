@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cudnn.bench import GPU, HOST, Benchmark, Call, Candidate, Options, Problem, declared, operands
+from cudnn.bench import GPU, HOST, Benchmark, Call, Candidate, Options, Problem, declared, operands, returning
 from cudnn.cli.programs import grouped
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.gemm.reference import evaluate
@@ -174,12 +174,7 @@ def triton(given: Mapping[str, Any], offsets: Any) -> Call:
     kernel = declared.source_module(TRITON).grouped_gemm
     a, b = given["a"][..., 0], given["b"].permute(2, 0, 1)
     d = a.new_empty(a.shape[0], b.shape[1])
-
-    def call() -> Mapping[str, Any]:
-        kernel(a, b, offsets, d)
-        return {"product": d}
-
-    return call
+    return returning(functools.partial(kernel, a, b, offsets, d), {"product": d})
 
 
 def quack(given: Mapping[str, Any], offsets: Any) -> Call:
@@ -189,17 +184,9 @@ def quack(given: Mapping[str, Any], offsets: Any) -> Call:
     d = a.new_empty(a.shape[0], b.shape[2])
     bounds = torch.cat([offsets.new_zeros(1), offsets])
     base = interface.default_config(a.device)
-
-    def configured(changes: Mapping[str, Any]) -> Call:
-        config = replace(base, **changes)
-
-        def call() -> Mapping[str, Any]:
-            interface.gemm_tuned.fn(a, b, d, cu_seqlens_m=bounds, config=config)
-            return {"product": d}
-
-        return call
-
-    found = [configured(changes) for changes in QUACK]
+    run = functools.partial(interface.gemm_tuned.fn, a, b, d, cu_seqlens_m=bounds)
+    tiles = (replace(base, **changes) for changes in QUACK)
+    found = [returning(functools.partial(run, config=config), {"product": d}) for config in tiles]
     for call in found:
         call()
     return min(found, key=lambda call: min(GPU.seconds(call, 2) for _ in range(3)))
@@ -236,9 +223,4 @@ def ours(api: type[ExpertsGemm], given: Mapping[str, Any], made: Mapping[str, An
     object_ = any_(**api.samples(tensors), **api.hidden_weights(given))
     object_.compile()
     run = functools.partial(object_.execute, **{p: tensors.get(name) for name, p in api.parameters.items()})
-
-    def call() -> Mapping[str, Any]:
-        run()
-        return made
-
-    return call
+    return returning(run, made)

@@ -37,6 +37,8 @@ from cudnn.bench import BENCHMARKS, Row, find
 from cudnn.bench.report import Report
 from cudnn.bench.sass import Epilogue, Facts, disassemble, disassembler, facts
 from cudnn.errors import refusal
+from cudnn.fused.gemm import OPERAND_TYPES
+from cudnn.gemm.formats import SUM_SCALES
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Scale, StoreTile, widths_of
@@ -82,33 +84,16 @@ def bits_with_factors(operand: Operand) -> float:
     return operand.bits + (bits(operand.scale.dtype) / operand.scale.vector if operand.scale else 0)
 
 
-@dataclass(frozen=True)
-class Type:
-    """Operands: elements, the type of their factors and how many elements share one; the type of 16-bit results."""
-
-    element: str
-    out: str = "bfloat16"
-    scale: str = ""
-    vector: int = 0
-
-    @property
-    def bits(self) -> float:
-        """Of an element with its share of a factor."""
-        return bits_with_factors(self.operand)
-
-    @property
-    def operand(self) -> Operand:
-        """A or B, K-major."""
-        return Operand(self.element, "k", BlockScale(self.scale, self.vector) if self.scale else None)
+TYPES = {name: kind for name, kind in OPERAND_TYPES.items() if kind.scale != SUM_SCALES}
+"""Operands by their short names; the model has no rates for products with factors of sums."""
 
 
-TYPES = {
-    "bf16": Type("bfloat16"),
-    "fp16": Type("float16", "float16"),
-    "fp8": Type("float8_e4m3fn"),
-    "mxfp8": Type("float8_e4m3fn", scale="float8_e8m0fnu", vector=32),
-    "nvfp4": Type("float4_e2m1fn_x2", scale="float8_e4m3fn", vector=16),
-}
+def operand(dtype: str) -> Operand:
+    """A or B, K-major, by the short name of its type."""
+    kind = TYPES[dtype]
+    return Operand(kind.element, "k", BlockScale(kind.scale, kind.vector) if kind.scale else None)
+
+
 WISHES = (
     (None, None),
     ((256, 256), (2, 1)),
@@ -151,9 +136,8 @@ def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
 
 def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: int) -> list[GemmConfiguration]:
     """Hopper's one, with operands as its tensor cores get them, or Blackwell's for ``WISHES``."""
-    t, dense = TYPES[dtype], Dense()
     wishes = WISHES[:1] if arch == "sm_90a" else WISHES
-    problem, configure = (t.operand, t.operand, epilogue, dense, n, k), ARCHITECTURES[arch].configure
+    problem, configure = (operand(dtype), operand(dtype), epilogue, Dense(), n, k), ARCHITECTURES[arch].configure
     found = (configure(GemmProblem(*problem, tile, cluster)) for tile, cluster in wishes)
     return list(dict.fromkeys(replace(c, prepared=()) for c in found))
 
@@ -368,8 +352,8 @@ def once(c: GemmConfiguration, m: int, n: int, k: int) -> float:
 
 def preparation_bytes(arch: str, dtype: str, m: int, n: int, k: int) -> float:
     """What passes through memory to dequantise block-scaled operands to bfloat16, on Hopper."""
-    t = TYPES[dtype]
-    return (m + n) * k * (t.bits + 16) / 8 if arch == "sm_90a" and t.scale else 0.0
+    x = operand(dtype)
+    return (m + n) * k * (bits_with_factors(x) + 16) / 8 if arch == "sm_90a" and x.scale else 0.0
 
 
 def candidates(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, moe_peers, operands
+from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, moe_peers, off_by_norm, operands
 from cudnn.bench.grouped import MODELS, TOKENS
 from cudnn.lazy import torch
 
@@ -92,13 +92,7 @@ def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -
         ours = layer.route(x)[1].indices.long()  # of equal logits, PyTorch may choose another
 
     def check(indices: Any, results: Mapping[str, Any], slack: float = SLACK) -> str:
-        want = passes(lambda: grouped(*inputs, indices=indices), inputs, gradient, which)()
-        for name, expected in want.items():
-            found, expected = results[name].detach().float(), expected.detach().float()
-            error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
-            if not error <= slack:
-                return f"wrong result: {name} is off by {error:.2e} of its norm, at most {slack} is right"
-        return ""
+        return off_by_norm(passes(lambda: grouped(*inputs, indices=indices), inputs, gradient, which)(), results, slack)
 
     def candidate(name: str, run: Callable[[], Any], indices: Any = None, given: Sequence[Any] = inputs) -> Candidate:
         prepare = functools.partial(passes, run, given, gradient, which)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, nsa_peers, operands
+from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, nsa_peers, off_by_norm, operands
 from cudnn.lazy import torch
 
 NAME = "nsa"
@@ -184,13 +184,7 @@ def wrong(part: Part, given: Tensors, results: Mapping[str, Any]) -> str:
         twice = (found.diff(dim=-1) == 0) & (found[..., 1:] >= 0)
         late = found > (row // BLOCK)[:, None, None]
         return "wrong result: a list has a block twice, or one of the future" if twice.any() or late.any() else ""
-    want = call(part, {part.name: functools.partial(exact, part.name)}, given)()
-    for name, expected in want.items():
-        found, expected = results[name].detach().float(), expected.detach().float()
-        error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
-        if not error <= SLACK:
-            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {SLACK} is right"
-    return ""
+    return off_by_norm(call(part, {part.name: functools.partial(exact, part.name)}, given)(), results, SLACK)
 
 
 def exact(name: str, q: Any, k: Any, v: Any, more: Any = None) -> Any:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.bench import HOST, Benchmark, Call, Candidate, Options, Problem, operands
+from cudnn.bench import HOST, Benchmark, Call, Candidate, Options, Problem, operands, returning
 from cudnn.fused.examples import compare, draw
 from cudnn.fused.host import FusedAPI
 from cudnn.lazy import torch
@@ -101,13 +101,7 @@ def ours(api: type[FusedAPI], made: Mapping[str, Any]) -> Call:
     object_: Any = api(**api.samples(made))
     object_.compile()
     run = functools.partial(object_.execute, **{parameter: made[name] for name, parameter in api.parameters.items()})
-    results = {name: made[name] for name in api.returns}
-
-    def call() -> Mapping[str, Any]:
-        run()
-        return results
-
-    return call
+    return returning(run, {name: made[name] for name in api.returns})
 
 
 def host_candidates(api: type[FusedAPI]) -> list[Candidate]:
