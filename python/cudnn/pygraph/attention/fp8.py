@@ -15,10 +15,10 @@ from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
-from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats
+from cudnn.pygraph.attention.methods import AttentionNodes, Dropout
 from cudnn.pygraph.attention.scores import ScoreGraph, ScoreModifier
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, NodeList, Operand, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Operand
 from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_gradients, attention_weights, largest, weighted_sum
 from cudnn.reference.memory import rounded
@@ -160,7 +160,7 @@ class AttentionFp8Backward(AttentionBackward):
         return results
 
 
-class Fp8AttentionMethods(NodeList[Operand]):
+class Fp8AttentionMethods(AttentionNodes[Operand]):
     """The methods that add attention on fp8 tensors; shapes and strides as in ``sdpa``."""
 
     def sdpa_fp8(
@@ -218,25 +218,8 @@ class Fp8AttentionMethods(NodeList[Operand]):
         Raises:
             RuntimeError, ValueError, TypeError, cudnnGraphNotSupportedError: as ``sdpa``.
         """
-        where = where_of(name, "sdpa_fp8")
-        inputs, attributes = shared(
-            where, q, k, v, attn_scale, bias, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
-            use_causal_mask_bottom_right, sliding_window, diagonal_alignment, left_bound, right_bound, dropout,
-            sink_token, use_alibi_mask,
-        )  # fmt: skip
-        inputs |= {
-            "Descale_q": descale_q, "Descale_k": descale_k, "Descale_v": descale_v, "Descale_s": descale_s,
-            "Scale_s": scale_s, "Scale_o": scale_o, "Page_table_K": paged_attention_k_table,
-            "Page_table_V": paged_attention_v_table,
-        }  # fmt: skip
-        stats = ["Stats"] if wants_stats(where, is_inference, generate_stats) else []
-        node = self._add(
-            AttentionFp8Forward, name, compute_data_type, inputs, ["O", *stats, "Amax_S", "Amax_O"],
-            implementation=attention_implementation.COMPOSITE, score_mod=fn,
-            paged_max_seq_len_kv=paged_attention_max_seq_len_kv, **attributes,
-        )  # fmt: skip
-        add_outputs(node, Max=score_max, Sum_exp=score_sum_exp, RNG_DUMP=rng_dump if node.dropout_probability else None)
-        return [node.outputs.get(port) for port in ("O", "Stats", "Amax_S", "Amax_O")]
+        ports = ("O", "Stats", "Amax_S", "Amax_O")
+        return self._attend(AttentionFp8Forward, locals(), ports, implementation=attention_implementation.COMPOSITE)
 
     def sdpa_fp8_backward(
         self,
@@ -291,21 +274,5 @@ class Fp8AttentionMethods(NodeList[Operand]):
         Raises:
             RuntimeError, ValueError, TypeError, cudnnGraphNotSupportedError: as ``sdpa``.
         """
-        where = where_of(name, "sdpa_fp8_backward")
-        inputs, attributes = shared(
-            where, q, k, v, attn_scale, None, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
-            use_causal_mask_bottom_right, None, diagonal_alignment, left_bound, right_bound, dropout, sink_token, False,
-        )  # fmt: skip
-        inputs |= {
-            "O": o, "dO": dO, "Stats": stats, "Descale_q": descale_q, "Descale_k": descale_k, "Descale_v": descale_v,
-            "Descale_o": descale_o, "Descale_dO": descale_dO, "Descale_s": descale_s, "Descale_dP": descale_dP,
-            "Scale_s": scale_s, "Scale_dQ": scale_dQ, "Scale_dK": scale_dK, "Scale_dV": scale_dV, "Scale_dP": scale_dP,
-        }  # fmt: skip
-        node = self._add(
-            AttentionFp8Backward, name, compute_data_type, inputs,
-            ["dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV", "Amax_dP"],
-            use_deterministic_algorithm=bool(use_deterministic_algorithm), **attributes,
-        )  # fmt: skip
-        results = [*node.outputs.values()]
-        add_outputs(node, dSink=dSink_token)
-        return results
+        ports = ("dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV", "Amax_dP")
+        return self._attend(AttentionFp8Backward, locals(), ports)

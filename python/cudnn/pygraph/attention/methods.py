@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from cudnn.enums import Enumeration, attention_implementation, data_type, diagonal_alignment
 from cudnn.errors import refusal
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
-from cudnn.pygraph.attention.scores import ScoreModifier
-from cudnn.pygraph.node import NOT_SET, Node, NodeList, Operand, where_of
+from cudnn.pygraph.attention.scores import Attention, ScoreModifier
+from cudnn.pygraph.node import NOT_SET, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 
 CUSTOM_DROPOUT = ("Dropout_mask", "Dropout_scale", "Dropout_scale_inv")
 Dropout = float | tuple[Any, ...] | None
+OTHER_NAMES = {
+    "diagonal_band_left_bound": "left_bound",
+    "diagonal_band_right_bound": "right_bound",
+    "fn": "score_mod",
+    "paged_attention_max_seq_len_kv": "paged_max_seq_len_kv",
+    "sliding_window": "sliding_window_length",
+}
+"""Of arguments that a node, or another method, calls otherwise."""
+FIRST = ("q", "k", "v", "attn_scale", "bias", "seq_len_q", "seq_len_kv", "sink_token")
+LATER = re.compile(r"[qk]_T|o|o_f16|dO|dO_f16|dO_T|stats|block_mask|paged_attention_[kv]_table|(de)?scale_\w+")
+"""The arguments that are inputs, in their order."""
+PORTS = {
+    "o_f16": "O",
+    "paged_attention_k_table": "Page_table_K",
+    "paged_attention_v_table": "Page_table_V",
+    "sink_token": "Sink",
+}
+"""Names of inputs that are not those of their arguments."""
+MADE = {
+    "score_max": "Max",
+    "score_sum_exp": "Sum_exp",
+    "dBias": "dBias",
+    "dSink_token": "dSink",
+    "rng_dump": "RNG_DUMP",
+}
+"""Outputs that the user makes."""
+FLAGS = ("use_alibi_mask", "use_padding_mask", "unfuse_fma", "use_deterministic_algorithm")
+AS_GIVEN = ("score_mod", "score_mod_bprop", "paged_max_seq_len_kv", "max_total_seq_len_q", "max_total_seq_len_kv")
 
 
-class AttentionMethods(NodeList[Operand]):
+class AttentionNodes(NodeList[Operand]):
+    """What the methods that add attention share."""
+
+    def _attend(
+        self, kind: type[Attention], given: Mapping[str, Any], ports: Sequence[str], **attributes: Any
+    ) -> list[Any]:
+        """Adds a node by a method's arguments. Its outputs ``ports``; None for Stats that are not wanted."""
+        given = {OTHER_NAMES.get(name, name): value for name, value in given.items()}
+        where = where_of(given["name"], kind.method)
+        inputs, found = _described(where, given)
+        attributes |= found | {name: bool(given[name]) for name in FLAGS if name in given}
+        attributes |= {name: given[name] for name in AS_GIVEN if name in given}
+        stats = "Stats" not in ports or _wants_stats(where, given.get("is_inference"), given["generate_stats"])
+        if "implementation" in given:
+            value = given["implementation"]
+            attributes["implementation"] = _member(where, "implementation", value, attention_implementation)
+        outputs = [port for port in ports if port != "Stats" or stats]
+        node = self._add(kind, given["name"], given["compute_data_type"], inputs, outputs, **attributes)
+        for name, port in MADE.items():
+            tensor = given.get(name)
+            if tensor is None or (port == "RNG_DUMP" and not node.dropout_probability):
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    refusal(where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()")
+                )
+            node.outputs[port] = tensor
+        return [node.outputs.get(port) for port in ports]
+
+
+class AttentionMethods(AttentionNodes[Operand]):
     """The methods that add attention.
 
     Logical shapes are batch, heads, sequence, head size, whatever the strides; the last stride is 1. More heads in Q
@@ -113,24 +173,7 @@ class AttentionMethods(NodeList[Operand]):
             bias = attn_bias
         if dropout_seed is not None or dropout_offset is not None:
             dropout = (dropout, _random_state(dropout_seed), _random_state(dropout_offset))
-        inputs, attributes = shared(
-            where, q, k, v, attn_scale, bias, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
-            use_causal_mask_bottom_right, sliding_window_length, diagonal_alignment, diagonal_band_left_bound,
-            diagonal_band_right_bound, dropout, sink_token, use_alibi_mask,
-        )  # fmt: skip
-        inputs |= {
-            "Block_mask": block_mask, "Page_table_K": paged_attention_k_table, "Page_table_V": paged_attention_v_table
-        }  # fmt: skip
-        outputs = ["O", "Stats"] if wants_stats(where, is_inference, generate_stats) else ["O"]
-        node = self._add(
-            AttentionForward, name, compute_data_type, inputs, outputs,
-            implementation=_member(where, "implementation", implementation, attention_implementation),
-            score_mod=score_mod, unfuse_fma=bool(unfuse_fma),
-            paged_max_seq_len_kv=paged_attention_max_seq_len_kv, **attributes,
-        )  # fmt: skip
-        results: Results = [node.outputs["O"], node.outputs.get("Stats")]
-        add_outputs(node, Max=score_max, Sum_exp=score_sum_exp, RNG_DUMP=rng_dump if node.dropout_probability else None)
-        return results
+        return self._attend(AttentionForward, locals(), ("O", "Stats"))
 
     def sdpa_backward(
         self,
@@ -194,37 +237,10 @@ class AttentionMethods(NodeList[Operand]):
 
         The formulas are those of Dao et al., FlashAttention (2022), appendix B.2.
         """
-        where = where_of(name, "sdpa_backward")
-        inputs, attributes = shared(
-            where, q, k, v, attn_scale, bias, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
-            use_causal_mask_bottom_right, sliding_window_length, diagonal_alignment, diagonal_band_left_bound,
-            diagonal_band_right_bound, dropout, sink_token, use_alibi_mask,
-        )  # fmt: skip
-        inputs |= {"O": o, "dO": dO, "Stats": stats}
-        node = self._add(
-            AttentionBackward, name, compute_data_type, inputs, ["dQ", "dK", "dV"], score_mod=score_mod,
-            score_mod_bprop=score_mod_bprop, max_total_seq_len_q=max_total_seq_len_q,
-            max_total_seq_len_kv=max_total_seq_len_kv,
-            use_deterministic_algorithm=bool(use_deterministic_algorithm),
-            implementation=_member(where, "implementation", implementation, attention_implementation), **attributes,
-        )  # fmt: skip
-        gradients = [*node.outputs.values()]
-        add_outputs(node, dBias=dBias, dSink=dSink_token, RNG_DUMP=rng_dump if node.dropout_probability else None)
-        return gradients
+        return self._attend(AttentionBackward, locals(), ("dQ", "dK", "dV"))
 
     scaled_dot_product_flash_attention = sdpa
     scaled_dot_product_flash_attention_backward = sdpa_backward
-
-
-def add_outputs(node: Node, **outputs: object) -> None:
-    """Lets a node write tensors that the user has made."""
-    for port, tensor in outputs.items():
-        if tensor is not None:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    refusal(node.where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()")
-                )
-            node.outputs[port] = tensor
 
 
 def _conflict(where: str, broken: bool, what: str, got: str, allowed: str) -> None:
@@ -232,7 +248,7 @@ def _conflict(where: str, broken: bool, what: str, got: str, allowed: str) -> No
         raise RuntimeError(refusal(where, what, got, allowed, "leave one of them out"))
 
 
-def wants_stats(where: str, is_inference: object, generate_stats: object) -> bool:
+def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bool:
     for argument, value in (("is_inference", is_inference), ("generate_stats", generate_stats)):
         if value is not None and not isinstance(value, bool):
             raise RuntimeError(refusal(where, argument, repr(value), "True, False or None", "pass a bool"))
@@ -242,63 +258,42 @@ def wants_stats(where: str, is_inference: object, generate_stats: object) -> boo
     return generate_stats is True or is_inference is False
 
 
-def shared(
-    where: str,
-    q: object,
-    k: object,
-    v: object,
-    attn_scale: object,
-    bias: object,
-    use_padding_mask: bool,
-    seq_len_q: object,
-    seq_len_kv: object,
-    causal: bool,
-    causal_bottom_right: bool,
-    sliding_window_length: int | None,
-    alignment: diagonal_alignment,
-    left_bound: int | None,
-    right_bound: int | None,
-    dropout: Dropout,
-    sink: object,
-    alibi: bool,
-) -> tuple[dict[str, object], dict[str, Any]]:
-    """The inputs and attributes that both passes have."""
-    _conflict(
-        where, causal and causal_bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them"
-    )
-    if causal or causal_bottom_right:
+def _port(argument: str) -> str:
+    """What a node calls an input."""
+    return PORTS.get(argument) or (argument if argument.startswith("dO") else argument[0].upper() + argument[1:])
+
+
+def _described(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs of a node and the attributes that are not as they were given."""
+    causal, bottom_right = given["use_causal_mask"], given["use_causal_mask_bottom_right"]
+    alignment, left, right = given["diagonal_alignment"], given["left_bound"], given["right_bound"]
+    _conflict(where, causal and bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them")
+    if causal or bottom_right:
         flag = "use_causal_mask" if causal else "use_causal_mask_bottom_right"
-        _conflict(where, right_bound is not None, f"{flag} and diagonal_band_right_bound", f"True and {right_bound}",
+        _conflict(where, right is not None, f"{flag} and diagonal_band_right_bound", f"True and {right}",
                   "one of them: a causal mask is a right bound of 0")  # fmt: skip
-        right_bound = 0
+        right = 0
         alignment = diagonal_alignment.TOP_LEFT if causal else diagonal_alignment.BOTTOM_RIGHT
-    if sliding_window_length is not None:
-        _conflict(where, left_bound is not None, "sliding_window_length and diagonal_band_left_bound",
-                  f"{sliding_window_length} and {left_bound}", "one of them, they are the same")  # fmt: skip
-        left_bound = sliding_window_length
-    scale_tensor, scale = None, None
-    if isinstance(attn_scale, Tensor):
-        scale_tensor = attn_scale
-    elif isinstance(attn_scale, (int, float)):
-        scale = float(attn_scale)
-    elif attn_scale is not None:
+    window = given.get("sliding_window_length")
+    if window is not None:
+        _conflict(where, left is not None, "sliding_window_length and diagonal_band_left_bound",
+                  f"{window} and {left}", "one of them, they are the same")  # fmt: skip
+        left = window
+    scale = given["attn_scale"]
+    if scale is not None and not isinstance(scale, (int, float, Tensor)):
         raise TypeError(
-            refusal(where, "attn_scale", type(attn_scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)")
+            refusal(where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)")
         )
-    inputs: dict[str, object] = {
-        "Q": q, "K": k, "V": v, "Attn_scale": scale_tensor, "Bias": bias, "Seq_len_q": seq_len_q,
-        "Seq_len_kv": seq_len_kv, "Sink": sink,
-    }  # fmt: skip
-    dropout_inputs, probability = _dropout(where, dropout)
-    inputs |= dropout_inputs
+    tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+    dropout, probability = _dropout(where, given.get("dropout"))
+    inputs: dict[str, Any] = {_port(name): given.get(name) for name in FIRST} | {"Attn_scale": tensor} | dropout
+    inputs |= {_port(name): value for name, value in given.items() if LATER.fullmatch(name)}
     attributes = {
         "dropout_probability": probability,
-        "use_alibi_mask": bool(alibi),
-        "attn_scale": scale,
-        "use_padding_mask": bool(use_padding_mask),
+        "attn_scale": None if number is None else float(number),
         "diagonal_alignment": _member(where, "diagonal_alignment", alignment, diagonal_alignment),
-        "left_bound": _bound(where, "diagonal_band_left_bound", left_bound),
-        "right_bound": _bound(where, "diagonal_band_right_bound", right_bound),
+        "left_bound": _bound(where, "diagonal_band_left_bound", left),
+        "right_bound": _bound(where, "diagonal_band_right_bound", right),
     }
     return inputs, attributes
 

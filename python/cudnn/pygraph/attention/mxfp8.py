@@ -10,10 +10,10 @@ from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
-from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats
+from cudnn.pygraph.attention.methods import AttentionNodes, Dropout
 from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, NodeList, Operand, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Operand
 from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_forward, attention_gradients, largest
 
@@ -101,7 +101,7 @@ def _dequantize(values: Mapping[str, Any], port: str, axis: int) -> Any:
     return x * scale[:, :, : x.shape[2], : x.shape[3]]
 
 
-class Mxfp8AttentionMethods(NodeList[Operand]):
+class Mxfp8AttentionMethods(AttentionNodes[Operand]):
     """The methods that add attention on MXFP8 tensors; shapes and strides as in ``sdpa``."""
 
     def sdpa_mxfp8(
@@ -141,18 +141,8 @@ class Mxfp8AttentionMethods(NodeList[Operand]):
         Raises:
             RuntimeError, ValueError, TypeError, cudnnGraphNotSupportedError: as ``sdpa``.
         """
-        where = where_of(name, "sdpa_mxfp8")
-        inputs, attributes = shared(
-            where, q, k, v, attn_scale, None, False, None, None, use_causal_mask, use_causal_mask_bottom_right, None,
-            diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, None, sink_token, False,
-        )  # fmt: skip
-        inputs |= {"Descale_q": descale_q, "Descale_k": descale_k, "Descale_v": descale_v}
-        stats = ["Stats"] if wants_stats(where, None, generate_stats) else []
-        node = self._add(
-            AttentionMxfp8Forward, name, compute_data_type, inputs, ["O", *stats, "Amax_O"],
-            implementation=attention_implementation.COMPOSITE, unfuse_fma=bool(unfuse_fma), **attributes,
-        )  # fmt: skip
-        return [node.outputs.get(port) for port in ("O", "Stats", "Amax_O")]
+        composite = attention_implementation.COMPOSITE
+        return self._attend(AttentionMxfp8Forward, locals(), ("O", "Stats", "Amax_O"), implementation=composite)
 
     def sdpa_mxfp8_backward(
         self,
@@ -209,21 +199,5 @@ class Mxfp8AttentionMethods(NodeList[Operand]):
             RuntimeError, ValueError, TypeError: as ``sdpa``.
             cudnnGraphNotSupportedError: from ``validate()``, on a GPU.
         """
-        where = where_of(name, "sdpa_mxfp8_backward")
-        inputs, attributes = shared(
-            where, q, k, v, attn_scale, None, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
-            use_causal_mask_bottom_right, None, diagonal_alignment, left_bound, right_bound, dropout, sink_token, False,
-        )  # fmt: skip
-        inputs |= {
-            "Q_T": q_T, "K_T": k_T, "O": o_f16, "dO_f16": dO_f16, "dO": dO, "dO_T": dO_T, "Stats": stats,
-            "Descale_q": descale_q, "Descale_q_T": descale_q_T, "Descale_k": descale_k, "Descale_k_T": descale_k_T,
-            "Descale_v": descale_v, "Descale_dO": descale_dO, "Descale_dO_T": descale_dO_T,
-        }  # fmt: skip
-        node = self._add(
-            AttentionMxfp8Backward, name, compute_data_type, inputs,
-            ["dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV"],
-            use_deterministic_algorithm=bool(use_deterministic_algorithm), **attributes,
-        )  # fmt: skip
-        results = [*node.outputs.values()]
-        add_outputs(node, dSink=dSink_token)
-        return results
+        ports = ("dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV")
+        return self._attend(AttentionMxfp8Backward, locals(), ports)
