@@ -188,7 +188,7 @@ class BackwardConfiguration(AttentionConfiguration):
     in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
     ``split``: the last ``split`` blocks of keys are for ``parts`` CTAs, or pairs, each, which share the queries.
     ``shared``: dQ's sums are in the workspace of another pass, and this one "adds" to them, or, where one block has all
-    keys, "stores" them. ``queue``: CTAs stay and draw their blocks of keys; not with ``pair``.
+    keys, "stores" them. ``queue``: CTAs stay and draw their blocks of keys; not with ``pair`` or ``dq_turned``.
     """
 
     pair: bool = False

@@ -91,9 +91,8 @@ class Values:
 
 def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     """Launches :class:`RowProducts` on a call's arguments by name; its results."""
-    o, do = (sequences.matrix(given[x], c.packed) for x in ("o", "do"))
-    values, lse = values_of(c, given), sequences.rows(given["lse"], c.packed, c.lse == "by head")
-    RowProducts(c).launch(o, do, lse, values, given.get("cum_seqlen_q"), given["stream"])
+    values = values_of(c, given)
+    RowProducts(c).launch(given, values)
     return values
 
 
@@ -154,19 +153,19 @@ class RowProducts:
         self.lanes = next(lanes for lanes in (8, 16, 32) if lanes * VECTOR >= configuration.head_v)
         self.passes = self.rows * self.lanes // ROW_THREADS
 
-    def launch(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: Values, offsets: Any, stream: Any
-    ) -> None:  # fmt: skip
-        """O, dO (s, d, h, b); LSE (s, h, b); the values' turns, and what was drawn, become zeros too."""
-        rows = values.products.shape
-        blocks, counts, zeros = rows[0] // self.rows, values.turns, None if self.c.stores_first else values.dq_sums
+    def launch(self, given: Mapping[str, Any], values: Values) -> None:
+        """On a call's arguments by name; the values' turns, and what was drawn, become zeros too."""
+        c, rows = self.c, values.products.shape
+        o, do = (sequences.matrix(given[x], c.packed) for x in ("o", "do"))
+        lse, offsets = sequences.rows(given["lse"], c.packed, c.lse == "by head"), given.get("cum_seqlen_q")
+        blocks, counts, zeros = rows[0] // self.rows, values.turns, None if c.stores_first else values.dq_sums
         if zeros is not None:
-            zeros = cute.make_tensor(zeros.iterator, cute.make_layout((self.rows * self.c.head, blocks, *rows[1:])))
+            zeros = cute.make_tensor(zeros.iterator, cute.make_layout((self.rows * c.head, blocks, *rows[1:])))
         if counts is not None:
             counts = cute.make_tensor(counts.iterator, values.products.layout)
         grid, shape = grid_of(blocks, o.shape[2], o.shape[3])
         self.kernel(o, do, lse, values.products, values.log_sums, zeros, counts, values.drawn, offsets, grid).launch(
-            grid=shape, block=[ROW_THREADS, 1, 1], stream=stream
+            grid=shape, block=[ROW_THREADS, 1, 1], stream=given["stream"]
         )
 
     @cute.kernel

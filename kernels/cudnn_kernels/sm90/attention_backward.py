@@ -127,10 +127,9 @@ class Backward(Kernel):
         work, clusters = work_of(c, given, self.cluster * self.n, together=self.together)
         atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
         key_sums, again = values.key_sums, replace(work)
-        told = (values.log_sums, values.products, values.dq_sums, values.turns, key_sums, values.drawn)
         if c.queue:
             clusters = cutlass.min(given["multiprocessors"], clusters)
-        self.kernel(atoms, dk, dv, told, work, Scale(scale, given.get("softcap"))).launch(
+        self.kernel(atoms, dk, dv, replace(values), work, Scale(scale, given.get("softcap"))).launch(
             grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
             stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
@@ -139,7 +138,7 @@ class Backward(Kernel):
 
     @cute.kernel
     def kernel(
-        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: tuple, work: Work, scale: Scale
+        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: Values, work: Work, scale: Scale
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
         thread, _, _ = cute.arch.thread_idx()
@@ -153,7 +152,6 @@ class Backward(Kernel):
                   for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
         counts |= {"kv_full": (1, 1)} | ({"kv_empty": (1, 4 * GROUPS)} if self.c.queue else {})
         shared |= self.barriers(smem, counts | self.more_barriers(), thread)
-        values = Values(*values)
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
             if warp_index == 0:
@@ -269,8 +267,6 @@ class Backward(Kernel):
             for x, of_rows in (("q", "log_sums"), ("do", "products")):
                 if x == "q" or step < total:
                     stages, count = boxes[x].stages, before + step
-                    if const_expr(x == "q" and self.ahead):
-                        count += blocks
                     stage, phase = count % stages, count // stages % 2
                     full = shared[f"{x}_full"] + stage
                     cute.arch.mbarrier_wait(shared[f"{x}_empty"] + stage, phase ^ 1)
@@ -422,6 +418,8 @@ class AttentionBackward(Backward):
         super().__init__(configuration)
         c = self.c
         self.ahead = c.dq_turned
+        if self.ahead and c.queue:
+            raise ValueError(f"{c}: where CTAs draw blocks of keys, query rows come in 64")
         self.score = Product(self.dtype, self.m)
         self.gradient = replace(self.score, registers=c.v_in_registers)
         self.dk, self.dv = (Product(self.dtype, head, b=MN, registers=True) for head in (c.head, c.head_v))
@@ -481,18 +479,16 @@ class AttentionBackward(Backward):
         q_full, q_empty, do_full, do_empty, dq_full, dq_empty = (
             shared[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
         )
-        ahead = blocks if const_expr(self.ahead) else 0  # one more of Q than of dO in each
         if block.steps > 0:
             cute.arch.mbarrier_wait(shared["kv_full"], blocks % 2)
             self.gradient.read(tSrV, rows_v, thread)
             if const_expr(self.ahead):
-                first = before + ahead
-                cute.arch.mbarrier_wait(q_full + first % STAGES, first // STAGES % 2)
-                self.score.issue(scores, tSrK, tSrQ[None, None, None, first % STAGES], False)
+                cute.arch.mbarrier_wait(q_full, 0)
+                self.score.issue(scores, tSrK, tSrQ[None, None, None, 0], False)
                 warpgroup.wait_group(0)
         m_block, after = place_of(block, 0)[1], block.begin + block.way * block.blocks
         for place in cutlass.range(before, before + block.steps, unroll=1):
-            stage, phase, q_stage = place % STAGES, place // STAGES % 2, (place + ahead) % STAGES
+            stage, phase = place % STAGES, place // STAGES % 2
             if const_expr(not self.ahead):
                 cute.arch.mbarrier_wait(q_full + stage, phase)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, stage], False)
@@ -505,7 +501,7 @@ class AttentionBackward(Backward):
             m_block += block.way
             if m_block == after:
                 m_block = block.begin
-            log_sums = self.columns(shared["log_sums"][None, q_stage], thread)
+            log_sums = self.columns(shared["log_sums"][None, stage], thread)
             self.exponentiate(scores, p, scale_log2, self.each(log_sums))
             weights = register_operand(self.dv.mma(), self.rounded(p), (ROWS, self.m))
             warpgroup.wait_group(0)
@@ -518,27 +514,25 @@ class AttentionBackward(Backward):
             self.all_multiplying()
             tQr = (tQrS[None, None, None, stage], tQrK)
             self.query.issue(acc_dq, *(tQr[::-1] if const_expr(self.c.dq_turned) else tQr), False)
-            self.dk.issue(acc_dk, ds, tKrQ[None, None, None, q_stage], True)
+            self.dk.issue(acc_dk, ds, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(1)
             barriers.arrive_once(do_empty + stage)
             cute.arch.mbarrier_wait(dq_empty + group, place % 2 ^ 1)
             self.hand_over(acc_dq, shared["dq"], dq_full + group, group, thread)
             if const_expr(self.ahead):
-                following = place + ahead + 1
+                following = place + 1
                 cute.arch.mbarrier_wait(q_full + following % STAGES, following // STAGES % 2)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, following % STAGES], False)
                 warpgroup.wait_group(1)
-                barriers.arrive_once(q_empty + q_stage)
+                barriers.arrive_once(q_empty + stage)
                 warpgroup.wait_group(0)  # in flight over a loop's end, ptxas would let products wait for each other
             else:
                 warpgroup.wait_group(0)
-                barriers.arrive_once(q_empty + q_stage)
+                barriers.arrive_once(q_empty + stage)
         names = ("dk", "dv") if const_expr(self.c.queue) else ("k", "v")
         if const_expr(self.c.queue):
             if block.steps > 0:
                 barriers.arrive_once(shared["kv_empty"])
-                if const_expr(self.ahead):  # the last one was multiplied for nothing
-                    barriers.arrive_once(q_empty + (before + block.steps + ahead) % STAGES)
                 for other in cutlass.range_constexpr(GROUPS):  # dQ has left its buffer
                     cute.arch.mbarrier_wait(dq_empty + other, (before + block.steps - 1) % 2)
         results = dict(zip(names, ((acc_dk, dk), (acc_dv, dv)), strict=True))

@@ -79,6 +79,7 @@ class AttentionForward(WarpgroupProducts, Forward):
 
     rows, score_rows = ROWS, WgmmaRows(slots=2)
     query_arrivals = 1  # at a barrier of Q, before the copy engine's bytes
+    release = staticmethod(barriers.arrive_once)  # a warp is done with a buffer
 
     def __init__(self, configuration: ForwardConfiguration) -> None:
         super().__init__(configuration)
@@ -434,12 +435,6 @@ class AttentionForward(WarpgroupProducts, Forward):
         """Multiplies the rows of O, unless all of a warp's factors are 1."""
         if cute.arch.vote_any_sync((upper != 1.0) | (lower != 1.0)):
             self.correct(acc, [upper, lower])
-
-    @cute.jit
-    def release(self, empty: Any) -> None:
-        """A warp is done with a buffer."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
     def store(self, call: Call, room: Room, part: Part, p: Problem) -> None:
