@@ -123,9 +123,8 @@ def rows(tensor: cute.Tensor, is_packed: bool, by_head: bool = True) -> cute.Ten
     ``by_head``: of packed sequences, every head's values follow each other, whatever the strides say: so existing
     programs have it.
     """
-    if is_packed and not by_head:
-        layout = cute.append(tensor.layout, cute.make_layout(1))
-        return cute.make_tensor(tensor.iterator, layout)
-    if is_packed:
-        return cute.make_tensor(tensor.iterator, cute.make_layout((*tensor.shape, 1)))
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
+    if not is_packed:
+        layout = cute.select(tensor.layout, mode=[2, 1, 0])
+    else:
+        layout = cute.append(cute.make_layout(tensor.shape) if by_head else tensor.layout, cute.make_layout(1))
+    return cute.make_tensor(tensor.iterator, layout)

@@ -47,6 +47,25 @@ def expect(ring: Ring, stage: Int32, phase: Int32, size: int) -> None:
         cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, size)
 
 
+def at(ring: Ring, count: Any) -> tuple[Any, Any]:
+    """The buffer of what comes after so many, and the phase of its barriers, where it is full."""
+    return count % ring.stages, count // ring.stages % 2
+
+
+def claim(ring: Ring, count: Any, size: int) -> Any:
+    """One warp: the buffer for what comes after so many, when it is empty; ``size`` bytes will fill it."""
+    stage, phase = at(ring, count)
+    expect(ring, stage, phase ^ 1, size)
+    return stage
+
+
+def ready(ring: Ring, count: Any) -> Any:
+    """The buffer of what comes after so many, when it is full."""
+    stage, phase = at(ring, count)
+    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    return stage
+
+
 @cute.jit
 def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
     """The buffer after this one, and the phase of its barriers."""
@@ -66,7 +85,7 @@ def draw(
     It ``draws`` by counting up in global memory, as soon as all have read what was drawn ``stages`` turns ago, and
     writes it to ``drawn``, (values, stages).
     """
-    stage, phase = turn % ring.stages, turn // ring.stages % 2
+    stage, phase = at(ring, turn)
     if const_expr(draws):
         cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
         if cute.arch.lane_idx() == 0:

@@ -183,24 +183,15 @@ class PassKernel:
                 cute.arch.mbarrier_arrive_and_expect_tx(b["rows"], sum(self.bytes(x) for x in g.rows))
             for x in g.rows:
                 rows = sequences.copied_rows(copied[x][1], block.head, block.batch, block.first_row, block.mask.queries)
-                rows = cute.domain_offset((block.row, 0), rows)
-                self.fetch(copied[x][0], x, rows, 0, buffers[x][None, None, 0], b["rows"])
+                tile = cute.local_tile(cute.domain_offset((block.row, 0), rows), self.boxes[x][:2], (0, 0))
+                fetch(copied[x][0], tile, buffers[x][None, None, 0], b["rows"])
         for step in cutlass.range(block.steps, unroll=1):
             head, number = place_of(block, step)
             for i, x in enumerate(g.columns):
-                stage, phase = self.place(i, step)
                 rows = sequences.copied_rows(copied[x][1], head, block.batch, block.first_column, block.mask.keys)
-                ring.expect(rings[i], stage, phase ^ 1, self.bytes(x))
-                self.fetch(copied[x][0], x, rows, number, buffers[x][None, None, stage], rings[i].full + stage)
-
-    def fetch(self, atom: Any, x: str, rows: cute.Tensor, number: Any, buffer: cute.Tensor, full: Any) -> None:
-        """Starts the copy of a block of rows of an operand."""
-        fetch(atom, cute.local_tile(rows, self.boxes[x][:2], (number, 0)), buffer, full)
-
-    def place(self, operand: int, step: Int32) -> tuple[Int32, Int32]:
-        """A step's buffer in a ring, and the phase of its barrier."""
-        stages = self.stages[operand]
-        return step % stages, step // stages % 2
+                tile = cute.local_tile(rows, self.boxes[x][:2], (number, 0))
+                stage = ring.claim(rings[i], step, self.bytes(x))
+                fetch(copied[x][0], tile, buffers[x][None, None, stage], rings[i].full + stage)
 
     def bytes(self, x: str) -> int:
         """Of an operand's tile in shared memory."""
@@ -227,7 +218,7 @@ class PassKernel:
         """Issues S and dP of a step."""
         buffer = step % BUFFERS
         for i, (row, column) in enumerate(zip(self.g.rows, self.g.columns, strict=False)):
-            product, stage = Product(self.dtype, BLOCK, self.boxes[row][1]), self.ready(rings, i, step)
+            product, stage = Product(self.dtype, BLOCK, self.boxes[row][1]), ring.ready(rings[i], step)
             target = pointer + (buffer * 2 + i) * BLOCK
             product.issue(target, product.left(buffers[row]), buffers[column], stage, False)
             if i not in self.factors:
@@ -239,19 +230,13 @@ class PassKernel:
         for number, (i, width) in enumerate(zip(self.factors, self.widths, strict=True)):
             product = Product(self.dtype, width, BLOCK, rounded=True)
             left = product.left_rounded(pointer + (step % BUFFERS * 2 + 1 - i) * BLOCK)
-            stage, right = self.ready(rings, i, step), buffers[self.g.columns[i]]
+            stage, right = ring.ready(rings[i], step), buffers[self.g.columns[i]]
             product.issue(self.accumulator(pointer, number), left, right, stage, step > 0)
             commit(rings[i].empty + stage)
 
     def accumulator(self, pointer: cute.Pointer, number: int) -> cute.Pointer:
         """Where a sum is in tensor memory: behind the buffers of S and dP."""
         return pointer + (BUFFERS * 2 * BLOCK + sum(self.widths[:number]))
-
-    def ready(self, rings: list, operand: int, step: Int32) -> Int32:
-        """Waits for the columns' operand of a step; its buffer."""
-        stage, phase = self.place(operand, step)
-        cute.arch.mbarrier_wait(rings[operand].full + stage, phase)
-        return stage
 
     @cute.jit
     def compute(
@@ -298,8 +283,7 @@ class PassKernel:
                     tensor_memory.store_rounded(back, thread, (scores, gradients)[part], self.dtype)
             cute.arch.fence_view_async_tmem_store()
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(b["p"] + buffer)
+            barriers.arrive_once(b["p"] + buffer)
         if p.steps > 0:
             cute.arch.mbarrier_wait(b["done"], 0)
 

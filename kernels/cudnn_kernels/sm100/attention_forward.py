@@ -160,14 +160,9 @@ class AttentionForward(Forward):
         """Fetches a block of K or V, piece by piece. The position after them in the ring."""
         count = self.key_pieces if which == K else self.value_pieces
         for piece in range(count):
-            stage, phase = self.at(position + piece)
-            ring.expect(room.ring, stage, phase ^ 1, self.bytes(KEYS, self.piece))
+            stage = ring.claim(room.ring, position + piece, self.bytes(KEYS, self.piece))
             self.fetch_keys(call, room.pieces[None, None, stage], room.ring.full + stage, p, which, n, piece)
         return position + count
-
-    def at(self, position: Int32) -> tuple[Int32, Int32]:
-        """A piece's place in the ring, and the phase of its barrier."""
-        return position % self.stages(), position // self.stages() % 2
 
     @cute.jit
     def multiply(self, room: Room, blocks: Int32) -> None:
@@ -200,7 +195,7 @@ class AttentionForward(Forward):
         product = Product(self.dtype, KEYS, self.piece)
         left, target = product.left(room.q, tile), room.pointer + buffer * KEYS
         for piece in range(self.key_pieces):
-            stage = self.ready(room, position + piece)
+            stage = ring.ready(room.ring, position + piece)
             product.issue(target, left, room.pieces, stage, piece > 0, piece)
             if tile == self.tiles - 1:
                 commit(room.ring.empty + stage)
@@ -211,7 +206,7 @@ class AttentionForward(Forward):
         product, out = Product(self.dtype, self.piece, KEYS, rounded=True), self.out(room, tile)
         left = product.left_rounded(room.pointer + buffer * KEYS)
         for piece in range(self.value_pieces):
-            stage = self.ready(room, position + piece)
+            stage = ring.ready(room.ring, position + piece)
             product.issue(out + piece * self.piece, left, room.pieces, stage, adds)
             if tile == self.tiles - 1:
                 commit(room.ring.empty + stage)
@@ -220,12 +215,6 @@ class AttentionForward(Forward):
     def out(self, room: Room, tile: Any) -> cute.Pointer:
         """Where a tile's O is in tensor memory: behind the buffers of S."""
         return room.pointer + (BUFFERS * KEYS + tile * self.c.head_v)
-
-    def ready(self, room: Room, position: Int32) -> Int32:
-        """Waits for a piece of K or V; its place in the ring."""
-        stage, phase = self.at(position)
-        cute.arch.mbarrier_wait(room.ring.full + stage, phase)
-        return stage
 
     @cute.jit
     def soften(
@@ -257,8 +246,7 @@ class AttentionForward(Forward):
                     self.correct(out, correction, thread)
             cute.arch.fence_view_async_tmem_store()
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(room.p_full + buffer)
+            barriers.arrive_once(room.p_full + buffer)
         factor, log_sum = softmax.finish(state, self.score_rows, 0)
         if end > begin:
             last, done = self.buffer(end - begin - 1, tile)
