@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, TFloat32
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.core import _pack_shape
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import mma as base
 
 from cudnn_kernels.epilogue.fragment import RowLayout
@@ -131,6 +131,18 @@ class Product:
     def accumulator(self) -> cute.Tensor:
         """A thread's sums."""
         return cute.make_rmem_tensor(self.mma().partition_shape_C((self.rows, self.columns)), Float32)
+
+    def put(
+        self, values: cute.Tensor, target: cute.Tensor, thread: Int32, transposed: bool = False, matrices: int = 4
+    ) -> None:  # fmt: skip
+        """Writes rounded sums to a tile in shared memory, (rows, columns): so many ``matrices`` of 8 x 8 at once, or
+        pairs of 8 bits. ``transposed``: rows follow each other there.
+        """
+        dtype = values.element_type
+        pairs = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=16)
+        atom = pairs if dtype.width == 8 else cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, matrices), dtype)
+        copy = cute.make_tiled_copy_C(atom, self.mma()).get_slice(thread)
+        cute.copy(atom, copy.retile(values), copy.partition_D(target))
 
     def issue(
         self, acc: cute.Tensor, a: Any, b: Any, adds: bool, part: slice = slice(None),

@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -325,12 +325,6 @@ class Backward(Kernel):
         for i, product in self.each(products):
             gradients[i] = p[i] * (gradients[i] - product)
 
-    def put(self, product: Product, values: cute.Tensor, target: cute.Tensor, transposed: bool, thread: Int32) -> None:
-        """Writes a warpgroup's rounded accumulators to its tile in shared memory."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, self.matrices), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, product.mma()).get_slice(thread)
-        cute.copy(atom, copy.retile(values), copy.partition_D(target))
-
     def rounded(self, values: cute.Tensor, factor: Any = None) -> cute.Tensor:
         """The values in the type of the inputs."""
         found = cute.make_rmem_tensor(values.shape, self.dtype)
@@ -398,7 +392,7 @@ class Backward(Kernel):
         factors = (scale.scores, None)
         for (x, (acc, _)), product, factor in zip(results.items(), (self.dk, self.dv), factors, strict=True):
             part = self.result_part(shared[x], group)
-            self.put(product, self.rounded(acc, factor), part, self.transposed, thread)
+            product.put(self.rounded(acc, factor), part, thread, self.transposed, self.matrices)
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)
         rows = cutlass.min(Int32(self.n), block.mask.queries - block.row)
         for x, (_, out) in results.items():
@@ -510,7 +504,7 @@ class AttentionBackward(Backward):
             ds = register_operand(self.dk.mma(), rounded, (ROWS, self.m))
             sdS = cute.local_tile(turned(shared["ds"])[None, None, stage], (ROWS, self.m), (group, 0))
             self.dv.issue(acc_dv, weights, tVrdO[None, None, None, stage], True)
-            self.put(self.score, rounded, sdS, True, thread)
+            self.score.put(rounded, sdS, thread, True)
             self.all_multiplying()
             tQr = (tQrS[None, None, None, stage], tQrK)
             self.query.issue(acc_dq, *(tQr[::-1] if const_expr(self.c.dq_turned) else tQr), False)

@@ -125,14 +125,14 @@ class PairedBackward(Backward):
             self.hide(scores, mask, m_block * self.m, first_key)
             powers = self.exponentials(scores, p, scale_log2, log_sums)
             self.score.issue(gradients, tSrdO, tSrV, True, REST, powers)
-            self.put(self.score, self.rounded(p), sP, True, thread)
+            self.score.put(self.rounded(p), sP, thread, True, self.matrices)
             self.all_multiplying()
             self.dv.issue(acc_dv, tVrdO, tVrP, True)
             warpgroup.wait_group(1)
             self.differentiate(gradients, scores, products)
             self.load_rows(values, log_sums, products, block, cutlass.min(step + 1, block.steps - 1), thread)
             cute.arch.mbarrier_wait(peer_empty, phase ^ 1)  # the other CTA has what dS was before
-            self.put(self.score, self.rounded(gradients), sdS, True, thread)
+            self.score.put(self.rounded(gradients), sdS, thread, True, self.matrices)
             self.all_multiplying()
             if group * GROUP + thread < 32:
                 self.send(shared["ds"], shared["peer_ds"], peer_full, rank)

@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr, select_
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import ForwardConfiguration, softmax
@@ -442,15 +442,11 @@ class AttentionForward(WarpgroupProducts, Forward):
         group, thread = part.group, part.thread
         rounded = cute.make_rmem_tensor(part.acc.shape, self.result)
         rounded.store(part.acc.load().to(self.result))
-        pairs = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.result, num_bits_per_copy=16)
-        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.result)
-        atom = pairs if self.result.width == 8 else matrices
-        copy = cute.make_tiled_copy_C(atom, self.product(self.c.head_v).mma()).get_slice(thread)
         sO = room.o[None, None, group]
         if const_expr(self.apart):  # the tile before was read
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             barriers.wait(GROUP_BARRIER + group, GROUP)
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(sO))
+        self.product(self.c.head_v).put(rounded, sO, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(GROUP_BARRIER + group, GROUP)
         if thread < 32:

@@ -17,7 +17,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import warp
 
 from cudnn_kernels.attention import softmax
 from cudnn_kernels.pipeline import vectors
@@ -260,9 +259,7 @@ class RowsApart(SelectedRows):
 
     def store_turned(self, values: cute.Tensor, tile: cute.Tensor, thread: Int32) -> None:
         """Stores rounded values of S^T, or of 64 elements of O^T, as (heads, values) in shared memory."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), tile.element_type)
-        copy = cute.make_tiled_copy_C(atom, self.of_keys().mma()).get_slice(thread)
-        cute.copy(atom, copy.retile(values), copy.partition_D(turned(tile)))
+        self.of_keys().put(values, turned(tile), thread, True)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
