@@ -256,45 +256,28 @@ class ConvolutionMethods(NodeList[Operand]):
     """
 
     def _convolution(
-        self,
-        cls: type[Convolution],
-        name: str,
-        compute: object,
-        inputs: Mapping[str, object],
-        output: str,
-        padding: Sequence[int],
-        pre_padding: Sequence[int],
-        post_padding: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        mode: enums.convolution_mode,
+        self, cls: type[Convolution], name: str, inputs: Mapping[str, object], given: Mapping[str, Any]
     ) -> Tensor:
-        where = where_of(name, cls.method)
-        if not isinstance(mode, enums.convolution_mode):  # pyright: ignore[reportUnnecessaryIsInstance]
+        where, mode = where_of(name, cls.method), given["convolution_mode"]
+        if not isinstance(mode, enums.convolution_mode):
             raise TypeError(
                 refusal(where, "convolution_mode", repr(mode), "a cudnn.convolution_mode",
                         "pass pre_padding= and post_padding= by keyword: the third argument is padding")
             )  # fmt: skip
-        padding = _numbers(where, "padding", padding)
-        pre_padding = _numbers(where, "pre_padding", pre_padding)
-        post_padding = _numbers(where, "post_padding", post_padding)
+        padding, pre_padding, post_padding, stride, dilation = (
+            _numbers(where, what, given[what])
+            for what in ("padding", "pre_padding", "post_padding", "stride", "dilation")
+        )
         if padding and (pre_padding or post_padding):
             raise ValueError(
                 refusal(where, "padding", "padding together with pre_padding or post_padding", "one of the two forms",
                         "leave padding out")
             )  # fmt: skip
+        output = next(port for port in (cls.image, cls.filter, cls.response) if port not in inputs)
         node = self._add(
-            cls,
-            name,
-            compute,
-            inputs,
-            [output],
-            pre_padding=pre_padding or padding,
-            post_padding=post_padding or padding,
-            stride=_numbers(where, "stride", stride),
-            dilation=_numbers(where, "dilation", dilation),
-            convolution_mode=mode,
-        )
+            cls, name, given["compute_data_type"], inputs, [output], pre_padding=pre_padding or padding,
+            post_padding=post_padding or padding, stride=stride, dilation=dilation, convolution_mode=mode,
+        )  # fmt: skip
         return node.outputs[output]
 
     def conv_fprop(
@@ -317,10 +300,7 @@ class ConvolutionMethods(NodeList[Operand]):
         Returns Y ``[N, K, *extents]`` with
         ``extents = 1 + (spatial + pre_padding + post_padding - dilation * (window - 1) - 1) // stride``.
         """
-        return self._convolution(
-            ConvolutionForward, self._indexed(name), compute_data_type, {"X": image, "W": weight}, "Y",
-            padding, pre_padding, post_padding, stride, dilation, convolution_mode,
-        )  # fmt: skip
+        return self._convolution(ConvolutionForward, self._indexed(name), {"X": image, "W": weight}, locals())
 
     def conv_dgrad(
         self,
@@ -344,10 +324,7 @@ class ConvolutionMethods(NodeList[Operand]):
         ``[N, C, *spatial]``: set its shape, save for stride 1 without groups, where only one fits and is inferred.
         """
         inputs = {"DY": loss, "W": weight if filter is None else filter}
-        return self._convolution(
-            ConvolutionDataGradient, name, compute_data_type, inputs, "DX",
-            padding, pre_padding, post_padding, stride, dilation, convolution_mode,
-        )  # fmt: skip
+        return self._convolution(ConvolutionDataGradient, name, inputs, locals())
 
     def conv_wgrad(
         self,
@@ -369,10 +346,7 @@ class ConvolutionMethods(NodeList[Operand]):
         ``loss`` is the gradient of Y, ``[N, K, *extents]``. Returns DW ``[K, C / groups, *window]``: set its shape,
         save for stride 1 without groups, where it is inferred.
         """
-        return self._convolution(
-            ConvolutionFilterGradient, name, compute_data_type, {"X": image, "DY": loss}, "DW",
-            padding, pre_padding, post_padding, stride, dilation, convolution_mode,
-        )  # fmt: skip
+        return self._convolution(ConvolutionFilterGradient, name, {"X": image, "DY": loss}, locals())
 
 
 def _numbers(where: str, what: str, values: Iterable[int]) -> list[int]:

@@ -348,39 +348,23 @@ class NormalizationMethods(NodeList[Operand]):
     ``norm_forward_phase``: that is the inference phase. Lists that are returned hold None for what is not computed.
     """
 
-    def _forward(
-        self,
-        cls: type[NormForward],
-        phase: norm_forward_phase,
-        inputs: Mapping[str, object],
-        epsilon: Operand | float,
-        compute: object,
-        name: str,
-        **attributes: Any,
-    ) -> Results:
+    def _forward(self, cls: type[NormForward], given: Mapping[str, Any], **attributes: Any) -> Results:
+        name, phase = given["name"], given["norm_forward_phase"]
         where = where_of(name, cls.method)
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
             raise ValueError(
                 refusal(where, "norm_forward_phase", f"{phase!r}", "INFERENCE, TRAINING",
                         "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows")
             )  # fmt: skip
-        inputs = {**inputs, "EPSILON": _scalar(where, "epsilon", epsilon)}
+        inputs = _inputs(given) | {"EPSILON": _scalar(where, "epsilon", given["epsilon"])}
         statistics = ("MEAN", "INV_VARIANCE") if cls.kind.centered else ("INV_VARIANCE",)
         outputs = ["Y", *statistics] if phase is norm_forward_phase.TRAINING else ["Y"]
-        node = self._add(cls, name, compute, inputs, outputs, phase=phase, **attributes)
+        node = self._add(cls, name, given["compute_data_type"], inputs, outputs, phase=phase, **attributes)
         return [node.outputs.get(port) for port in ("Y", *statistics)]
 
-    def _backward(
-        self,
-        cls: type[NormBackward],
-        inputs: Mapping[str, object],
-        compute: object,
-        name: str,
-        peer_stats: Sequence[Operand] = (),
-        has_dbias: bool = True,
-    ) -> list[Tensor]:
-        outputs = ["DX", "DSCALE", "DBIAS"] if has_dbias else ["DX", "DSCALE"]
-        node = self._add(cls, name, compute, {**inputs, **_peer_ports(peer_stats)}, outputs)
+    def _backward(self, cls: type[NormBackward], given: Mapping[str, Any]) -> list[Tensor]:
+        outputs = ["DX", "DSCALE", "DBIAS"] if given.get("has_dbias", True) else ["DX", "DSCALE"]
+        node = self._add(cls, given["name"], given["compute_data_type"], _inputs(given), outputs)
         return [node.outputs[port] for port in outputs]
 
     @overload
@@ -415,16 +399,7 @@ class NormalizationMethods(NodeList[Operand]):
         ``[N, D, 1, 1]``, or a vector ``[D]`` for the last dimension. With ``zero_centered_gamma`` the scale is
         ``1 + scale``; cuDNN 9.28 fuses that addition only where the other extents of X from dimension 1 on are 1.
         """
-        inputs = {"X": input, "SCALE": scale, "BIAS": bias}
-        return self._forward(
-            LayerNorm,
-            norm_forward_phase,
-            inputs,
-            epsilon,
-            compute_data_type,
-            name,
-            zero_centered_gamma=zero_centered_gamma,
-        )
+        return self._forward(LayerNorm, locals(), zero_centered_gamma=zero_centered_gamma)
 
     @overload
     def rmsnorm(
@@ -453,8 +428,7 @@ class NormalizationMethods(NodeList[Operand]):
 
         INV_VARIANCE is ``1 / sqrt(mean(X * X) + epsilon)`` over the dimensions along which ``scale`` varies.
         """
-        inputs = {"X": input, "SCALE": scale, "BIAS": bias}
-        return self._forward(RMSNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
+        return self._forward(RMSNorm, locals())
 
     @overload
     def adalayernorm(
@@ -480,8 +454,7 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> Results:
         """Layer normalisation with a scale and bias for each batch entry (dimension 0); returns as ``layernorm``."""
-        inputs = {"X": input, "SCALE": scale, "BIAS": bias}
-        return self._forward(AdaLayerNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
+        return self._forward(AdaLayerNorm, locals())
 
     @overload
     def instancenorm(
@@ -510,8 +483,7 @@ class NormalizationMethods(NodeList[Operand]):
 
         Statistics per sample and channel, ``[N, C, 1, ..]``; scale and bias ``[1, C, 1, ..]``.
         """
-        inputs = {"X": input, "SCALE": scale, "BIAS": bias}
-        return self._forward(InstanceNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
+        return self._forward(InstanceNorm, locals())
 
     def batchnorm(
         self,
@@ -546,8 +518,7 @@ class NormalizationMethods(NodeList[Operand]):
                         "in_running_mean, in_running_var and momentum together, or none of the first two",
                         "pass all three")
             )  # fmt: skip
-        inputs: dict[str, object] = {"X": input, "SCALE": scale, "BIAS": bias}
-        inputs["EPSILON"] = _scalar(where, "epsilon", epsilon)
+        inputs = {"X": input, "SCALE": scale, "BIAS": bias, "EPSILON": _scalar(where, "epsilon", epsilon)}
         outputs = ["Y", "MEAN", "INV_VARIANCE"]
         if present:
             inputs |= {**running, "MOMENTUM": _scalar(where, "momentum", momentum)}
@@ -572,10 +543,7 @@ class NormalizationMethods(NodeList[Operand]):
 
         cuDNN runs it as part of a larger graph only, for instance before ``relu_backward`` and ``batchnorm_backward``.
         """
-        inputs = {
-            "X": input, "MEAN": mean, "INV_VARIANCE": inv_variance, "SCALE": scale, "BIAS": bias,
-        }  # fmt: skip
-        phase = norm_forward_phase.INFERENCE
+        inputs, phase = _inputs(locals()), norm_forward_phase.INFERENCE
         return self._add(BatchNormInference, name, compute_data_type, inputs, ["Y"], phase=phase).outputs["Y"]
 
     def layernorm_backward(
@@ -589,10 +557,7 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> list[Tensor]:
         """``[DX, DSCALE, DBIAS]`` of ``layernorm``, from the gradient of Y and the statistics of the training phase."""
-        inputs = {
-            "DY": grad, "X": input, "SCALE": scale, "MEAN": mean, "INV_VARIANCE": inv_variance,
-        }  # fmt: skip
-        return self._backward(LayerNormBackward, inputs, compute_data_type, name)
+        return self._backward(LayerNormBackward, locals())
 
     def rmsnorm_backward(
         self,
@@ -605,8 +570,7 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> Results:
         """``[DX, DSCALE, DBIAS]`` of ``rmsnorm``; DBIAS is None unless ``has_dbias``."""
-        inputs = {"DY": grad, "X": input, "SCALE": scale, "INV_VARIANCE": inv_variance}
-        found = self._backward(RMSNormBackward, inputs, compute_data_type, name, has_dbias=has_dbias)
+        found = self._backward(RMSNormBackward, locals())
         for tensor, port in zip(found, ("DX", "Dscale", "Dbias"), strict=False):  # as users of the API know them
             tensor.name = f"{name}::{port}"
         return [*found, *[None] * (3 - len(found))]
@@ -622,10 +586,7 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> list[Tensor]:
         """``[DX, DSCALE, DBIAS]`` of ``adalayernorm``; the last two have the shape of ``scale``."""
-        inputs = {
-            "DY": grad, "X": input, "SCALE": scale, "MEAN": mean, "INV_VARIANCE": inv_variance,
-        }  # fmt: skip
-        return self._backward(AdaLayerNormBackward, inputs, compute_data_type, name)
+        return self._backward(AdaLayerNormBackward, locals())
 
     def instancenorm_backward(
         self,
@@ -638,10 +599,7 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> list[Tensor]:
         """``[DX, DSCALE, DBIAS]`` of ``instancenorm``."""
-        inputs = {
-            "DY": grad, "X": input, "SCALE": scale, "MEAN": mean, "INV_VARIANCE": inv_variance,
-        }  # fmt: skip
-        return self._backward(InstanceNormBackward, inputs, compute_data_type, name)
+        return self._backward(InstanceNormBackward, locals())
 
     def batchnorm_backward(
         self,
@@ -655,13 +613,20 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> list[Tensor]:
         """``[DX, DSCALE, DBIAS]`` of ``batchnorm``; the last two are ``[1, C, 1, ..]``."""
-        inputs = {
-            "DY": grad, "X": input, "SCALE": scale, "MEAN": mean, "INV_VARIANCE": inv_variance,
-        }  # fmt: skip
-        return self._backward(BatchNormBackward, inputs, compute_data_type, name, peer_stats)
+        return self._backward(BatchNormBackward, locals())
 
 
-def _peer_ports(peer_stats: Sequence[Operand]) -> dict[str, Operand]:
+_PORTS = {
+    "grad": "DY", "input": "X", "scale": "SCALE", "bias": "BIAS", "mean": "MEAN", "inv_variance": "INV_VARIANCE"
+}  # fmt: skip
+
+
+def _inputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those among a method's arguments, by port."""
+    return {_PORTS[name]: x for name, x in given.items() if name in _PORTS} | _peer_ports(given.get("peer_stats", ()))
+
+
+def _peer_ports(peer_stats: Sequence[Any]) -> dict[str, Any]:
     return {f"PEER_STAT_{index}": tensor for index, tensor in enumerate(peer_stats)}
 
 

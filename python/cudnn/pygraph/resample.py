@@ -269,11 +269,7 @@ class ResampleMethods(NodeList[Operand]):
             Y ``[N, C, *extents]``, ``extents = 1 + (spatial + pre_padding + post_padding - window) // stride``, in the
             stride order of ``input``; ``[Y, INDEX]`` with ``generate_index``.
         """
-        options = (padding_mode, pre_padding, post_padding, stride, window)
-        node = self._resample(
-            ResampleForward, name, compute_data_type, {"X": input}, ["Y", "INDEX"][: 1 + bool(generate_index)],
-            resampling_mode, *options,
-        )  # fmt: skip
+        node = self._resample(ResampleForward, {"X": input}, ["Y", "INDEX"][: 1 + bool(generate_index)], locals())
         return [*node.outputs.values()] if generate_index else node.outputs["Y"]
 
     def resample_backward(
@@ -298,36 +294,22 @@ class ResampleMethods(NodeList[Operand]):
         channels-last tensors, the other two for row-major ones. Returns DX: set its shape unless ``input`` is given.
         """
         inputs = {"DY": loss, "INDEX": index, "X": input, "Y": output}
-        options = (padding_mode, pre_padding, post_padding, stride, window)
-        node = self._resample(ResampleBackward, name, compute_data_type, inputs, ["DX"], resampling_mode, *options)
-        return node.outputs["DX"]
+        return self._resample(ResampleBackward, inputs, ["DX"], locals()).outputs["DX"]
 
     def _resample(
-        self,
-        cls: type[Resample],
-        name: str,
-        compute_data_type: object,
-        inputs: Mapping[str, object],
-        outputs: Sequence[str],
-        mode: resample_mode,
-        padding: padding_mode,
-        pre_padding: Sequence[int],
-        post_padding: Sequence[int],
-        stride: Sequence[int],
-        window: Sequence[int],
+        self, cls: type[Resample], inputs: Mapping[str, object], outputs: Sequence[str], given: Mapping[str, Any]
     ) -> Resample:
-        where = where_of(name, cls.method)
-        for what, value, kind in (("resampling_mode", mode, resample_mode), ("padding_mode", padding, padding_mode)):
-            if not isinstance(value, kind) or value is resample_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
+        where = where_of(given["name"], cls.method)
+        kinds = {"resampling_mode": resample_mode, "padding_mode": padding_mode}
+        for what, kind in kinds.items():
+            if not isinstance(given[what], kind) or given[what] is resample_mode.NOT_SET:
                 allowed = ", ".join(member.name for member in kind if member.name != "NOT_SET")
                 raise ValueError(
-                    refusal(where, what, repr(value), f"cudnn.{kind.__name__}. {allowed}", "pass one of them")
+                    refusal(where, what, repr(given[what]), f"cudnn.{kind.__name__}. {allowed}", "pass one of them")
                 )
-        lists = {"pre_padding": pre_padding, "post_padding": post_padding, "stride": stride, "window": window}
-        return self._add(
-            cls, name, compute_data_type, inputs, outputs, resampling_mode=mode, padding_mode=padding,
-            **{what: _whole(where, what, values) for what, values in lists.items()},
-        )  # fmt: skip
+        modes = {what: given[what] for what in kinds}
+        lists = {what: _whole(where, what, given[what]) for what in ("pre_padding", "post_padding", "stride", "window")}
+        return self._add(cls, given["name"], given["compute_data_type"], inputs, outputs, **modes, **lists)
 
 
 def _whole(where: str, what: str, values: Iterable[int]) -> list[int]:
