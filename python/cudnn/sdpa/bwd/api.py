@@ -30,7 +30,7 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same of packed sequences, where CTAs draw blocks of keys, and of split blocks with a causal mask: 80 rows take
+"""The same where CTAs draw blocks of keys, and of packed sequences and split blocks with a causal mask: 80 rows take
 more registers than there are.
 """
 CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
@@ -39,7 +39,7 @@ CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
-    small = ends["packed"] or ends.get("queue") or (ends["right"] and ends.get("split"))
+    small = ends.get("queue") or (ends["right"] and (ends["packed"] or ends.get("split")))
     tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if small else {})
     choices = {
         "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
