@@ -71,6 +71,10 @@ class Box:
     part: int = 0
     stages: int = 1
 
+    def bytes(self, dtype: Any) -> int:
+        """Of one buffer."""
+        return self.rows * self.columns * dtype.width // 8
+
 
 class Backward(Kernel):
     """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys.
@@ -247,7 +251,8 @@ class Backward(Kernel):
         if block.steps > 0:
             if const_expr(self.c.queue):
                 cute.arch.mbarrier_wait(shared["kv_empty"], blocks % 2 ^ 1)
-            self.expect(full, sum(boxes[x].rows * boxes[x].columns for x in places))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, sum(boxes[x].bytes(self.dtype) for x in places))
             for x, place in places.items():
                 rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_row, block.mask.queries)
                 self.fetch(atoms[x][0], rows, boxes[x], place, shared[x], full)
@@ -266,11 +271,10 @@ class Backward(Kernel):
             first = (block.first_block + index) * self.m
             for x, of_rows in (("q", "log_sums"), ("do", "products")):
                 if x == "q" or step < total:
-                    stages, count = boxes[x].stages, before + step
-                    stage, phase = count % stages, count // stages % 2
-                    full = shared[f"{x}_full"] + stage
-                    cute.arch.mbarrier_wait(shared[f"{x}_empty"] + stage, phase ^ 1)
-                    self.expect(full, self.m * boxes[x].columns, 4 * self.m if const_expr(self.copies_values) else 0)
+                    stages, size = boxes[x].stages, boxes[x].bytes(self.dtype) + 4 * self.m * self.copies_values
+                    of = ring.Ring(shared[f"{x}_full"], shared[f"{x}_empty"], stages)
+                    stage = ring.claim(of, before + step, size)
+                    full = of.full + stage
                     rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_column, block.mask.keys)
                     target = shared[x] if const_expr(stages == 1) else shared[x][None, None, stage]
                     self.fetch(atoms[x][0], rows, boxes[x], (index * self.m, 0), target, full)
@@ -279,12 +283,6 @@ class Backward(Kernel):
                         values_of_rows = shared[of_rows][None, stage].iterator
                         with cute.arch.elect_one():
                             copy_bytes(source, values_of_rows, 4 * self.m, full)
-
-    @cute.jit
-    def expect(self, full: Any, elements: int, more: int = 0) -> None:
-        """Announces so many elements, and so many bytes more."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.dtype.width // 8 + more)
 
     def multiplying(self) -> tuple[Int32, Int32]:
         """A multiplying warpgroup's number, and the thread's in it: anew, for to keep them would cost registers."""
