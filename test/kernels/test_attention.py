@@ -58,7 +58,8 @@ SPLIT = {"split": 3, "parts": 3}
 class Problem:
     """``lengths`` are (queries, keys) of each sequence; None: the window has no end on that side.
 
-    The tensors of the sequences ``nan`` are NaN, which must not reach the others.
+    The tensors of the sequences ``nan`` are NaN, which must not reach the others. With ``grows``, scores grow so much
+    from the last key to the first, that is in the order in which kernels take them.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -71,6 +72,7 @@ class Problem:
     softcap: float = 0.0
     sink: bool = False
     top_left: bool = False
+    grows: float = 0.0
 
     @property
     def result(self) -> torch.dtype:
@@ -129,6 +131,10 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
         "q": made(sq, hq, head, kind), "do": made(sq, hq, head_v, problem.result), "k": made(sk, hk, head, kind),
         "v": made(sk, hk, head_v, kind),
     }  # fmt: skip
+    if problem.grows:
+        factors = torch.linspace(problem.grows, 0, sk, dtype=kind)
+        found["q"].abs_()
+        found["k"].abs_().mul_(factors[:, None, None] if problem.packed else factors[:, None])
     found |= {name: torch.rand(hk, len(problem.lengths)).T + 0.5 for name in DESCALES if kind is not problem.result}
     for name, like in (("o", "do"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         found[name] = torch.full_like(found[like], math.nan)
@@ -216,6 +222,7 @@ WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch
 CAUSAL = Problem(((200, 290),), right=0)
 SECTIONS = Problem(((100, 150),), heads=(5, 5), right=0, softcap=1.5, sink=True)
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
+GROWING = Problem(((70, 500),), grows=40.0)
 GROUPED = Problem(((200, 330),) * 2, heads=(4, 2), dtype=torch.float16)
 SMALL_TYPES = [replace(x, heads=(2, 1), dtype=torch.float8_e4m3fn) for x in (PACKED, GROUPED)]
 SMALL_TYPES += [replace(WINDOW, dtype=torch.float8_e5m2, softcap=1.5)]
@@ -240,6 +247,10 @@ TABLE = [
             ("sm_90a", replace(DRAWING, queue=False), SMALL_TYPES[0]),
             ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
             ("sm_90a", HOLDING, SECTIONS),
+            ("sm_90a", forward_table.configuration("sm_90a", "", (64, 64), GROWING.ends), GROWING),
+            ("sm_90a", HOLDING, replace(GROWING, right=-175, grows=3.0)),  # the first row sees none of the first block
+            ("sm_90a", DRAWING, replace(GROWING, packed=True, left=400, grows=1000.0)),  # powers are infinite
+            ("sm_90a", FORWARD, replace(GROWING, lengths=((70, 300),), softcap=60.0, sink=True)),
             ("sm_100a", BLACKWELL, PACKED),
             ("sm_100a", BLACKWELL, WINDOW),
             ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
@@ -267,6 +278,7 @@ TABLE = [
         2,
         3,
         4,
+        8,
     ),
 )
 def test_forward(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, select_
+from cutlass import Boolean, Float32, Int32, select_
 
 from cudnn_kernels.epilogue.fragment import RowLayout
 
 LOG2_E = math.log2(math.e)
 SLACK = 8.0
 """Scores, times log2(e), may exceed what is subtracted from them by so much before all sums are multiplied anew."""
+LARGEST_SUM = 2.0**12
+"""What a thread's exponentials of a row and a block may add up to where maxima are not sought: float16 has room."""
 LEAST_SCALE = 2.0**-60
 """The least that products of 8 bits are multiplied by: it makes 0 of them, and LIFT / scale is finite."""
 LIFT = 8.0
@@ -122,14 +125,31 @@ def shift(state: State, slot: int) -> Float32:
     return Float32(select_(subtracted == -math.inf, Float32(0.0), subtracted * state.scale))
 
 
-def powers(state: State, slot: int, scores: cute.Tensor, order: Sequence[int], total: Any) -> Float32:
+def powers(
+    state: State, slot: int, scores: cute.Tensor, order: Sequence[int], total: Any, subtracted: Any = None
+) -> Float32:  # fmt: skip
     """Turns a row's scores into exponentials, in place; their sum and the total."""
-    sums, subtracted = [total, Float32(0.0)], shift(state, slot)
+    sums, subtracted = [total, Float32(0.0)], shift(state, slot) if subtracted is None else subtracted
     for place, i in enumerate(order):
         value = cute.math.exp2(scores[i] * state.scale - subtracted, fastmath=True)
         scores[i] = value
         sums[place % 2] = sums[place % 2] + value
     return sums[0] + sums[1]
+
+
+def guess(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Boolean:
+    """:func:`update` without maxima: what is subtracted stays as it is. Whether that suffices for a thread's values.
+
+    It does if they add up to at most ``LARGEST_SUM`` in each row. They do not where a row has seen nothing before: the
+    sum is infinite, or NaN. Then exponentials and sums are of no use.
+    """
+    fits = []
+    for slot in range(rows.slots):
+        order, subtracted = rows.order(width, slot), state.maxima[slot] * state.scale
+        found = powers(state, slot, scores, order, Float32(0.0), subtracted)
+        state.sums[slot] = state.sums[slot] + found
+        fits.append(found <= LARGEST_SUM)
+    return functools.reduce(operator.and_, fits)
 
 
 def finish(state: State, rows: RowLayout, slot: int) -> tuple[Float32, Float32]:

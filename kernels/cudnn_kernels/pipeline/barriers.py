@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 
 class HopperGemm(IntEnum):
@@ -43,6 +43,15 @@ def wait(barrier: Int32, threads: int) -> None:
 def arrive(barrier: Int32, threads: int) -> None:
     """Counts as having come to a barrier that so many threads pass, without waiting."""
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
+
+
+def any_of(barrier: Int32, threads: int, value: Int32) -> Boolean:
+    """Waits until so many threads have come to a barrier: whether any of them has a value other than 0."""
+    found = cute.arch.inline_ptx(
+        "{{ .reg .pred mine, any; setp.ne.s32 mine, {$r0}, 0; barrier.cta.red.or.pred any, {$r1}, {$r2}, mine; "
+        "selp.b32 {$w0}, 1, 0, any; }}", write_only_types=[Int32], read_only_args=[value, barrier, Int32(threads)],
+    )  # fmt: skip
+    return cute.arch.vote_any_sync(found != 0)  # so that ptxas knows it to be uniform
 
 
 Counts = Mapping[str, tuple[int, int]]

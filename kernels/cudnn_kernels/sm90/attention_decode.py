@@ -16,7 +16,7 @@ from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward, 
 class AttentionDecode(SplitKeys, AttentionForward):
     """The kernels for one :class:`DecodeConfiguration`."""
 
-    query_arrivals, apart = GROUP // WARP, False
+    query_arrivals, apart, guesses = GROUP // WARP, False, False
 
     @cute.jit
     def each_tile(self, call: Call, visit: Any, draws: bool = False) -> None:

@@ -4,17 +4,20 @@ A CTA takes tiles in turn: query rows of one head, 64 for each warpgroup that mu
 lets the copy engine fetch Q, and rings of blocks of K and V, those of the next tile while the last of this one are
 multiplied. A warpgroup keeps its rows of O and one block of scores in registers: it issues the next block's Q K^T
 and this block's P V, and while the latter runs it computes the softmax of the former. Blocks are taken from the last to
-the first, so that those at the mask's edge come first. Of 8 bits, V is transposed in shared memory by two more warps.
+the first, so that those at the mask's edge come first. Of a block without a mask no maxima are sought: what is
+subtracted stays as it is, unless a sum of exponentials says that it was too small. Then the scores are multiplied once
+more, with maxima. Of 8 bits, V is transposed in shared memory by two more warps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr, select_
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -92,6 +95,11 @@ class AttentionForward(WarpgroupProducts, Forward):
     def turns(self) -> bool:
         """Whether warpgroups take turns in issuing products."""
         return self.groups > 1 and not self.c.own
+
+    @property
+    def guesses(self) -> bool:
+        """Whether blocks without a mask are taken without maxima. P of 8 bits has no room for larger values."""
+        return not (self.turners or self.c.compressed)
 
     @property
     def stays(self) -> bool:
@@ -390,15 +398,40 @@ class AttentionForward(WarpgroupProducts, Forward):
             after = select_(part.group == self.groups - 1, Int32(0), part.group + 1)
             barriers.arrive(TURN_BARRIER + after, 2 * GROUP)
         warpgroup.wait_group(1)
-        self.release(room.k_ring.empty + stage)
-        corrections = self.soften(part, p, n, masked)
+        guessed = const_expr(self.guesses and not masked)
+        if const_expr(not guessed):
+            self.release(room.k_ring.empty + stage)
+            corrections = self.soften(part, p, n, masked)
+        else:
+            before = [part.state.sums[slot] for slot in range(2)]
+            softmax.cap(part.scores, part.cap_factor)
+            fits = softmax.guess(part.state, part.scores, self.score_rows, self.tile_n)
         warpgroup.wait_group(0)
         self.release(room.values_ring.empty + value_stage)
         self.round(part)
-        if const_expr(self.seldom):
+        if const_expr(guessed):
+            self.unless(fits, part.group, lambda: self.repeat(part, p, n, stage, before))
+            self.release(room.k_ring.empty + stage)
+        elif const_expr(self.seldom):
             self.correct_where_needed(part.acc, *corrections)
         else:
             self.correct(part.acc, corrections)
+
+    @cute.jit
+    def unless(self, fits: Boolean, group: Int32, do: Any) -> None:
+        """Does something if a thread of the warpgroup has what does not fit."""
+        if barriers.any_of(GROUP_BARRIER + group, GROUP, Int32(select_(fits, Int32(0), Int32(1)))):
+            do()
+
+    def repeat(self, part: Part, p: Problem, n: Int32, stage: Int32, sums: Sequence[Float32]) -> None:
+        """Block n once more, with maxima; ``sums`` are those before it."""
+        self.multiply_keys(part, stage)
+        warpgroup.wait_group(0)
+        for slot in range(2):
+            part.state.sums[slot] = sums[slot]
+        corrections = self.soften(part, p, n, False)
+        self.round(part)
+        self.correct(part.acc, corrections)
 
     def last(self, room: Room, part: Part, place: Int32) -> None:
         """The products of the last block."""
