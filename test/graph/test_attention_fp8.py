@@ -130,11 +130,9 @@ def in_half(outputs: dict[str, cudnn.tensor]) -> None:
 LENGTHS: dict[str, Any] = {"lengths_q": (1, 2), "lengths_kv": (3, 4)}
 BOTTOM_RIGHT = {"use_causal_mask_bottom_right": True}
 REFUSED = {
-    "an old cuDNN": (90000, 90, Problem(**BASE), {}, "cuDNN 9.0.0; allowed: cuDNN 9.1"),
     "a broken cuDNN": (91000, 90, Problem(**BASE), {}, "9.10.0, where they are broken"),
     "an old device": (92800, 89, Problem(**BASE), {}, "compute capability 89; allowed: 90"),
     "bottom right on Hopper": (92800, 90, Problem(**BASE, options=BOTTOM_RIGHT), {}, "bottom-right causal mask"),
-    "bottom right before 9.7": (90600, 100, Problem(**BASE, options=BOTTOM_RIGHT), {}, "bottom-right causal mask"),
     "fp16 out on Hopper": (92800, 90, Problem(**BASE), {"change": in_half}, "HALF with cuDNN 9.28.0 on compute"),
     "fp16 out before 9.13": (91200, 100, Problem(**BASE), {"change": in_half}, "HALF with cuDNN 9.12.0"),
     "a sink on Hopper": (92800, 90, Problem(**BASE, sink=True), {}, "sink_token: got fp8 tensors"),

@@ -129,18 +129,9 @@ BOTH = {
     "dropout bottom right": (
         NEW, None, Problem(dropout=0.5, options=BOTTOM_RIGHT), NOT_SUPPORTED, "got with dropout; allowed: neither bias"
     ),
-    "bottom right of odd lengths": (
-        90500, None, Problem(s_kv=200, options=BOTTOM_RIGHT), NOT_SUPPORTED, "multiples of 64 before cuDNN 9.6"
-    ),
-    "window bottom right of two lengths": (
-        90500, None, Problem(s_kv=256, options={**BOTTOM_RIGHT, **WINDOW}), NOT_SUPPORTED, "s_q=192 != s_kv=256"
-    ),
     "ragged without lengths": (NEW, None, Problem(ragged=True), NOT_SUPPORTED, "ragged tensors: got no padding mask"),
     "a window of too many rows": (
         NEW, None, Problem(s_q=256, options=WINDOW), NOT_SUPPORTED, "left_bound: got 9 with s_q=256 > s_kv=192"
-    ),
-    "a window and a bias": (
-        90900, None, Problem(bias=BIAS, options={**WINDOW, **CAUSAL}), NOT_SUPPORTED, "neither before cuDNN 9.10.2"
     ),
     "a negative right bound": (
         NEW, None, Problem(options={"diagonal_band_right_bound": -2}), RuntimeError, "right_bound: got -2"
@@ -152,27 +143,11 @@ PAGED = {"page": 64, **PADDED}
 FORWARD = {
     **BOTH,
     "heads": (NEW, None, Problem(d_qk=36), NOT_SUPPORTED, "head size: got d_qk=36"),
-    "an empty window": (
-        90900, None, Problem(options={**CAUSAL, "diagonal_band_left_bound": 0}), RuntimeError, "left_bound: got 0"
-    ),
-    "a window alone": (90900, None, Problem(options=WINDOW), NOT_SUPPORTED, "with a causal mask before cuDNN 9.10.2"),
-    "window bottom right on Hopper": (
-        90900, 90, Problem(options={**BOTTOM_RIGHT, **WINDOW}), NOT_SUPPORTED, "cuDNN newer than 9.9.0"
-    ),
-    "one causal row": (90900, None, Problem(s_q=1, options=CAUSAL), NOT_SUPPORTED, "s_q: got 1 with cuDNN 9.9.0"),
-    "one wide row": (90900, 100, Problem(s_q=1, d_qk=192), NOT_SUPPORTED, "s_q: got 1 with cuDNN 9.9.0"),
     "one row with a sink": (NEW, None, Problem(s_q=1, sink=True), NOT_SUPPORTED, "sink_token: got s_q=1"),
-    "wide pages": (90900, None, Problem(d_qk=192, **PAGED), NOT_SUPPORTED, "a head size of 192 with cuDNN 9.9.0"),
-    "ragged pages": (90600, None, Problem(ragged=True, **PAGED), NOT_SUPPORTED, "a ragged tensor with cuDNN 9.6.0"),
     "pages without lengths": (NEW, None, Problem(page=64), NOT_SUPPORTED, "paged attention: got no sequence lengths"),
-    "pages before 9.5": (90400, None, Problem(**PAGED), NOT_SUPPORTED, "paged attention: got with cuDNN 9.4.0"),
-    "packed tables": (91001 - 100, None, Problem(packed=True, **PAGED), NOT_SUPPORTED, "packed page tables with"),
     "pages beside a shorter bias": (
         NEW, None, Problem(bias=(1, 1, 192, 1), **PAGED), NOT_SUPPORTED, "max_seq_len_kv: got 192 with bias"
     ),
-    "Ampere": (90900, 80, Problem(d_qk=136), NOT_SUPPORTED, "head size on compute capability 80: got 136"),
-    "Hopper": (90900, 90, Problem(d_v=264), NOT_SUPPORTED, "head size on compute capability 90: got 264"),
-    "Blackwell": (90800, 100, Problem(d_v=192), NOT_SUPPORTED, "head size on compute capability 100: got 192"),
     "ragged on Ampere": (91800, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "or cuDNN 9.18.1 or newer"),
     "all statistics": (92000, None, Problem(statistics=True), NOT_SUPPORTED, "score_max and score_sum_exp"),
 }  # fmt: skip
@@ -184,10 +159,6 @@ BACKWARD = {
     "one score": (NEW, None, Problem(s_q=1, s_kv=1), NOT_SUPPORTED, "s_q=1, s_kv=1"),
     "192 on an old Blackwell": (91000 + 2, 100, Problem(d_qk=192, d_v=128), NOT_SUPPORTED, "d_qk=192, d_v=128"),
     "256 on an old Blackwell": (92200, 100, Problem(d_qk=256, d_v=256), NOT_SUPPORTED, "d_qk=256, d_v=256"),
-    "dBias with padding": (90400, None, Problem(bias=BIAS, **PADDED), NOT_SUPPORTED, "dBias: got padding, or s_q=192"),
-    "ragged dBias": (
-        90500, None, Problem(bias=BIAS, ragged=True, **PADDED), NOT_SUPPORTED, "dBias: got ragged tensors, grouped"
-    ),
     "ragged dBias on Blackwell": (
         NEW, 100, Problem(bias=BIAS, ragged=True, **PADDED), NOT_SUPPORTED, "dBias: got ragged tensors on compute"
     ),

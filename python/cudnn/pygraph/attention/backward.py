@@ -111,7 +111,7 @@ class AttentionBackward(Attention):
         q, stats, d_q = self.inputs["Q"].dim, self.inputs["Stats"], self.outputs["dQ"]
         total = self.max_total_seq_len_q
         family = (lowering.context.sm_version or 0) // 10
-        if lowering.version < 90600 or q[3] % 16 or (lowering.version >= 91801 and family in (8, 12)):
+        if q[3] % 16 or (lowering.version >= 91801 and family in (8, 12)):
             total = None  # the engines know no bound
 
         def place(dims: list[int], like: Tensor) -> Tensor:

@@ -61,11 +61,9 @@ def check_forward(node: AttentionForward, context: Context, version: int) -> Non
     """Refuses what the forward pass in fp16 and bf16 does not support."""
     sm = context.sm_version
     _apply(
-        node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context), _sink(node, version),
-        _versions(node, version), _modifiers(node), _eighths(node), _alibi(node),
-        _window(node, version, version < 91000), _window_forward(node, version, sm), _right_bound(node),
-        _one_row(node, version, sm), _paged(node, version), _device(sm), _forward_heads(node, version, sm),
-        _ragged_device(node, version, sm), _statistics(node, version),
+        node, _layout(node, ("Q", "K", "V", "O")), _masks(node), _types(context), _sink(node, version),
+        _versions(node, version), _modifiers(node), _eighths(node), _alibi(node), _window(node), _right_bound(node),
+        _one_row(node), _paged(node), _device(sm), _ragged_device(node, version, sm), _statistics(node, version),
     )  # fmt: skip
     faults.refuse_forward(node, version)
 
@@ -75,9 +73,8 @@ def check_backward(node: AttentionBackward, context: Context, version: int) -> N
     sm = context.sm_version
     _apply(
         node, _layout(node, GRADIENTS), _several(node), _versions(node, version), _backward_heads(node, version, sm),
-        _modifiers(node), _alibi(node), _masks(node, version), _window(node, version, True), _right_bound(node),
-        _deterministic(node, version, sm), _bias_gradient(node, version, sm), _types(context), _device(sm),
-        _sink(node, version),
+        _modifiers(node), _alibi(node), _masks(node), _empty_window(node), _window(node), _right_bound(node),
+        _deterministic(node, version, sm), _bias_gradient(node, sm), _types(context), _device(sm), _sink(node, version),
     )  # fmt: skip
     faults.refuse_backward(node, version)
 
@@ -121,7 +118,7 @@ def _layout(node: Attention, ports: Iterable[str]) -> Iterator[Rule]:
     )  # fmt: skip
 
 
-def _masks(node: Attention, version: int) -> Iterator[Rule]:
+def _masks(node: Attention) -> Iterator[Rule]:
     bias = node.inputs.get("Bias")
     lengths = [port for port in ("Seq_len_q", "Seq_len_kv") if port in node.inputs]
     s_q, s_kv = node.score_dim[2:]
@@ -154,16 +151,6 @@ def _masks(node: Attention, version: int) -> Iterator[Rule]:
     yield Rule(
         bottom_right and bool(beside), UNSUPPORTED, "bottom-right causal mask", f"with {', '.join(beside)}",
         "neither bias, ALiBi nor dropout beside it", "add the mask to a bias, and use the top-left alignment"
-    )  # fmt: skip
-    yield Rule(
-        bottom_right and version < 90600 and (s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED,
-        "bottom-right causal mask", f"s_q={s_q}, s_kv={s_kv} with cuDNN {format_version(version)}",
-        "multiples of 64 before cuDNN 9.6", NEWER
-    )  # fmt: skip
-    yield Rule(
-        bottom_right and version < 90600 and node.left_bound is not None and s_q != s_kv, UNSUPPORTED,
-        "bottom-right causal mask", f"a left bound and s_q={s_q} != s_kv={s_kv} with cuDNN {format_version(version)}",
-        "s_q equal to s_kv before cuDNN 9.6", NEWER
     )  # fmt: skip
 
 
@@ -219,19 +206,18 @@ def _alibi(node: Attention) -> Iterator[Rule]:
     )  # fmt: skip
 
 
-def _window(node: Attention, version: int, needs_width: bool) -> Iterator[Rule]:
+def _empty_window(node: Attention) -> Iterator[Rule]:
+    left = node.left_bound
+    yield Rule(left is not None and left <= 0, RuntimeError, "diagonal_band_left_bound", str(left),
+               "1 or more; in the forward pass also 0 from cuDNN 9.10", "use 1 or more")  # fmt: skip
+
+
+def _window(node: Attention) -> Iterator[Rule]:
     s_q, s_kv = node.score_dim[2:]
     left = node.left_bound
-    yield Rule(left is not None and left <= 0 and needs_width, RuntimeError, "diagonal_band_left_bound", str(left),
-               "1 or more; in the forward pass also 0 from cuDNN 9.10", "use 1 or more")  # fmt: skip
     yield Rule(
         left is not None and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED,
         "diagonal_band_left_bound", f"{left} with s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding"
-    )  # fmt: skip
-    yield Rule(
-        version < 91002 and left is not None and (node.has_dropout or "Bias" in node.inputs), UNSUPPORTED,
-        "diagonal_band_left_bound", f"with dropout or bias and cuDNN {format_version(version)}",
-        "neither before cuDNN 9.10.2", NEWER
     )  # fmt: skip
 
 
@@ -243,36 +229,14 @@ def _right_bound(node: Attention) -> Iterator[Rule]:
     )  # fmt: skip
 
 
-def _window_forward(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
-    s_q, s_kv = node.score_dim[2:]
-    left, right = node.left_bound, node.right_bound
+def _one_row(node: Attention) -> Iterator[Rule]:
     yield Rule(
-        version < 91002 and left is not None and right is None, UNSUPPORTED, "diagonal_band_left_bound",
-        f"without a right bound and cuDNN {format_version(version)}", "with a causal mask before cuDNN 9.10.2",
-        NEWER
-    )  # fmt: skip
-    yield Rule(
-        _family(sm) == 9 and version <= 90900 and node.bottom_right and right is not None
-        and left is not None and (s_q == s_kv or left == 0), UNSUPPORTED, "bottom-right causal mask",
-        f"a left bound with s_q={s_q}, s_kv={s_kv} and cuDNN {format_version(version)}", "cuDNN newer than 9.9.0",
-        NEWER
+        node.score_dim[2] == 1 and "Sink" in node.inputs, UNSUPPORTED, "sink_token", "s_q=1", "more than one row of Q",
+        "leave it out"
     )  # fmt: skip
 
 
-def _one_row(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
-    if node.score_dim[2] != 1:
-        return
-    old = version <= 90900
-    d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
-    yield Rule(
-        (old and _family(sm) == 10 and d > 128) or (old and node.right_bound is not None),
-        UNSUPPORTED, "s_q", f"1 with cuDNN {format_version(version)}", "more rows, or cuDNN newer than 9.9.0",
-        NEWER
-    )  # fmt: skip
-    yield Rule("Sink" in node.inputs, UNSUPPORTED, "sink_token", "s_q=1", "more than one row of Q", "leave it out")
-
-
-def _paged(node: Attention, version: int) -> Iterator[Rule]:
+def _paged(node: Attention) -> Iterator[Rule]:
     longest = node.paged_max_seq_len_kv
     if not node.is_paged:
         yield Rule(
@@ -280,19 +244,8 @@ def _paged(node: Attention, version: int) -> Iterator[Rule]:
             "only with paged K or V", "leave it out"
         )  # fmt: skip
         return
-    tables = [node.inputs[f"Page_table_{port}"] for port in "KV" if f"Page_table_{port}" in node.inputs]
-    packed = any(table.ragged_offset is not None for table in tables)
-    ragged = any(node.inputs[port].ragged_offset is not None for port in "QKV")
-    d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
-    got = f"with cuDNN {format_version(version)}"
-    yield Rule(version <= 90900 and d > 128, UNSUPPORTED, "paged attention", f"a head size of {d} {got}",
-               "up to 128 before cuDNN 9.10", NEWER)  # fmt: skip
-    yield Rule(ragged and version < 90700, UNSUPPORTED, "paged attention", f"a ragged tensor {got}", "cuDNN 9.7", NEWER)
     yield Rule(not {"Seq_len_q", "Seq_len_kv"} <= node.inputs.keys(), UNSUPPORTED, "paged attention",
                "no sequence lengths", "use_padding_mask=True with both lengths", "pass them")  # fmt: skip
-    yield Rule(version < 90500, UNSUPPORTED, "paged attention", got, "cuDNN 9.5 or newer", NEWER)
-    yield Rule(packed and version < 91002, UNSUPPORTED, "paged attention", f"packed page tables {got}",
-               "cuDNN 9.10.2 or newer", NEWER)  # fmt: skip
     for what, tensor in (("bias", node.inputs.get("Bias")), ("rng_dump", node.outputs.get("RNG_DUMP"))):
         yield Rule(
             longest is not None and tensor is not None and tensor.dim[-1] != longest, UNSUPPORTED,
@@ -303,22 +256,6 @@ def _paged(node: Attention, version: int) -> Iterator[Rule]:
 
 def _device(sm: int | None) -> Iterator[Rule]:
     yield Rule(sm is not None and sm < 80, UNSUPPORTED, "device", f"compute capability {sm}", "80 (Ampere) or newer")
-
-
-def _forward_heads(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
-    if sm is None:
-        return
-    d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
-    family = sm // 10
-    limit = None
-    if (family == 8 and version <= 90900) or (family == 10 and version < 90900):
-        limit = 128
-    elif family == 9 and version <= 90900:
-        limit = 256
-    yield Rule(
-        limit is not None and d > limit, UNSUPPORTED, f"head size on compute capability {sm}",
-        f"{d} with cuDNN {format_version(version)}", f"up to {limit}", NEWER
-    )  # fmt: skip
 
 
 def _ragged_device(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
@@ -370,22 +307,9 @@ def _deterministic(node: AttentionBackward, version: int, sm: int | None) -> Ite
     )  # fmt: skip
 
 
-def _bias_gradient(node: AttentionBackward, version: int, sm: int | None) -> Iterator[Rule]:
-    if "dBias" not in node.outputs:
-        return
-    s_q, s_kv = node.score_dim[2:]
-    heads = [node.inputs[port].dim[1] for port in "QKV"]
-    with_version = f"cuDNN {format_version(version)}"
+def _bias_gradient(node: AttentionBackward, sm: int | None) -> Iterator[Rule]:
     yield Rule(
-        version < 90500 and (node.use_padding_mask or s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED, "dBias",
-        f"padding, or s_q={s_q}, s_kv={s_kv}, with {with_version}", "multiples of 64 before cuDNN 9.5", NEWER
-    )  # fmt: skip
-    yield Rule(
-        version < 90600 and node.is_ragged and len(set(heads)) > 1, UNSUPPORTED, "dBias",
-        f"ragged tensors, grouped heads and {with_version}", "cuDNN 9.6 or newer", NEWER
-    )  # fmt: skip
-    yield Rule(
-        _family(sm) == 10 and node.is_ragged, UNSUPPORTED, "dBias",
+        "dBias" in node.outputs and _family(sm) == 10 and node.is_ragged, UNSUPPORTED, "dBias",
         f"ragged tensors on compute capability {sm}", "tensors that are not ragged", "use a padding mask"
     )  # fmt: skip
 
@@ -399,7 +323,7 @@ def check_fp8_forward(node: AttentionFp8Forward, context: Context, version: int)
         Rule(ragged, UNSUPPORTED, "ragged tensors", f"compute capability {sm}", "9.0 or 10.0 with fp8 tensors"),
     ]
     _apply(
-        node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context), _sink(node, version),
+        node, _layout(node, ("Q", "K", "V", "O")), _masks(node), _types(context), _sink(node, version),
         _fp8(version, sm), fp8, _fp8_heads(node, version, sm, 256), _fp8_bottom_right(node, version, sm),
         _fp8_outputs(node, version, sm, ("O",)), _statistics(node, version), _fp8_sink(node, sm),
     )  # fmt: skip
@@ -426,7 +350,7 @@ def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: in
         "leave it out"
     )  # fmt: skip
     _apply(
-        node, _layout(node, GRADIENTS), _masks(node, version), _types(context), _sink(node, version),
+        node, _layout(node, GRADIENTS), _masks(node), _types(context), _sink(node, version),
         _fp8(version, sm), hoppers, _fp8_heads(node, version, sm, 128), _fp8_bottom_right(node, version, sm),
         _fp8_outputs(node, version, sm, ("dQ", "dK", "dV")), _fp8_sink(node, sm), [deterministic],
     )  # fmt: skip
@@ -452,7 +376,7 @@ def check_mxfp8_forward(node: AttentionMxfp8Forward, context: Context, version: 
         Rule(sm is not None and sm // 10 != 10, UNSUPPORTED, "MXFP8 tensors", f"compute capability {sm}",
              "10.0 or 10.3 (Blackwell)", "use sdpa_fp8()"),
     ])  # fmt: skip
-    _apply(node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context))
+    _apply(node, _layout(node, ("Q", "K", "V", "O")), _masks(node), _types(context))
     _check_block_scales(node, node.BLOCKS)
 
 
@@ -462,7 +386,7 @@ def check_mxfp8_backward(node: AttentionMxfp8Backward, context: Context, version
         Rule(context.sm_version is not None, UNSUPPORTED, "the backward pass on MXFP8 tensors",
              f"compute capability {context.sm_version}", "the reference executor", "use sdpa_fp8_backward()"),
     ])  # fmt: skip
-    _apply(node, _layout(node, (*GRADIENTS, "dO_f16")), _masks(node, version), _types(context), _sink(node, version))
+    _apply(node, _layout(node, (*GRADIENTS, "dO_f16")), _masks(node), _types(context), _sink(node, version))
     check_types(node, *node.fp8_ports)
     _check_block_scales(node, node.BLOCKS)
 
@@ -492,7 +416,6 @@ def _check_block_scales(node: Attention, blocks: Mapping[str, int]) -> None:
 
 def _fp8(version: int, sm: int | None) -> Iterator[Rule]:
     with_version = f"cuDNN {format_version(version)}"
-    yield Rule(version < 90100, UNSUPPORTED, "fp8 tensors", with_version, "cuDNN 9.1 or newer", NEWER)
     yield Rule(
         version == 91000, UNSUPPORTED, "fp8 tensors", f"{with_version}, where they are broken", "another version", NEWER
     )
@@ -504,7 +427,7 @@ def _fp8(version: int, sm: int | None) -> Iterator[Rule]:
 def _fp8_bottom_right(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
     used = node.bottom_right and node.right_bound is not None
     s_q, s_kv = node.score_dim[2:]
-    yield Rule(used and (version < 90700 or _is_hopper(sm)), UNSUPPORTED, "bottom-right causal mask",
+    yield Rule(used and _is_hopper(sm), UNSUPPORTED, "bottom-right causal mask",
                f"fp8 tensors with cuDNN {format_version(version)} on compute capability {sm}",
                "cuDNN 9.7 and compute capability 100", "use the top-left alignment")  # fmt: skip
     backward = "dO" in node.inputs
