@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+from cudnn_kernels.signature import MULTIPROCESSORS, Region, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
 def matrices(
@@ -102,31 +103,17 @@ class ForwardConfiguration(AttentionConfiguration):
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,
-            *[Workspace((Order("order", self.tile[0]),))] * self.queue, Stream(),
+            *[Workspace((Region("order", self.order_bytes),))] * self.queue, Stream(),
         )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Order:
-    """A region of the workspace: two numbers of 32 bits for each tile of so many rows of packed sequences, and two."""
-
-    name: str
-    rows: int
-
-    def bytes(self, sizes: Sizes) -> Any:
-        return 8 * (1 + sizes["sq"] // self.rows + sizes["b"])
+    def order_bytes(self, sizes: Sizes) -> Any:
+        """Two numbers of 32 bits for each tile of packed sequences, and two."""
+        return 8 * (1 + sizes["sq"] // self.tile[0] + sizes["b"])
 
 
-@dataclass(frozen=True)
-class Elements:
+def region(name: str, bytes_each: int, *shape: str) -> Region:
     """A region of the workspace: so many bytes for every element of a shape of sizes by name."""
-
-    name: str
-    bytes_each: int
-    shape: tuple[str, ...] = ()
-
-    def bytes(self, sizes: Sizes) -> Any:
-        return math.prod((sizes[x] for x in self.shape), start=self.bytes_each)
+    return Region(name, lambda sizes: math.prod((sizes[x] for x in shape), start=bytes_each))
 
 
 @dataclass(frozen=True)
@@ -158,26 +145,10 @@ class DecodeConfiguration(ForwardConfiguration):
             Workspace(self.regions()), Stream(),
         )  # fmt: skip
 
-    def regions(self) -> tuple[Elements, ...]:
+    def regions(self) -> tuple[Region, ...]:
         """The regions of the workspace: of every row, for every CTA that has some of its keys."""
-        return tuple(
-            Elements(name, 4 * count, ("splits", "b", "hq", "sq"))
-            for name, count in (("parts", self.head_v), ("log_sums", 1))
-        )
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A region of the workspace: bytes for every row of a head of Q, of each sequence a number of blocks of rows."""
-
-    name: str
-    bytes_per_row: int
-    block: int
-    packed: bool
-
-    def bytes(self, sizes: Sizes) -> Any:
-        blocks = sizes["sq"] // self.block + sizes["b"] if self.packed else -(-sizes["sq"] // self.block) * sizes["b"]
-        return blocks * self.block * sizes["hq"] * self.bytes_per_row
+        of_row = "splits", "b", "hq", "sq"
+        return region("parts", 4 * self.head_v, *of_row), region("log_sums", 4, *of_row)
 
 
 @dataclass(frozen=True)
@@ -245,16 +216,22 @@ class BackwardConfiguration(AttentionConfiguration):
             Workspace(self.regions()), Stream(),
         )  # fmt: skip
 
-    def regions(self) -> tuple[Any, ...]:
+    def regions(self) -> tuple[Region, ...]:
         """The regions of the workspace: float32 values of every row, and dK and dV of the parts."""
         values = {"products": 1, "log_sums": 1}
         if not self.shared:
             values["dq_sums"] = self.head
         if self.deterministic:
             values["turns"] = 1
-        rows = (Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())
-        drawn = [Elements("drawn", 4)] * self.queue
-        return *rows, *drawn, *[Elements("key_sums", 4 * self.keys * self.both, ("split", "parts"))] * self.split
+        rows = (Region(name, partial(self.row_bytes, 4 * count)) for name, count in values.items())
+        drawn = [region("drawn", 4)] * self.queue
+        return *rows, *drawn, *[region("key_sums", 4 * self.keys * self.both, "split", "parts")] * self.split
+
+    def row_bytes(self, each: int, sizes: Sizes) -> Any:
+        """So many for every row of a head of Q, of each sequence whole blocks of rows."""
+        rows, count = self.tile[0], sizes["b"]
+        blocks = sizes["sq"] // rows + count if self.packed else -(-sizes["sq"] // rows) * count
+        return blocks * rows * sizes["hq"] * each
 
 
 @dataclass(frozen=True)
@@ -268,6 +245,6 @@ class GradientsConfiguration(BackwardConfiguration):
 
     kernel = "attention_backward:AttentionBackward"
 
-    def regions(self) -> tuple[Rows, ...]:
+    def regions(self) -> tuple[Region, ...]:
         """The regions of the workspace: LSE * log2(e), and D."""
-        return tuple(Rows(name, 4, self.tile[0], self.packed) for name in ("log_sums", "products"))
+        return tuple(Region(name, partial(self.row_bytes, 4)) for name in ("log_sums", "products"))

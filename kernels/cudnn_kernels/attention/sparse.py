@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cudnn_kernels.attention import WINDOW, BackwardConfiguration, Elements, matrices, offsets, row_values
+from cudnn_kernels.attention import WINDOW, BackwardConfiguration, matrices, offsets, region, row_values
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
@@ -26,7 +26,7 @@ class CompressionBackwardConfiguration(BackwardConfiguration):
     def regions(self) -> tuple[Any, ...]:
         """The regions of the workspace, with gradients of K and V for every head of Q."""
         widths, of = {"head_dk": self.head, "head_dv": self.head_v}, ("sk", "hq", *["b"] * (not self.packed))
-        return (*super().regions(), *(Elements(x, 2 * width, of) for x, width in widths.items()))
+        return (*super().regions(), *(region(x, 2 * width, *of) for x, width in widths.items()))
 
 
 class SharedHeads:
@@ -88,7 +88,7 @@ class Selected(SharedHeads):
 
 APART = 12, 65536
 """``apart`` of :class:`SelectionConfiguration`, and from how many rows on: power limits the other way there."""
-DRAWN = Workspace((Elements("drawn", 4),))
+DRAWN = Workspace((region("drawn", 4),))
 """How many tiles CTAs have drawn."""
 
 
