@@ -498,6 +498,7 @@ def test_checkpointed_and_in_autocast() -> None:
     assert torch.equal(t["up"].grad.bfloat16(), expected["up"])
 
 
+APART = torch.zeros(4 * 64 * 64 + 1).bfloat16()[1:].view(4, 64, 64)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation": "relu"}, "activation: got 'relu'; allowed: 'swiglu' or 'geglu' or 'srelu'"),
     ({"x": torch.zeros(40, 64)}, "types: got"),
@@ -507,6 +508,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": torch.zeros(40, 2).bfloat16()}, r"got torch.int64 and torch.bfloat16; .* pass weights\.float\(\)"),
     ({"up": torch.zeros(4, 64, 64).bfloat16().mT}, "strides of up: got"),
     ({"up": [torch.zeros(64, 64).bfloat16()] * 3}, "shapes: got"),
+    ({"up": APART}, "address of up: got 0x.*; allowed: multiples of 16 bytes"),
+    ({"down": [torch.zeros(64, 32).bfloat16()] * 3 + [APART.view(8, 64, 32)[0]]}, "address of down"),
+    ({"up_bias": torch.zeros(64, 4).bfloat16().T}, r"strides of up_bias: .*pass up_bias\.contiguous\(\)"),
+    ({"activation": "srelu", "glu_layout": "concatenated"}, "got the activation 'srelu'; .*leave glu_layout out"),
     ({"glu_layout": "halves"}, "glu_layout: got 'halves'; allowed: 'interleaved' or 'concatenated'"),
     ({"up": [torch.zeros(64, 64).bfloat16()] * 4, "glu_layout": "concatenated"}, "'concatenated': got a list"),
     ({"down": torch.zeros(4, 64, 64).bfloat16()}, "N = 2 I"),

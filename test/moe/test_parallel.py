@@ -142,6 +142,20 @@ def test_one_rank() -> None:
     assert not any(each() for each in left)
 
 
+def test_a_copy_of_a_layer_shares_its_group() -> None:
+    """As averages of weights have one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD)
+        x = tokens(0)[0]
+        average = torch.optim.swa_utils.AveragedModel(layer)
+        assert torch.equal(average(x), layer(x))
+        average.module.up.data.zero_()
+        assert not torch.equal(average(x), layer(x))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_e4m3_on_one_rank() -> None:
     layer = MoE(128, 128, 4, 2, fp8=True)
     x, up, down = torch.randn(20, 128).bfloat16(), layer.up.detach(), layer.down.detach()

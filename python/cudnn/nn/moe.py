@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -220,6 +221,13 @@ class MoE(torch.nn.Module):
             for parameter in (weight, bias):
                 if parameter is not None:
                     torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A layer with parameters of its own and the same group."""
+        memo[id(self._ranks["group"])] = self._ranks["group"]
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoE:
         """What ``to``, ``half`` and the like do."""

@@ -9,6 +9,7 @@ import torch
 from cudnn.api_base import check_tensor
 from cudnn.errors import refusal
 from cudnn.fused.gated import LAYOUTS
+from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
 from cudnn.moe._run import architecture
 from cudnn.moe.experts import (
@@ -206,8 +207,9 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
         allowed = " or ".join(map(repr, LAYOUTS))
         raise ValueError(refusal(_WHERE, "glu_layout", repr(e.glu_layout), allowed))
     if e.glu_layout == LAYOUTS[1] and (is_list(e.up) or e.activation not in GATED):
-        got = "a list of tensors" if is_list(e.up) else f"the activation {e.activation!r}"
-        cure = "interleave the weights once, by cudnn.interleave_glu_weights"
+        gated = e.activation in GATED
+        got = "a list of tensors" if gated else f"the activation {e.activation!r}"
+        cure = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
         raise ValueError(refusal(_WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", cure))
     _check_choices(x, indices, weights)
     for name, given in (("up", e.up), ("down", e.down)):
@@ -228,6 +230,9 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
     for name, bias, shape in (("up_bias", e.up_bias, up[:2]), ("down_bias", e.down_bias, down[:2])):
         if bias is not None and tuple(bias.shape) != shape:
             raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(bias.shape), str(shape)))
+        if bias is not None and not bias.is_contiguous():
+            cure = f"pass {name}.contiguous()"
+            raise ValueError(refusal(_WHERE, f"strides of {name}", bias.stride(), "a contiguous tensor", cure))
     biases = [bias for bias in (e.up_bias, e.down_bias) if bias is not None]
     types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
     is_wide = x.dtype in WIDE
@@ -245,6 +250,14 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
             raise ValueError(refusal(_WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}"))
 
 
+def _check_addresses(e: Experts, sums: Sequence[Sequence[torch.Tensor]]) -> None:
+    names = ("up", "down", "main_grads of up", "main_grads of down")
+    for name, given in zip(names, (e.up, e.down, *sums), strict=True):
+        if address := next((w.data_ptr() for w in given if w.data_ptr() % ALIGNMENT), 0):
+            allowed, cure = f"multiples of {ALIGNMENT} bytes", "pass copies, made once"
+            raise ValueError(refusal(_WHERE, f"address of {name}", f"{address:#x}", allowed, cure))
+
+
 _KINDS: dict[Any, Products] = {}
 
 
@@ -257,8 +270,10 @@ def checked(
         ValueError: as :func:`moe_mlp`.
     """
     every = (e.up, e.down, *sums)
-    firsts = [(t.shape, t.dtype, t.device, t.is_contiguous()) for part in every for t in part[:1]]
-    biases = [None if t is None else (t.shape, t.dtype, t.device) for t in (e.up_bias, e.down_bias)]
+    firsts = [
+        (t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT) for part in every for t in part[:1]
+    ]
+    biases = [None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in (e.up_bias, e.down_bias)]
     lengths = tuple(map(len, every))
     routed = (
         indices.shape == weights.shape,
@@ -274,6 +289,7 @@ def checked(
     found = _KINDS.get(key)
     if found is None or max(lengths) > 1:
         _check(x, indices, weights, e, sums)
+        _check_addresses(e, sums)
         found = _KINDS[key] = products(x, e)
     return found
 
