@@ -162,14 +162,11 @@ def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ("changes", "message"),
     [
         ({"dims": (1, 2, 40, 32)}, r"head sizes \(32, 32\): the kernels take"),
-        ({"diagonal_band_left_bound": 3}, "left_bound=3, right_bound=-1: the kernels take right_bound=0"),
-        ({"keys": 50, **CAUSAL}, "40 rows and 50 keys from the top left"),
-        ({"dims": (1, 2, 1, 64), "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3}, "for one row"),
+        ({"diagonal_band_left_bound": 0}, "left_bound=0: the kernels take left ones from 1 up"),
         ({"attn_scale": -0.5}, "the scale -0.5: the kernels take positive ones"),
         ({"use_alibi_mask": True, "diagonal_band_right_bound": 0}, "use_alibi_mask: the kernels take Q, K, V"),
         ({"io": FLOAT}, "the types FLOAT: the kernels take HALF or BFLOAT16"),
         ({"backward": True, "dims": (1, 2, 40, 32)}, r"head sizes \(32, 32\): the kernels take \(64, 64\), \(96, 96\)"),
-        ({"backward": True, "diagonal_band_left_bound": 3}, "left_bound=3, right_bound=-1: the kernels take"),
         ({"backward": True, "use_alibi_mask": True, **CAUSAL}, "use_alibi_mask: the kernels take .*Stats, dO, dQ, dK"),
         ({"backward": True, "score_mod_bprop": lambda graph, x: x}, "score_mod_bprop: the kernels take"),
         ({"backward": True, "stats": (1, 2)}, "Stats of FLOAT with the strides .*: the kernels take FLOAT, contiguous"),
@@ -179,6 +176,28 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NOT_SUPPORTED, match=f"implementation: got FUSED, but .*{message}"):
         node_of(implementation=FUSED, **changes)
     assert fused_engine.obstacle(node_of(**changes))  # and AUTO does not take them
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "causal", "window", "top_left"),
+    [
+        ({"diagonal_band_left_bound": 3}, False, (2, -1), False),
+        ({"keys": 50, "diagonal_band_left_bound": 3, "diagonal_band_right_bound": 5}, False, (2, 5), True),
+        ({"keys": 50, **CAUSAL}, True, (-1, -1), True),
+        ({"keys": 50, "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3}, True, (2, -1), False),
+        ({"keys": 50, "diagonal_band_right_bound": 49}, False, (-1, -1), False),
+        ({"dims": (1, 2, 1, 64), **CAUSAL}, True, (-1, -1), True),
+        ({"dims": (1, 2, 1, 64), "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3},
+         False, (2, -1), False),
+    ],
+)  # fmt: skip
+def test_bounds(changes: dict[str, Any], causal: bool, window: Any, top_left: bool, backward: bool) -> None:
+    node = node_of(implementation=FUSED, backward=backward, **changes)
+    ports = [tensor.get_uid() for tensor in (*node.inputs.values(), *node.outputs.values())]
+    made = fused_engine.FusedConfig(node, Bindings(ports), None).operation
+    assert (made.is_causal, made.window_size, made.top_left) == (causal, window, top_left)
+    assert made.check_support()
 
 
 def test_a_node_beside_others_says_so() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn.errors import cudnnGraphNotSupportedError
 from cudnn.experimental.ops import scaled_dot_product_attention as experimental
 from cudnn.experimental.ops import sdpa as graphs
 from cudnn.ops import _fused_attention as fused
@@ -43,6 +44,13 @@ def passes(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
         ((1, 30), {"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}),
         ((1, 30), {"right_bound": 0, "left_bound": 7, "diagonal_alignment": BOTTOM_RIGHT}),
         ((0, 30), {}),
+        ((20, 30), {"is_causal": True}),
+        ((20, 30), {"left_bound": 3}),
+        ((20, 30), {"left_bound": 3, "right_bound": 7}),
+        ((20, 30), {"right_bound": 7, "diagonal_alignment": BOTTOM_RIGHT}),
+        ((30, 20), {"right_bound": 4}),
+        ((1, 30), {"is_causal": True}),
+        ((1, 30), {"right_bound": 3, "left_bound": 2}),
     ],
 )
 def test_agrees_with_cudnns_graph(rows: tuple[int, int], options: dict[str, Any]) -> None:
@@ -66,8 +74,7 @@ def test_what_is_refused() -> None:
     for arguments, options, message in [
         ((q, k, v), {"attn_mask": torch.ones(20, 30, dtype=torch.bool)}, "the kernels take bounds alone"),
         ((q, k, v), {"seq_len_q": torch.tensor([3, 4])}, "the kernels take bounds alone"),
-        ((q, k, v), {"is_causal": True}, "20 rows and 30 keys from the top left"),
-        ((q, k, v), {"left_bound": 3}, "the kernels take right_bound=0"),
+        ((q, k, v), {"left_bound": 0}, "the kernels take left ones from 1 up"),
         ((q, k, v), {"scale": 0.0}, "the scale 0.0: the kernels take positive ones"),
         ((q.float(), k.float(), v.float()), {}, "torch.float32: the kernels take"),
         ((q[..., :32], k[..., :32], v[..., :32]), {}, r"head sizes \(32, 32\): the kernels take"),
@@ -121,8 +128,49 @@ def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(fused, "is_faster", lambda *given, faster=faster: faster)
         attention(q, k, v, enable_gqa=True)
         attention(q, k, v, enable_gqa=True, backend="cudnn")
-    attention(q, k, v, enable_gqa=True, left_bound=3)  # no kernel of ours has it
+    monkeypatch.setattr(fused, "is_faster", lambda *given: True)
+    attention(q, k, v, enable_gqa=True, left_bound=3)  # not timed
+    attention(q, k, v, enable_gqa=True, is_causal=True)  # from the top left
+    attention(q, k, v, enable_gqa=True, right_bound=3, diagonal_alignment=BOTTOM_RIGHT)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ((1, 1), {}),
+        ((1, 1), {"is_causal": True}),
+        ((30, 20), {"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}),
+        ((30, 20), {"left_bound": 4, "right_bound": 2}),
+    ],
+)
+def test_what_cudnn_has_nothing_for(rows: tuple[int, int], options: dict[str, Any]) -> None:
+    tensors = drawn(rows=rows)
+    with pytest.raises(cudnnGraphNotSupportedError):
+        passes(tensors, backend="cudnn", **options)
+    for found, expected in zip(passes(tensors, **options), by_mask(tensors, **options), strict=True):
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+
+
+def by_mask(
+    tensors: list[torch.Tensor], is_causal: bool = False, diagonal_alignment: int = 0, left_bound: int = -1,
+    right_bound: int = -1,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The result and the gradients of PyTorch's attention in float32, rows that see nothing as zeros."""
+    rows, keys = tensors[0].shape[2], tensors[1].shape[2]
+    place = torch.arange(rows)[:, None] + (keys - rows if diagonal_alignment else 0)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if left_bound != -1:
+        seen &= torch.arange(keys) > place - left_bound
+    if is_causal or right_bound != -1:
+        seen &= torch.arange(keys) <= place + max(right_bound, 0)
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(rows, keys).masked_fill(~seen, -torch.inf).masked_fill(~seen.any(1, keepdim=True), 0)
+        found = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=bias, enable_gqa=True)
+        return found * seen.any(1, keepdim=True)
+
+    return [x.bfloat16() for x in with_gradients(attend, [x.float() for x in tensors])]
 
 
 def test_registered_right() -> None:

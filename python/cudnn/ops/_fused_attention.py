@@ -35,7 +35,16 @@ def obstacle(
         return f"{q.dtype}: the kernels take torch.float16 and torch.bfloat16"
     heads = (q.shape[-1], v.shape[-1])
     operations = [SdpaForward, SdpaBackward] if has_gradients(q, k, v) else [SdpaForward]
-    return choice.obstacle(q.shape[2], k.shape[2], heads, bounds, scale, operations)
+    return choice.obstacle(heads, bounds, scale, operations)
+
+
+def is_chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds) -> bool:
+    """Whether the kernels compute it where nobody says what is to."""
+    rows, keys = q.shape[2], k.shape[2]
+    causal = bounds[0] or bounds[3] == 0
+    if is_needed(rows, keys, bounds, has_gradients(q, k, v)):
+        return True
+    return choice.is_timed(rows, keys, bounds) and is_faster(q, k, v, causal)
 
 
 def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
@@ -47,15 +56,26 @@ def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]), causal, passes)
 
 
+def is_needed(rows: int, keys: int, bounds: choice.Bounds, differentiated: bool) -> bool:
+    """Whether cuDNN has nothing for such sizes and bounds: a single score with a gradient, or more rows than keys where
+    the diagonal ends at the last ones or there is a left bound.
+    """
+    is_causal, alignment, left, right = bounds
+    if rows <= keys:
+        return differentiated and rows == keys == 1
+    return left != -1 or (alignment == 1 and (is_causal or right != -1))
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, alignment: int, left: int,
     right: int, *nothing: None, **neither: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """O and the log-sum-exp, where there is no :func:`obstacle`: with the arguments of cuDNN's operator."""
     check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
-    if q.shape[2] == 1 and 0 < left < k.shape[2]:  # one row sees the last keys, for which the kernels have no window
+    top_left = not choice.is_level(q.shape[2], k.shape[2], alignment)
+    if q.shape[2] == 1 and 0 < left < k.shape[2] and not top_left:  # these are the last keys
         k, v, left = k[:, :, -left:], v[:, :, -left:], -1
-    return fused_sdpa(q, k, v, scale, is_causal or right == 0, left)
+    return fused_sdpa(q, k, v, scale, is_causal, left, right, top_left)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -66,22 +86,32 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x if readable and x.data_ptr() % 16 == 0 else aligned(x)
 
 
+def _options(
+    q: torch.Tensor, k: torch.Tensor, scale: float, is_causal: bool, left: int, right: int, top_left: bool
+) -> dict[str, Any]:
+    """Of the classes, for an operator's bounds."""
+    right = 0 if is_causal and right == -1 else right
+    return choice.options(q.shape[2], k.shape[2], scale, left, right, top_left)
+
+
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @custom_op("fused_sdpa", autocast=NAMES)
 def fused_sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, is_causal: bool, left_bound: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, is_causal: bool, left_bound: int,
+    right_bound: int = -1, top_left: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(O, log-sum-exp ``[B, H_q, S_q]``). With ``is_causal``, row i sees the keys up to i + S_k - S_q, and with a
-    ``left_bound`` that is not -1 only so many.
+    """(O, log-sum-exp ``[B, H_q, S_q]``). Row i stands at the key d(i) = i + S_k - S_q or, with ``top_left``, i. It
+    sees the keys j with d(i) - ``left_bound`` < j <= d(i) + ``right_bound``, where -1 is no bound; ``is_causal`` is a
+    right bound of 0, unless there is one.
     """
     o, lse = _results(q, v)
     if not q.numel() or not k.numel():
         return o.zero_(), lse.fill_(-torch.inf)
     q, k, v = map(_readable, (q, k, v))
-    options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
+    options = _options(q, k, attn_scale, is_causal, left_bound, right_bound, top_left)
     if q.is_cuda:
         say("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
     run(SdpaForward, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, options)
@@ -104,14 +134,15 @@ def _gradients(
 @custom_op("fused_sdpa_bwd")
 def fused_sdpa_bwd(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    attn_scale: float, is_causal: bool, left_bound: int, is_deterministic: bool = False,
+    attn_scale: float, is_causal: bool, left_bound: int, is_deterministic: bool = False, right_bound: int = -1,
+    top_left: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dQ, dK, dV), contiguous, from what :func:`fused_sdpa` got and gave, and the gradient of O."""
     gradients = dq, dk, dv = _gradients(do, q, k, v)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, o, do = map(_readable, (q, k, v, o, do))
-    options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
+    options = _options(q, k, attn_scale, is_causal, left_bound, right_bound, top_left)
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     run(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
     return gradients
@@ -129,8 +160,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 def _backward(ctx: Any, d_o: torch.Tensor, d_lse: Any) -> tuple[Any, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     q, k, v, o, lse = ctx.saved_tensors
-    scale, causal, left = ctx.options
-    return *fused_sdpa_bwd(d_o, q, k, v, o, lse, scale, causal, left, deterministic), None, None, None
+    scale, causal, left, *rest = ctx.options
+    found = fused_sdpa_bwd(d_o, q, k, v, o, lse, scale, causal, left, deterministic, *rest)
+    return *found, *[None] * len(ctx.options)
 
 
 fused_sdpa.register_autograd(_backward, setup_context=_setup)
@@ -163,7 +195,8 @@ def sdpa_fwd_d256(
     """
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
     _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
-    o, lse = fused_sdpa(q, k, v, attn_scale, is_causal or right_bound == 0, -1)
+    top_left = not choice.is_level(q.shape[2], k.shape[2], diagonal_alignment)
+    o, lse = fused_sdpa(q, k, v, attn_scale, is_causal, left_bound, right_bound, top_left)
     return o, lse.unsqueeze(-1)
 
 
@@ -183,8 +216,9 @@ def sdpa_bwd_d256(
     """(dQ, dK, dV), contiguous, from what :func:`sdpa_fwd_d256` got and gave, and the gradient of O."""
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
     _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
-    lse, causal = stats.squeeze(-1).contiguous(), is_causal or right_bound == 0
-    return fused_sdpa_bwd(dO, q, k, v, o, lse, attn_scale, causal, -1, is_deterministic)
+    lse, top_left = stats.squeeze(-1).contiguous(), not choice.is_level(q.shape[2], k.shape[2], diagonal_alignment)
+    given = (dO, q, k, v, o, lse, attn_scale, is_causal, left_bound, is_deterministic)
+    return fused_sdpa_bwd(*given, right_bound, top_left)
 
 
 sdpa_bwd_d256.register_fake(_gradients)

@@ -61,10 +61,9 @@ def scaled_dot_product_attention(
             ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
         sinks: ``[H_q]``: a logit of each head that joins the softmax of every row without a value (gpt-oss);
             differentiable. Excludes lengths, and a gradient of the mask.
-        backend: "cudnn": graphs of cuDNN. "fused": the kernels of :mod:`cudnn.sdpa`, for their head sizes, without
-            masks, lengths and dropout; bounds: ``right_bound=0``, a ``left_bound`` only beside it, and rows and keys
-            equally many unless ``diagonal_alignment=1``. None: the latter where docs/performance.md has them faster
-            on this chip, which the log says once.
+        backend: "cudnn": graphs of cuDNN. "fused": the kernels of :mod:`cudnn.sdpa`, for their head sizes, with bounds,
+            without masks, lengths and dropout. None: the latter where docs/performance.md has them faster on this chip,
+            or cuDNN has nothing for such numbers of rows and keys, which the log says once.
 
     Returns:
         ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
@@ -93,8 +92,7 @@ def scaled_dot_product_attention(
         obstacle = fused.obstacle(query, key, value, bounds, scale, others)
         if backend and obstacle:
             raise NotImplementedError(f'{_WHERE}: backend="fused": got {obstacle}. To fix it, leave backend out.')
-        causal = is_causal or right_bound == 0
-        if backend or (not obstacle and left_bound == -1 and fused.is_faster(query, key, value, causal)):
+        if backend or (not obstacle and fused.is_chosen(query, key, value, bounds)):
             return attend(query, key, value, scale, enable_gqa, bounds, operator=fused.attend)
     seed = torch.randint(_SEEDS, (1,), device=query.device) if dropout_p else None
     operator = sdpa if sinks is None else functools.partial(_sinks.attend, sinks)

@@ -75,9 +75,7 @@ def obstacle(node: Any) -> str:
     q, k, v = (found[port] for port in "QKV")
     if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
         return f"K of {k.dim} and V of {v.dim}: the kernels take as many heads in both, and the batch of Q"
-    rows, keys = q.dim[2], k.dim[2]
-    if rows == 1 and node.left_bound is not None and node.left_bound < keys:
-        return "a left bound for one row: the kernels take one for several"
+    rows = q.dim[2]
     layout, sizes = operation.spec("q").layout, {"packed": 0}
     for port, tensor in found.items():
         if not layout.accepts(tensor.dim, tensor.stride, sizes, 16, port in node.outputs):
@@ -88,7 +86,7 @@ def obstacle(node: Any) -> str:
         if any(apart) or stats.data_type is not data_type.FLOAT:
             kind = stats.data_type.name
             return f"Stats of {kind} with the strides {stats.stride}: the kernels take FLOAT, contiguous"
-    return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, [operation])
+    return choice.obstacle((q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, [operation])
 
 
 def refuse(node: Any, reason: str = "") -> None:
@@ -145,11 +143,13 @@ def _has_pytorch() -> bool:
 
 def _measured_faster(node: Any, arch: str) -> str:
     """Why these kernels compute a node that does not ask for them; empty where they do not."""
-    if not arch or obstacle(node) or node.left_bound is not None:
+    if not arch or obstacle(node):
         return ""
     from cudnn.sdpa import choice
 
     q, k, v = (node.inputs[port].dim for port in "QKV")
+    if not choice.is_timed(q[2], k[2], _bounds(node)):
+        return ""
     backward = choice.DETERMINISTIC if getattr(node, "use_deterministic_algorithm", False) else choice.BACKWARD
     passes = choice.FORWARD if node.tag == "SDPA" else backward
     faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), node.right_bound == 0, passes)
@@ -184,7 +184,9 @@ class FusedConfig(EngineConfig):
         }
         samples["lse"] = torch.empty(self.rows, device="meta" if arch else "cpu")
         scale = 1.0 if node.attn_scale is None else node.attn_scale
-        options = choice.options(node.right_bound == 0, _bounds(node)[2], k[2], q[2], scale)
+        _, alignment, left, right = _bounds(node)
+        top_left = not choice.is_level(q[2], k[2], alignment)
+        options = choice.options(q[2], k[2], scale, left, right, top_left)
         if node.tag == "SDPA_BWD":
             options["deterministic"] = node.use_deterministic_algorithm
         self.operation = operation(**operation.samples(samples), **options, arch=arch)

@@ -23,24 +23,20 @@ Bounds = tuple[bool, int, int, int]
 
 
 def obstacle(
-    rows: int, keys: int, heads: tuple[int, int], bounds: Bounds, scale: float | None,
-    operations: Sequence[type[Attention]],
+    heads: tuple[int, int], bounds: Bounds, scale: float | None, operations: Sequence[type[Attention]]
 ) -> str:  # fmt: skip
     """Why the kernels of all these passes cannot compute this attention; empty where they can. A scale of None is a
     positive one.
     """
-    is_causal, alignment, left, right = bounds
+    left = bounds[2]
     if scale is not None and not scale > 0:  # they find the largest score before they scale, and 0 means their default
         return f"the scale {scale}: the kernels take positive ones"
     sizes = [x for x in operations[0].head_sizes if all(x in operation.head_sizes for operation in operations)]
     if heads not in sizes:
         has = f"{', '.join(map(str, sizes))}{' with gradients' * (len(operations) > 1)}"
         return f"head sizes {heads}: the kernels take {has}"
-    bounded = is_causal or right == 0
-    if right > 0 or (left != -1 and (left < 1 or not bounded)):
-        return f"left_bound={left}, right_bound={right}: the kernels take right_bound=0, and then left ones from 1 up"
-    if bounded and alignment == 0 and rows != keys:
-        return f"{rows} rows and {keys} keys from the top left: with bounds the kernels take diagonal_alignment=1"
+    if left != -1 and left < 1:
+        return f"left_bound={left}: the kernels take left ones from 1 up"
     return ""
 
 
@@ -55,7 +51,23 @@ def is_faster(
     return large and (*heads, is_causal) in FASTER.get(arch, {}).get(passes, ())
 
 
-def options(is_causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
-    """Of both classes. One row sees all keys up to the last one, so it needs no diagonal."""
-    window = left - 1 if 0 < left < keys else -1
-    return {"is_causal": is_causal and rows > 1, "window_size": (window, -1), "scale_softmax": scale}
+def is_timed(rows: int, keys: int, bounds: Bounds) -> bool:
+    """Whether docs/performance.md has such a mask: none, or a causal one from the lower right corner."""
+    is_causal, alignment, left, right = bounds
+    return left == -1 and right <= 0 and (is_level(rows, keys, alignment) or not (is_causal or right == 0))
+
+
+def is_level(rows: int, keys: int, alignment: int) -> bool:
+    """Whether the diagonal ends in the lower right corner."""
+    return alignment == 1 or rows == keys
+
+
+def options(rows: int, keys: int, scale: float, left: int, right: int, top_left: bool) -> dict[str, Any]:
+    """Of both classes. The left bound is exclusive, -1 is no bound, and neither are those that hide no key."""
+    first = 0 if top_left else keys - rows  # where row 0 stands
+    left = left - 1 if 0 < left < first + rows else -1
+    right = right if 0 <= right < keys - 1 - first else -1
+    return {
+        "is_causal": right == 0, "window_size": (left, right if right > 0 else -1), "scale_softmax": scale,
+        "top_left": top_left and max(left, right) >= 0,
+    }  # fmt: skip
