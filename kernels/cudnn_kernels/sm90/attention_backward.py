@@ -272,9 +272,11 @@ class Backward(Kernel):
             for x, of_rows in (("q", "log_sums"), ("do", "products")):
                 if x == "q" or step < total:
                     stages, size = boxes[x].stages, boxes[x].bytes(self.dtype) + 4 * self.m * self.copies_values
-                    of = ring.Ring(shared[f"{x}_full"], shared[f"{x}_empty"], stages)
-                    stage = ring.claim(of, before + step, size)
-                    full = of.full + stage
+                    stage, phase = (before + step) % stages, (before + step) // stages % 2
+                    full = shared[f"{x}_full"] + stage
+                    cute.arch.mbarrier_wait(shared[f"{x}_empty"] + stage, phase ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
                     rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_column, block.mask.keys)
                     target = shared[x] if const_expr(stages == 1) else shared[x][None, None, stage]
                     self.fetch(atoms[x][0], rows, boxes[x], (index * self.m, 0), target, full)
