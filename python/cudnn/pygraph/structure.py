@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn import enums
 from cudnn.backend import enums as be
+from cudnn.backend.library import format_version
 from cudnn.datatypes import element_bits
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
@@ -308,10 +309,8 @@ class Concatenate(Node):
 
 
 def _too_old(where: str, what: str, got: str, version: int) -> cudnnGraphNotSupportedError:
-    found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return cudnnGraphNotSupportedError(
-        refusal(where, what, f"{got} with cuDNN {found}", "cuDNN 9.22 or newer", "install a newer cuDNN")
-    )
+    found = f"{got} with cuDNN {format_version(version)}"
+    return cudnnGraphNotSupportedError(refusal(where, what, found, "cuDNN 9.22 or newer", "install a newer cuDNN"))
 
 
 class StructureMethods(NodeList[Operand]):

@@ -83,15 +83,11 @@ def apply(
 
 
 def contraction(
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    a: Approx,
-    b: Approx,
-    dtype: torch.dtype,
-    slack: float = 1.0,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: Approx, b: Approx, dtype: torch.dtype
 ) -> Approx:
     """A sum of products, bilinear in its operands, on tensor cores that take ``dtype``."""
     value = product(a.value, b.value)
-    unit = ACCUMULATION.get(dtype, SUM) * slack
+    unit = ACCUMULATION.get(dtype, SUM)
     if not unit and a.error is None and b.error is None:
         return Approx(value)
     error = unit * product(a.value.abs(), b.value.abs())

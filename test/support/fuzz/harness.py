@@ -71,7 +71,7 @@ def new_graph(case: Case, **options: Any) -> tuple[cudnn.pygraph, dict[str, cudn
     return graph, tensors, case.build(graph, tensors)
 
 
-def plannable(case: Case, device: Any, build: bool = False) -> str:
+def plannable(case: Case, device: Any) -> str:
     """Asks cuDNN for plans for a described device; returns why it refuses, or the empty string. Needs no GPU."""
     graph, _, _ = new_graph(case, device_property=device)
     try:
@@ -79,8 +79,6 @@ def plannable(case: Case, device: Any, build: bool = False) -> str:
         graph.build_operation_graph()
         graph.create_execution_plans(MODES)
         graph.check_support()
-        if build:
-            graph.build_plans()
     except cudnn.cudnnGraphNotSupportedError as error:
         return str(error)
     return ""
