@@ -333,6 +333,32 @@ def test_last_blocks_of_keys_are_split(
 
 
 @pytest.mark.parametrize(
+    ("batches", "rows", "heads", "d", "causal", "in_turns"),
+    [
+        (4, 4096, (8, 8), 256, False, True), (16, 1024, (8, 8), 256, False, False), (16, 1024, (8, 8), 256, True, True),
+        (1, 4096, (2, 2), 256, True, False), (4, 4096, (16, 16), 128, False, False),
+        (1, 16384, (32, 32), 64, False, True), (4, 4096, (32, 32), 64, True, True), (4, 4096, (32, 8), 64, True, False),
+    ],
+)  # fmt: skip
+def test_turns_are_taken_where_they_are_faster(
+    batches: int, rows: int, heads: tuple[int, int], d: int, causal: bool, in_turns: bool
+) -> None:
+    q, k = (torch.empty(batches, h, rows, d, dtype=torch.bfloat16, device="meta") for h in heads)
+    lse = torch.empty(batches, heads[0], rows, device="meta")
+    attention = SdpaBackward(q, k, k, q, q, lse, q, k, k, is_causal=causal, arch="sm_90a")
+    plan = attention.plan("sm_90a", attention.sizes(attention.descs))
+    assert plan.configuration.deterministic == in_turns
+
+
+def test_packed_sequences_take_turns_as_if_all_had_the_average() -> None:
+    q, lse = torch.empty(36_000, 8, 256, dtype=torch.bfloat16), torch.empty(36_000, 8)
+    for rows, in_turns in ((3000, True), (300, False)):
+        ends = torch.arange(0, 36_001, rows, dtype=torch.int32)
+        attention = SdpaBackward(q, q, q, q, q, lse, q, q, q, ends, ends, arch="sm_90a")
+        assert attention.in_turns == in_turns
+
+
+@pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),

@@ -259,7 +259,7 @@ class Attention(FusedAPI):
             tensors = {
                 spec.name: torch.empty_strided(
                     spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
-                    dtype=torch.float32 if spec.types == ("float32",) else kind,
+                    dtype=torch.float32 if spec.types == ("float32",) else kind, device="cpu" if packed else "meta",
                 )
                 for spec in cls.tensors
                 if not spec.optional

@@ -58,9 +58,9 @@ class SdpaBackward(Gradients, Attention):
     With ``softcap``, t = tanh(scale_softmax q k^T / softcap): p = exp(softcap * t - lse), ds has a factor 1 - t^2.
     lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k.
 
-    On Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``.
-    The kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator only, never on a
-    chip.
+    On Hopper (sm_90a), dq is added up in float32, in an order that may change from call to call unless
+    ``deterministic``. The kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator
+    only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
     results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q and, for sums of
@@ -76,7 +76,8 @@ class SdpaBackward(Gradients, Attention):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left", "softcap")
     head_sizes = tuple(TILES)
-    usual_shapes = tuple((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048))
+    usual_shapes = (*((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048)),
+                    *((1, 64, 4096, *heads) for heads in parts.IN_TURNS))  # fmt: skip
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
@@ -117,6 +118,15 @@ class SdpaBackward(Gradients, Attention):
         c = configuration("sm_90a", "bfloat16", heads, self.kernel_options(heads))
         return parts.of_window(c, sizes, self.window, self.expected_multiprocessors())
 
+    @functools.cached_property
+    def in_turns(self) -> bool:
+        """Whether blocks of keys take turns in adding to dq: on request, and where it is faster."""
+        sizes = super().sizes(self.descs)
+        c = configuration("sm_90a", "bfloat16", (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0})
+        found = self.deterministic or parts.faster_in_turns(c, sizes, self.window, self.expected_multiprocessors())
+        self._logger.info("dq is added up %s", "in turns, the same in every call" if found else "in any order")
+        return found
+
     def kernel_options(self, heads: tuple[int, int]) -> dict[str, Any]:
         """Options of a configuration for Hopper, but for whether blocks are split.
 
@@ -124,7 +134,7 @@ class SdpaBackward(Gradients, Attention):
         the registers of a soft cap.
         """
         draws = heads == (64, 64) or (heads == (128, 128) and not self.softcap)
-        options = {"softcap": self.softcap > 0, "deterministic": self.deterministic}
+        options = {"softcap": self.softcap > 0, "deterministic": self.in_turns}
         return self.ends() | options | {"queue": draws and self.window.right is not None}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:

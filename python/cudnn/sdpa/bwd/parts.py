@@ -14,6 +14,8 @@ STARTING, SUMMING, PART = 2.0, 2.0, 0.012
 PARTS = (2, 3, 4, 6, 8, 12, 16, 32)
 MOST = 8  # turns of parts, which bounds the workspace
 EVEN, UNEVEN = 13, 6  # turns from which on it gains nothing, where blocks take as long as each other or not
+IN_TURNS = (64, 64), (192, 128), (192, 192), (256, 256)
+LONG = 32  # steps
 
 
 def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiprocessors: int) -> dict[str, int]:
@@ -38,14 +40,33 @@ def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiproces
 
 def of_window(c: BackwardConfiguration, sizes: Sizes, window: Window, multiprocessors: int) -> dict[str, int]:
     """:func:`chosen` for sequences of one length and the keys that their rows see."""
+    return chosen(c, lengths(c, sizes, window), sizes["b"] * sizes["hk"], multiprocessors)
+
+
+def lengths(c: BackwardConfiguration, sizes: Sizes, window: Window) -> list[int]:
+    """Steps of a head's blocks of keys."""
     share, right, left = sizes["hq"] // max(sizes["hk"], 1), window.right, window.left
-    lengths: list[int] = []
+    found: list[int] = []
     first = 0 if window.top_left else sizes["sq"] - sizes["sk"]
     for key in range(first, first + sizes["sk"], c.keys):
         begin = 0 if right is None else max(key - right, 0)
         end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
-        lengths.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
-    return chosen(c, lengths, sizes["b"] * sizes["hk"], multiprocessors)
+        found.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
+    return found
+
+
+def faster_in_turns(c: BackwardConfiguration, sizes: Sizes, window: Window, multiprocessors: int) -> bool:
+    """Whether CTAs add to dQ's sums faster in turns: with many blocks of keys which, without a mask, take many steps.
+
+    So docs/performance.md has it for the head sizes ``IN_TURNS``. Packed sequences, whose lengths only the GPU knows,
+    count as if all had the average.
+    """
+    if (c.head, c.head_v) not in IN_TURNS or c.softcap or (c.right and sizes["hq"] != sizes["hk"]):
+        return False
+    batches = max(sizes["b"], 1) if c.packed else 1
+    steps = lengths(c, {**sizes, **{x: sizes[x] // batches for x in ("sq", "sk")}}, window)
+    many = sizes["b"] * sizes["hk"] * len(steps) >= UNEVEN * (multiprocessors // (1 + c.pair))
+    return many and (c.right or max(steps) >= LONG)
 
 
 def makespan(blocks: Sequence[int], places: int) -> float:
