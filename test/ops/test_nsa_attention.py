@@ -431,6 +431,30 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
         nsa_attention(**{**tensors(), **OPTIONS, "gates": None})
 
 
+@pytest.mark.parametrize("name", ["block_size", "compress_stride", "selected_blocks", "window_size"])
+@pytest.mark.parametrize("value", [True, 8.0, "8"])
+def test_sizes_that_are_no_integers(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"nsa_attention: {name}: got {type(value).__name__}; allowed: an int"):
+        nsa_attention(**{**tensors(), **OPTIONS, name: value})
+    with pytest.raises(TypeError, match=f"nsa_decode: {name}: got {type(value).__name__}; allowed: an int"):
+        nsa_decode(**decode_call(torch.float64), **{**OPTIONS, name: value})
+
+
+def test_a_decode_step_has_no_gradient() -> None:
+    call = decode_call(torch.float64)
+    out = nsa_decode(**{**call, "query": call["query"].requires_grad_()}, **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"cudnn::nsa_decode_step has no gradient\. To fix it, detach its tensors"):
+        out.sum().backward()
+
+
+def test_longer_lists_than_kernels_keep() -> None:
+    call = tensors(d=64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="nsa_attention: selected_blocks: got 69; allowed: 5 to 68"):
+        nsa_attention(**call, **{**OPTIONS, "selected_blocks": 69})
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
+    assert nsa_attention(**wide, **{**OPTIONS, "selected_blocks": 69}).shape == call["query"].shape
+
+
 def decode_call(dtype: torch.dtype, d: int = 16) -> dict[str, torch.Tensor]:
     """The newest rows of sequences of 64 and 88 rows, and caches with NaN behind them; keys of the compressed means."""
     call = tensors(d=d, dtype=dtype)

@@ -12,7 +12,7 @@ from cudnn.fused.objects import run
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.selection.backward import turned_around
-from cudnn.native_sparse_attention.top_k.api import MOST
+from cudnn.native_sparse_attention.top_k.api import MOST, check_choice
 from cudnn.ops._memory import aligned, placed
 from cudnn.ops._nsa_gates import (
     gated_selection,
@@ -73,7 +73,7 @@ def nsa_attention(
         gates: ``[B, H_q, S, 3]`` or ``[T, H_q, 3]``.
         cu_seqlens, cu_seqlens_compressed: int32, 0 and where each sequence ends, of all rows, and of compressed ones.
         block_size: rows of a block of the lists, a multiple of compress_stride.
-        selected_blocks: blocks in a row's list, more than 4; as many as there are where there are fewer.
+        selected_blocks: blocks in a row's list, 5 to 68; as many as there are where there are fewer.
         window_size: 1 and more.
         block_indices: ``[B, H_kv, S, n]`` or ``[T, H_kv, n]``, int32: lists to use in place of the computed ones;
             -1 for none.
@@ -85,7 +85,7 @@ def nsa_attention(
         ``[B, H_q, S, D_v]`` or ``[T, H_q, D_v]``, in the type of query.
 
     Raises:
-        TypeError: an argument that is no tensor.
+        TypeError: an argument that is no tensor, or no number.
         ValueError: shapes, types or sizes.
         NotImplementedError, RuntimeError: what the kernels do not have, or an architecture without them.
     """
@@ -103,11 +103,9 @@ def nsa_attention(
                         ("block_indices", block_indices)):  # fmt: skip
         if given is not None and given.dtype not in (torch.int32, torch.int64):
             raise ValueError(refusal(_WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64"))
-    if window_size < 1:
-        raise ValueError(refusal(_WHERE, "window_size", window_size, "1 and more"))
-    if block_size < 1 or (block_indices is None and (compress_stride < 1 or block_size % compress_stride)):
-        got = f"{block_size} and {compress_stride}"
-        raise ValueError(refusal(_WHERE, "block_size and compress_stride", got, "a block that is a multiple"))
+    most = ALWAYS + MOST if query.dtype in _NARROW else None
+    sizes = (block_size, compress_stride)
+    check_choice(_WHERE, *sizes, selected_blocks, window_size, most, block_indices is not None)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, ck, cv, g = (
         x if packed else x.transpose(1, 2).flatten(0, 1)
@@ -118,9 +116,7 @@ def nsa_attention(
     else:
         ends, ends_compressed = cu_seqlens.int(), cu_seqlens_compressed.int()
         longest = q.shape[0] if max_seqlen is None else max_seqlen
-    if block_indices is None and selected_blocks <= ALWAYS:
-        raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {ALWAYS}"))
-    best, sizes = selected_blocks - ALWAYS, (block_size, compress_stride)
+    best = selected_blocks - ALWAYS
     most_keys = ck.shape[0] if packed else compressed_key.shape[2]  # of a sequence
     window = (ends if packed else None, factor, window_size, longest)
     lists = block_indices

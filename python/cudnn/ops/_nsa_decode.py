@@ -7,6 +7,7 @@ from cudnn.errors import checked_number, refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.top_k.api import check_choice
 from cudnn.ops._registration import autocast_type, custom_op, in_type
 from cudnn_kernels.attention.sparse import ALWAYS, SparseDecodeConfiguration
 
@@ -56,7 +57,7 @@ def nsa_decode(
         ``[B, H_q, D_v]``, in the type of query.
 
     Raises:
-        TypeError: an argument that is no tensor.
+        TypeError: an argument that is no tensor, or no number.
         ValueError: shapes, types or sizes; on the CPU also lengths that the caches do not have.
         NotImplementedError: what the kernel does not have.
         RuntimeError: no kernel for the device.
@@ -69,15 +70,9 @@ def nsa_decode(
         given = [query, key, value, compressed_key, compressed_value]
         query, key, value, compressed_key, compressed_value = in_type(given, dtype)
     d = query.shape[-1]
-    if selected_blocks <= ALWAYS:
-        raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {ALWAYS}"))
+    check_choice(_WHERE, block_size, compress_stride, selected_blocks, window_size)
     if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
         raise ValueError(refusal(_WHERE, "scale", scale, "numbers above 0; None for D ** -0.5"))
-    if window_size < 1:
-        raise ValueError(refusal(_WHERE, "window_size", window_size, "1 and more"))
-    if compress_stride < 1 or block_size < 1 or block_size % compress_stride:
-        got = f"{block_size} and {compress_stride}"
-        raise ValueError(refusal(_WHERE, "block_size and compress_stride", got, "a block that is a multiple"))
     caches = (key, value, compressed_key, compressed_value)
     _check(query, *caches, gates, lengths, compressed_lengths)
     sizes = (block_size, compress_stride, selected_blocks - ALWAYS, window_size)

@@ -25,7 +25,8 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)  # float64 and types of 8
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WRONG_TYPE = re.compile(r"for argument '(?P<argument>\w+)' but instead found type '(?P<type>[^']*)'")
 _library = torch.library.Library("cudnn", "FRAGMENT")
-_TWICE = "nothing here is differentiated twice. To fix it, detach its tensors, or compute this part in PyTorch."
+_CURE = "To fix it, detach its tensors, or compute this part in PyTorch."
+_TWICE = f"nothing here is differentiated twice. {_CURE}"
 
 
 class Operator(Protocol[P, R_co]):
@@ -85,7 +86,8 @@ class _Operator(CustomOpDef):
         return f"<operator {self._opoverload._schema}>"
 
     def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(f"{self._qualname} has no gradient: {_TWICE}")
+        why = f": {_TWICE}" if "_bwd" in self._qualname else f". {_CURE}"
+        raise RuntimeError(f"{self._qualname} has no gradient{why}")
 
     def register_autograd(self, backward: Callable[..., Any], /, *, setup_context: Any = None) -> None:
         super().register_autograd(backward, setup_context=setup_context)

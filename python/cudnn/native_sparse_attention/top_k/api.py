@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
+from cudnn.errors import checked_number, refusal
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.objects import written
@@ -33,6 +34,27 @@ def check_lists(api: Any) -> None:
     if stride <= 0 or block <= 0 or block % stride:
         allowed = "a block that is a multiple of the stride"
         raise api.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
+
+
+def check_choice(
+    where: str, block_size: int, compress_stride: int, selected_blocks: int, window_size: int, most: int | None = None,
+    has_lists: bool = False,
+) -> None:  # fmt: skip
+    """Raises for what operators do not take of blocks, of which ``most`` fit into a list, and of the window. Where a
+    call ``has_lists`` of its own, none are chosen.
+    """
+    given = {"block_size": block_size, "compress_stride": compress_stride, "selected_blocks": selected_blocks}
+    for name, value in {**given, "window_size": window_size}.items():
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):  # torch.compile traces this
+            checked_number(where, name, value, integer=True)
+    if window_size < 1:
+        raise ValueError(refusal(where, "window_size", window_size, "1 and more"))
+    if block_size < 1 or (not has_lists and (compress_stride < 1 or block_size % compress_stride)):
+        got = f"{block_size} and {compress_stride}"
+        raise ValueError(refusal(where, "block_size and compress_stride", got, "a block that is a multiple"))
+    if not has_lists and (selected_blocks <= ALWAYS or (most is not None and selected_blocks > most)):
+        allowed = f"more than {ALWAYS}" if most is None else f"{ALWAYS + 1} to {most}"
+        raise ValueError(refusal(where, "selected_blocks", selected_blocks, allowed))
 
 
 class TopKReduction(Compressed):
