@@ -22,7 +22,6 @@ No Blackwell was at hand: correct in the emulator, never timed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -57,29 +56,6 @@ READY = {"rows": (1, 1), "s": (BUFFERS, 1), "p": (BUFFERS, ROWS // 32), "done": 
 SUMS = COLUMNS - BUFFERS * 2 * BLOCK  # columns of tensor memory for sums
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What one kernel computes: ``sums`` over blocks of dS or, for dv, of P, times an operand of the columns."""
-
-    sums: tuple[str, ...]
-
-    @property
-    def of_queries(self) -> bool:
-        """Whether rows are queries."""
-        return "dq" in self.sums
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """The left operands of S and, where dS is needed, of dP."""
-        operands = ("q", "do") if self.of_queries else ("k", "v")
-        return operands[:1] if self.sums == ("dv",) else operands
-
-    @property
-    def columns(self) -> tuple[str, str]:
-        """The right ones. The first is the factor of dS, the second that of P."""
-        return ("k", "v") if self.of_queries else ("q", "do")
-
-
 class AttentionBackward(Kernel):
     """The kernels for one :class:`GradientsConfiguration`."""
 
@@ -92,41 +68,47 @@ class AttentionBackward(Kernel):
         c, values = self.c, prepare(self.c, given)
         of_keys = [("dk", "dv")] if c.head + c.head_v <= SUMS else [("dk",), ("dv",)]  # for which there is room
         for sums in (("dq",), *of_keys):
-            PassKernel(c, Pass(sums)).launch(given, [values.log_sums, values.products])
+            Gradients(c, sums).launch(given, [values.log_sums, values.products])
 
 
-class PassKernel:
-    """The kernel for one :class:`Pass`."""
+class Gradients:
+    """The kernel for some gradients: ``sums`` over blocks of dS or, for dv, of P, times an operand of the columns.
+
+    ``rows`` are the left operands of S and, where dS is needed, of dP, ``columns`` the right ones. Of these the first
+    is the factor of dS, the second that of P.
+    """
 
     score_rows = TensorMemoryRows()
 
-    def __init__(self, configuration: GradientsConfiguration, kernel_pass: Pass) -> None:
+    def __init__(self, configuration: GradientsConfiguration, sums: tuple[str, ...]) -> None:
         c = self.c = configuration
-        g = self.g = kernel_pass
-        self.dtype = DTYPES[c.dtype]
+        self.dtype, self.sums, self.of_queries = DTYPES[c.dtype], sums, "dq" in sums
+        of_queries, of_keys = ("q", "do"), ("k", "v")
+        rows, self.columns = (of_queries, of_keys) if self.of_queries else (of_keys, of_queries)
+        self.rows = rows[:1] if sums == ("dv",) else rows
         widths = {"q": c.head, "k": c.head, "v": c.head_v, "do": c.head_v}
-        self.factors = [int(x == "dv") for x in g.sums]  # numbers among the columns' operands
-        self.widths = [widths[g.columns[i]] for i in self.factors]  # of sums
+        self.factors = [int(x == "dv") for x in sums]  # numbers among the columns' operands
+        self.widths = [widths[self.columns[i]] for i in self.factors]  # of sums
         size = self.dtype.width // 8
-        first, second = (widths[x] * BLOCK for x in g.columns)
-        free = SHARED_MEMORY - BARRIERS - (sum(widths[x] for x in g.rows) * ROWS + 2 * first) * size
+        first, second = (widths[x] * BLOCK for x in self.columns)
+        free = SHARED_MEMORY - BARRIERS - (sum(widths[x] for x in self.rows) * ROWS + 2 * first) * size
         self.stages = 2, min(2, free // (second * size))
         """Buffers of the columns' operands; of the second one, for long heads, there is room for one only."""
-        self.boxes = {x: (ROWS, widths[x], 1) for x in g.rows}
-        self.boxes |= {x: (BLOCK, widths[x], stages) for x, stages in zip(g.columns, self.stages, strict=True)}
+        self.boxes = {x: (ROWS, widths[x], 1) for x in self.rows}
+        self.boxes |= {x: (BLOCK, widths[x], stages) for x, stages in zip(self.columns, self.stages, strict=True)}
         """Of every operand's buffer the rows, the elements of a head, and how many tiles it has."""
 
     def launch(self, given: Mapping[str, Any], values: list) -> None:
         """Launches it on a call's arguments by name and on LSE * log2(e) and D."""
-        c, g = self.c, self.g
+        c = self.c
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         boxes = [(load, x, rows, width) for x, (rows, width, _) in self.boxes.items()]
-        boxes += [(store, x, ROWS, width) for x, width in zip(g.sums, self.widths, strict=True)]
+        boxes += [(store, x, ROWS, width) for x, width in zip(self.sums, self.widths, strict=True)]
         copies = []
         for op, x, rows, width in boxes:
             one = cute.slice_(self.layout(rows, width, 1), (None, None, 0))
             copies.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (rows, width)))
-        work, ctas = work_of(c, given, ROWS, g.of_queries)
+        work, ctas = work_of(c, given, ROWS, self.of_queries)
         self.kernel(copies, values, work, Scale(given["scale_softmax"], given.get("softcap"))).launch(
             grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=given["stream"], min_blocks_per_mp=1
         )
@@ -138,7 +120,6 @@ class PassKernel:
     @cute.kernel
     def kernel(self, copies: list, values: list, work: Work, scale: Scale) -> None:
         """The roles of the warps."""
-        g = self.g
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = SmemAllocator()
@@ -159,9 +140,9 @@ class PassKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
-        copied = dict(zip((*self.boxes, *g.sums), copies, strict=True))
+        copied = dict(zip((*self.boxes, *self.sums), copies, strict=True))
         index, _, _ = cute.arch.block_idx()  # with a causal mask, rows that see most come first
-        block = block_of(self.c, work, index, ROWS, BLOCK, g.of_queries, g.of_queries)
+        block = block_of(self.c, work, index, ROWS, BLOCK, self.of_queries, self.of_queries)
         if warp == LOAD_WARP:
             self.load(copied, buffers, b, rings, block)
         elif warp == MMA_WARP:
@@ -177,17 +158,16 @@ class PassKernel:
     @cute.jit
     def load(self, copied: dict, buffers: dict, b: dict, rings: list, block: Block) -> None:
         """One warp: fetches the rows' operands, then those of the columns, block by block."""
-        g = self.g
         if block.steps > 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(b["rows"], sum(self.bytes(x) for x in g.rows))
-            for x in g.rows:
+                cute.arch.mbarrier_arrive_and_expect_tx(b["rows"], sum(self.bytes(x) for x in self.rows))
+            for x in self.rows:
                 rows = sequences.copied_rows(copied[x][1], block.head, block.batch, block.first_row, block.mask.queries)
                 tile = cute.local_tile(cute.domain_offset((block.row, 0), rows), self.boxes[x][:2], (0, 0))
                 fetch(copied[x][0], tile, buffers[x][None, None, 0], b["rows"])
         for step in cutlass.range(block.steps, unroll=1):
             head, number = place_of(block, step)
-            for i, x in enumerate(g.columns):
+            for i, x in enumerate(self.columns):
                 rows = sequences.copied_rows(copied[x][1], head, block.batch, block.first_column, block.mask.keys)
                 tile = cute.local_tile(rows, self.boxes[x][:2], (number, 0))
                 stage = ring.claim(rings[i], step, self.bytes(x))
@@ -217,7 +197,7 @@ class PassKernel:
     def multiply_rows(self, pointer: cute.Pointer, buffers: dict, b: dict, rings: list, step: Int32) -> None:
         """Issues S and dP of a step."""
         buffer = step % BUFFERS
-        for i, (row, column) in enumerate(zip(self.g.rows, self.g.columns, strict=False)):
+        for i, (row, column) in enumerate(zip(self.rows, self.columns, strict=False)):
             product, stage = Product(self.dtype, BLOCK, self.boxes[row][1]), ring.ready(rings[i], step)
             target = pointer + (buffer * 2 + i) * BLOCK
             product.issue(target, product.left(buffers[row]), buffers[column], stage, False)
@@ -230,7 +210,7 @@ class PassKernel:
         for number, (i, width) in enumerate(zip(self.factors, self.widths, strict=True)):
             product = Product(self.dtype, width, BLOCK, rounded=True)
             left = product.left_rounded(pointer + (step % BUFFERS * 2 + 1 - i) * BLOCK)
-            stage, right = ring.ready(rings[i], step), buffers[self.g.columns[i]]
+            stage, right = ring.ready(rings[i], step), buffers[self.columns[i]]
             product.issue(self.accumulator(pointer, number), left, right, stage, step > 0)
             commit(rings[i].empty + stage)
 
@@ -243,9 +223,9 @@ class PassKernel:
         self, pointer: cute.Pointer, b: dict, p: Block, values: list, scale: Scale, thread: Int32
     ) -> None:  # fmt: skip
         """Four warps: P and dS of all steps."""
-        g, (scale_log2, factor) = self.g, scale.powers()
+        scale_log2, factor = scale.powers()
         log_sum, product = Float32(0.0), Float32(0.0)
-        if const_expr(g.of_queries):
+        if const_expr(self.of_queries):
             log_sum, product = (x[p.first_block * ROWS + p.row + thread, p.head, p.batch] for x in values)
         for step in cutlass.range(p.steps, unroll=1):
             head, block = place_of(p, step)
@@ -257,7 +237,7 @@ class PassKernel:
                 column = block * BLOCK + chunk * CHUNK
                 scores, gradients = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(2))
                 tensor_memory.load(where + chunk * CHUNK, thread, scores)
-                if const_expr(len(g.rows) == 2):
+                if const_expr(len(self.rows) == 2):
                     tensor_memory.load(where + BLOCK + chunk * CHUNK, thread, gradients)
                 cute.arch.fence_view_async_tmem_load()
                 cap(scores, factor)
@@ -267,17 +247,17 @@ class PassKernel:
                     subtracted, sums = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
                     subtracted.fill(product)
                     sums.fill(log_sum)
-                    if const_expr(not g.of_queries):
+                    if const_expr(not self.of_queries):
                         self.fetch_values(values[0], sums, head, p, column + i)
                         self.fetch_values(values[1], subtracted, head, p, column + i)
                     for j in cutlass.range_constexpr(4):
                         score = scores[i + j]
                         scores[i + j] = cute.math.exp2(score * scale_log2 - sums[j], fastmath=True)
-                        if const_expr(len(g.rows) == 2):
+                        if const_expr(len(self.rows) == 2):
                             gradients[i + j] = scores[i + j] * (gradients[i + j] - subtracted[j])
                             if const_expr(self.c.softcap):
                                 gradients[i + j] = gradients[i + j] * cute.arch.fmax(1.0 - score * score, 0.0)
-                for x in cutlass.range_constexpr(len(g.sums)):
+                for x in cutlass.range_constexpr(len(self.sums)):
                     part = const_expr(1 - self.factors[x])
                     back = where + (part * BLOCK + chunk * CHUNK // 2)
                     tensor_memory.store_rounded(back, thread, (scores, gradients)[part], self.dtype)
@@ -298,7 +278,7 @@ class PassKernel:
     ) -> None:  # fmt: skip
         """Writes the results, through the buffers of the rows' operands."""
         outs = []
-        for i, (x, width) in enumerate(zip(self.g.rows, self.widths, strict=False)):
+        for i, (x, width) in enumerate(zip(self.rows, self.widths, strict=False)):
             layout = cute.slice_(self.layout(ROWS, width, 1), (None, None, 0))
             outs.append(cute.make_tensor(buffers[x].iterator, layout.outer))
             factor = scale if const_expr(self.factors[i] == 0) else Float32(1.0)
@@ -306,7 +286,7 @@ class PassKernel:
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(Barrier.GROUP, ROWS)
         if thread < 32:
-            for out, x, width in zip(outs, self.g.sums, self.widths, strict=True):
+            for out, x, width in zip(outs, self.sums, self.widths, strict=True):
                 atom, tensor = copied[x]
                 rows = sequences.copied_rows(tensor, p.head, p.batch, p.first_row, p.mask.queries)
                 tile = cute.local_tile(cute.domain_offset((p.row, 0), rows), (ROWS, width), (0, 0))
