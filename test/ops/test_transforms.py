@@ -91,6 +91,17 @@ def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], message: st
         cudnn.ops.gemm_swiglu(a)
 
 
+def test_a_tensor_without_memory_beside_others() -> None:
+    """PyTorch would take results without values from it."""
+    q = torch.randn(1, 2, 8, 16)
+    for change in ({"key": q.to("meta")}, {"seq_len_q": torch.tensor([3], device="meta")}):
+        with pytest.raises(ValueError, match=r"cudnn::sdpa: devices: got .*'meta'.*; allowed: one device"):
+            scaled_dot_product_attention(**{"query": q, "key": q, "value": q, **change})
+    assert scaled_dot_product_attention(*[q.to("meta")] * 3).is_meta
+    with pytest.raises(ValueError, match=r"device of attn_mask: got meta; allowed: cpu, .*\.to\('cpu'\)"):
+        scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.bool, device="meta"))
+
+
 def test_one_derivative_by_torch_func() -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         return causal_conv1d(x, weight, None, "silu").sin().sum()

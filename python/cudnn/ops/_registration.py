@@ -93,6 +93,24 @@ class _Operator(CustomOpDef):
         super().register_autograd(backward, setup_context=setup_context)
         self._function = _differentiable(self, backward, setup_context)
 
+    def register_fake(self, function: Callable[..., Any], /) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """PyTorch calls it too where only some tensors are on the meta device, and results would be without values."""
+
+        @functools.wraps(function)
+        def described(*args: Any, **kwargs: Any) -> Any:
+            results = function(*args, **kwargs)
+            names = (argument.name for argument in self._opoverload._schema.arguments)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            listed = {name: x if isinstance(x, (list, tuple)) else [x] for name, x in given.items()}
+            tensors = {name: [t for t in x if isinstance(t, torch.Tensor)] for name, x in listed.items()}
+            found = {name: str(x[0].device) for name, x in tensors.items() if x}
+            if len({device == "meta" for device in found.values()}) > 1:
+                raise ValueError(refusal(self._qualname, "devices", found, "one device", "move them to one"))
+            return results
+
+        super().register_fake(described)
+        return function
+
     def register_vmap(self, func: Callable[..., Any]) -> Any:
         self._rule = func
         return super().register_vmap(func)

@@ -118,6 +118,9 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> tuple[t
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         allowed = f"torch.bool, torch.float32 or {query.dtype}, the type of query"
         raise TypeError(refusal(_WHERE, "type of attn_mask", mask.dtype, allowed, "call .to(query.dtype)"))
+    if mask.device != query.device:
+        cure = f"call .to({str(query.device)!r})"
+        raise ValueError(refusal(_WHERE, "device of attn_mask", mask.device, f"{query.device}, that of query", cure))
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
     mask = mask.expand(-1, -1, *full[2:])
     if mask.dtype is torch.bool:
