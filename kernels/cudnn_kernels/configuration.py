@@ -41,7 +41,10 @@ def operand_slots(name: str, operand: Operand, rows: str, batch: str, splits_k: 
         lines, gathered = f"{name} lines", "k" if splits_k else rows
         shape = (rows, lines, batch) if splits_k else (lines, "k", batch)
         major = 1 if operand.major == "k" else 0
-        return matrix(name, operand.dtype, shape, major), vector(operand.index, "int32", gathered)
+        found = [matrix(name, operand.dtype, shape, major)]
+        if operand.scale is not None:
+            found.append(sum_scales(f"sf{name}", lines, f"k / {operand.scale.vector}", batch))
+        return (*found, vector(operand.index, "int32", gathered))
     if operand.pointers:
         names = (name, f"sf{name}") if operand.scale is not None else (name,)
         return tuple(addresses(f"{x}_ptrs", batch) for x in names)
@@ -138,7 +141,7 @@ class GemmConfiguration:
     Raises:
         ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
             halves that the CTAs of a cluster cannot share; an ``index`` that is not of experts' rows of A, which is
-            K-major, or not of their k, of an MN-major operand, or of one with scale factors.
+            K-major, or not of their k, of an MN-major operand, or of one with scale factors that are not of sums.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -164,10 +167,11 @@ class GemmConfiguration:
             if self.schedule.aligned % needed:
                 allowed = f"multiples of {needed}, by {name}"
                 raise ValueError(f"rows of an expert: got multiples of {self.schedule.aligned}; allowed: {allowed}")
-        whole = [x for x in (self.a, self.b) if x.index and (x.scale or x.pointers or not self.schedule.searches)]
+        in_order = self.tensor_core_scale is not None or not self.schedule.searches
+        whole = [x for x in (self.a, self.b) if x.index and (in_order or x.pointers)]
         lines = ("mn", "mn") if self.schedule.splits_k else ("k", "")
         if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
-            allowed = "of rows of a K-major A, or of k of MN-major operands, of experts, without scale factors"
+            allowed = "of rows of a K-major A, with factors of sums or none, or of k of MN-major operands, of experts"
             raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
         if self.schedule.sideways and (self.cluster != (2, 1) or self.gathers):
             allowed = "(2, 1), of operands in order, where the last rows are taken sideways"

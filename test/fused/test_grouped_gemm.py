@@ -120,6 +120,10 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_glu", "n": 256, "d_dtype": E4M3, "sf_vec_size": 128, "inputs": {"norm_const": F32}},
     {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "generate_dbias": True, "glu_layout": "concatenated",
      "inputs": {"c": F16, "prob": F32, "dprob": F32, "activation": BF16}},
+    {"name": "grouped_gemm_glu", "kind": "fp8_128", "m": 220, "n": 192, "k": 320,
+     "inputs": {"prob": F32, "a_index": I32}},
+    {"name": "grouped_gemm_glu", "kind": "fp8_128", "ends": (130, 300), "m": 320, "n": 512, "d_dtype": E4M3,
+     "inputs": {"norm_const": F32, "bias": BF16, "a_index": I32}},
 ]  # fmt: skip
 """Problems by the arguments of ``grouped.problem``."""
 
@@ -154,7 +158,7 @@ def test_the_reference(case: dict[str, Any]) -> None:
     grouped.check(p)
 
 
-BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 18, "sm_90a")]
+BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 20, "sm_90a"), (len(CASES) - 2, "sm_90a")]
 """Numbers of cases that run without ``--full``, and where: those of any rows, which take the least time."""
 KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")

@@ -123,6 +123,15 @@ def fetch(atom: Any, tile: cute.Tensor, buffer: cute.Tensor, full: Any) -> None:
     cute.copy(atom, of, to, tma_bar_ptr=full)
 
 
+def copy_or_clear(target: Int32, source: Int64, clears: cutlass.Boolean, size: int = PIECE) -> None:
+    """Starts a copy of 4 or 16 bytes to an address in shared memory, or of zeros."""
+    cached = "cg" if size == PIECE else "ca"  # past the L1 cache, or not
+    cute.arch.inline_ptx(
+        f"cp.async.{cached}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+        read_only_args=[target, source, clears],
+    )
+
+
 def copy_bytes(source: cute.Pointer, target: cute.Pointer, size: int, full: cute.Pointer) -> None:
     """One thread: starts a copy of so many bytes to shared memory, which a barrier counts."""
     cute.arch.inline_ptx(

@@ -2,7 +2,8 @@
 
 One or two warps copy each k tile's factors of the CTA's rows and columns to shared memory, asynchronously and whatever
 their strides, some k tiles ahead. Where ``rows`` rows share a factor, a tile need not begin with such a block: its
-factors are those of granules, the largest common parts of tile and block.
+factors are those of granules, the largest common parts of tile and block. Rows by number have their numbers' factors,
+and 0 for a number that no row has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.epilogue import BLOCK
-from cudnn_kernels.pipeline.copy import address, everywhere, unwoven
+from cudnn_kernels.pipeline.copy import address, copy_or_clear, everywhere, unwoven
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.problem import BlockScale
 from cudnn_kernels.schedule.feed import Feed
@@ -28,10 +29,12 @@ ALIGNMENT = 16
 
 
 class Side:
-    """The factors of ``extent`` rows of A, or of B, whose ``halves`` may take turns, for one k tile."""
+    """The factors of ``extent`` rows of A, which may be ``numbered``, or of B, whose ``halves`` may take turns, for one
+    k tile.
+    """
 
-    def __init__(self, scale: BlockScale, extent: int, halves: bool = False) -> None:
-        self.rows, self.vector, self.halves = scale.rows, scale.vector, halves
+    def __init__(self, scale: BlockScale, extent: int, halves: bool = False, numbered: bool = False) -> None:
+        self.rows, self.vector, self.halves, self.numbered = scale.rows, scale.vector, halves, numbered
         self.granule = math.gcd(extent, scale.rows, BLOCK if halves else extent)
         self.count = extent // self.granule
 
@@ -43,7 +46,7 @@ class Factors:
         self, sides: tuple[Side, ...], tensors: tuple[Any, ...], feed: Feed, fillers: int, readers: int, smem: Any
     ) -> None:
         self.sides, self.feed, self.fillers, self.readers = sides, feed, fillers, readers
-        *self.tensors, self.pointers = tensors
+        *self.tensors, self.pointers, self.index = tensors
         self.ring = Ring.allocate(smem, STAGES)
         self.buffers = [
             smem.allocate_tensor(Float32, cute.make_layout((side.count, STAGES)), byte_alignment=ALIGNMENT)
@@ -51,8 +54,10 @@ class Factors:
         ]
 
     @staticmethod
-    def arguments(arguments: Mapping[str, Any], sides: tuple[Side, ...]) -> tuple[Any, ...]:
-        """On the host: the tensors of both sides, and the addresses of experts' B's, where they have such."""
+    def arguments(arguments: Mapping[str, Any], sides: tuple[Side, ...], index: str) -> tuple[Any, ...]:
+        """On the host: the tensors of both sides, the addresses of experts' B's, where they have such, and the numbers
+        of A's rows, where they have some.
+        """
         if not sides:
             return ()
         b, pointers = arguments.get("sfb"), arguments.get("sfb_ptrs")
@@ -60,7 +65,7 @@ class Factors:
             _, blocks, _ = arguments["sfa"].shape
             rows = cute.ceil_div(arguments["n"], sides[1].rows)
             b = everywhere(Float32, (rows, blocks), (blocks, 1), pointers)
-        return arguments["sfa"], b, pointers
+        return arguments["sfa"], b, pointers, arguments.get(index)
 
     @staticmethod
     def bytes(sides: tuple[Side, ...]) -> int:
@@ -82,25 +87,63 @@ class Factors:
 
         ``begins`` tells a tile's first row and column; k tiles are ``depth`` deep.
         """
+        self.start()
         stage, phase = Int32(0), Int32(1)
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            first, (last_a, last_b, _) = begins(work), self.feed.tiles.last(work.group)
-            last = (last_a, address(self.pointers, last_b))
+            place = self.begin(begins(work), work)
             for k in cutlass.range(work.k_tiles(depth), unroll=1):
-                cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
-                for i in cutlass.range_constexpr(len(sides)):
-                    side = const_expr(sides[i])
-                    self.copy(side, first[side], work.k + k * depth, last[side], stage)
-                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
+                self.bring(sides, place, work.k + k * depth, stage, phase)
                 stage, phase = advanced(self.ring, stage, phase)
             cursor = self.feed.next(cursor)
+
+    def start(self) -> None:
+        """A warp, before all: registers for the numbers of the rows whose factors a lane copies."""
+        if self.sides[0].numbered:
+            self.numbers = cute.make_rmem_tensor(-(-self.sides[0].count // WARP), Int32)
+
+    def begin(self, first: Any, work: Any) -> tuple[Any, Any]:
+        """A warp, before a tile's first k tile: reads the numbers of its rows. Gives the tile's first row and column,
+        and the last index of both sides.
+        """
+        if self.sides[0].numbered:
+            for i in range(cute.size(self.numbers)):
+                row = first[0] + i * WARP + cute.arch.lane_idx()
+                self.numbers[i] = self.index[cutlass.min(row, work.end - 1)]
+        last_a, last_b, _ = self.feed.tiles.last(work.group)
+        return first, (last_a, address(self.pointers, last_b))
+
+    def bring(self, sides: tuple[int, ...], place: tuple[Any, Any], k: Int32, stage: Int32, phase: Int32) -> None:
+        """A warp: waits for an empty buffer, and starts the copies of these sides' factors of a k tile."""
+        first, last = place
+        cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
+        for side in sides:
+            self.copy(side, first[side], k, last[side], stage)
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
+
+    @cute.jit
+    def bring_side(self, warp: Int32, place: tuple[Any, Any], k: Int32, stage: Int32, phase: Int32) -> None:
+        """One of as many warps as there are sides: its side's."""
+        for side in cutlass.range_constexpr(len(self.sides)):
+            if warp == side:
+                self.bring((side,), place, k, stage, phase)
 
     def copy(self, i: int, first: Int32, k: Int32, last: Any, stage: Int32) -> None:
         """Starts the copies of one side's factors, some for each lane."""
         for start in range(0, self.sides[i].count, WARP):
-            self.copy_one(i, start + cute.arch.lane_idx(), first, k, last, stage)
+            index = start + cute.arch.lane_idx()
+            if self.sides[i].numbered:
+                self.copy_numbered(i, index, self.numbers[start // WARP], k, last, stage)
+            else:
+                self.copy_one(i, index, first, k, last, stage)
+
+    def copy_numbered(self, i: int, index: Int32, row: Int32, k: Int32, last: Any, stage: Int32) -> None:
+        """Starts the copy of the factor of the row with a number, or of 0."""
+        tensor, buffer = self.tensors[i], self.buffers[i]
+        source = tensor.iterator + cute.crd2idx((row, k // self.sides[i].vector, last), tensor.layout)
+        target = buffer.iterator + cute.crd2idx((index, stage), buffer.layout)
+        copy_or_clear(target.toint(), source.toint(), (row < 0) | (row >= tensor.shape[0]), 4)
 
     @cute.jit
     def copy_one(

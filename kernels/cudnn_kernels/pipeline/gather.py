@@ -17,7 +17,8 @@ from cutlass import Int16, Int32, Int64, const_expr, select_
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.pipeline.copy import PIECE
+from cudnn_kernels.pipeline.copy import PIECE, copy_or_clear
+from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.ring import Ring, advanced
 from cudnn_kernels.schedule.feed import Feed
 
@@ -187,13 +188,6 @@ def described(atom: Any) -> Int64:
     return nvgpu.atom_get_value(kind, nvgpu.atom_make_exec_tma(atom._trait.value), field).toint()
 
 
-def copy_or_clear(target: Int32, source: Int64, clears: cutlass.Boolean) -> None:
-    """Starts a copy of 16 bytes to an address in shared memory, or of zeros."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, clears]
-    )
-
-
 def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> cute.Tensor:
     """An operand (rows, k, 1) with the size that the product sees: lines by number are as many as there are numbers."""
     if index is None:
@@ -206,16 +200,18 @@ def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> c
 class Gather:
     """The lines of all ``sources`` for the tiles of a ``feed``, of k tiles ``depth`` deep, into the buffers of a ring.
 
-    WARPS warps serve. Boxes are counted by the copy engine. Else each thread arrives at a buffer's barrier when its
-    copies are done; who reads the buffer by another proxy needs a fence then. Or each warp does, by ``arrive``, after a
-    fence of its own, at a barrier of another CTA, which no copy reaches; that fence waits for later copies too.
+    WARPS warps serve, and bring the ``factors`` of k tiles too, where there are some. Boxes are counted by the copy
+    engine. Else each thread arrives at a buffer's barrier when its copies are done; who reads the buffer by another
+    proxy needs a fence then. Or each warp does, by ``arrive``, after a fence of its own, at a barrier of another CTA,
+    which no copy reaches; that fence waits for later copies too.
     """
 
     def __init__(
-        self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None] | None
-    ) -> None:
+        self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None] | None,
+        factors: Factors | None = None,
+    ) -> None:  # fmt: skip
         self.sources, self.ring, self.feed, self.depth, self.arrive = sources, ring, feed, depth, arrive
-        self.boxes = isinstance(sources[0], Boxes)
+        self.factors, self.boxes = factors, isinstance(sources[0], Boxes)
         self.ahead = min(max(ring.stages - 2, 1), IN_FLIGHT - 1)  # k tiles in flight when one's are waited for
 
     @cute.jit
@@ -224,15 +220,21 @@ class Gather:
         ring, depth = self.ring, const_expr(self.depth)
         self.start(warp)
         stage, phase, oldest, waiting = Int32(0), Int32(1), Int32(0), Int32(0)
+        buffer = (Int32(0), Int32(1))  # in the ring of factors
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
             rows = begins(work)
             if work.k < work.k_end:
                 self.begin(rows, work)
+            if const_expr(self.factors is not None):
+                place = self.factors.begin(rows, work)
             for k in cutlass.range(work.k_tiles(depth), unroll=1):
                 cute.arch.mbarrier_wait(ring.empty + stage, phase)
                 self.copy(rows, work, work.k + k * depth, stage)
+                if const_expr(self.factors is not None):
+                    self.factors.bring_side(warp, place, work.k + k * depth, *buffer)
+                    buffer = advanced(self.factors.ring, *buffer)
                 if const_expr(self.arrive is None):
                     if const_expr(not self.boxes):
                         cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
@@ -256,6 +258,8 @@ class Gather:
         """Before all: what a lane copies."""
         for source in self.sources:
             source.start(warp)
+        if self.factors is not None:
+            self.factors.start()
 
     def begin(self, rows: tuple[Int32, Int32], work: Any) -> None:
         """Before a tile's first k tile."""

@@ -54,7 +54,7 @@ class Mainloop(Kernel, ABC):
         scheduled = self.tiles.prepare(a, b, arguments)
         parameters = self.epilogue.prepare(arguments)
         clusters = self.tiles.clusters(scheduled, arguments["multiprocessors"] // (cm * cn))
-        factors = Factors.arguments(arguments, self.sides)
+        factors = Factors.arguments(arguments, self.sides, self.c.a.index)
         self.kernel(*self.described({**arguments, **operands}), gathered, factors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[self.threads, 1, 1],
@@ -98,7 +98,7 @@ class Mainloop(Kernel, ABC):
         fits = c.a.scale.vector % depth == 0 and (self.splits_sums or c.a.scale.vector == depth)
         if not fits or c.pingpong or self.tiles.clips_k:
             raise ValueError(f"{c}: factors of sums need sums of {c.a.scale.vector}, of a shared tile")
-        return Side(c.a.scale, self.rows), Side(c.b.scale, c.tile[1], c.halves)
+        return Side(c.a.scale, self.rows, numbered=bool(c.a.index)), Side(c.b.scale, c.tile[1], c.halves)
 
     def epilogue_of(self, **own: Any) -> Epilogue:
         """The epilogue; ``own`` is what the architecture's plan says of threads and accumulators."""

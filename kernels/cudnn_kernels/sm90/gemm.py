@@ -10,7 +10,7 @@ turns in multiplying, so that one's epilogue is hidden behind the other's produc
 
 e4m3 and e5m2 products are accumulated by the tensor cores with fewer bits than float32 has, so each ``k`` tile's sum
 is added to float32 registers. Where operands have factors of sums, it is multiplied by them then, which further warps
-of the first warpgroup bring to shared memory. These warps also start the copies of lines by number.
+of the first warpgroup bring to shared memory. The same warps start the copies of lines by number.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Gemm(Mainloop):
         self.epilogue.enter(parameters, smem)
         ring = self.ring = Ring.allocate(smem, stages)
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
-        readers = 1 + len(self.sides) + gatherers + CONSUMERS * WARPS
+        readers = 1 + max(len(self.sides), gatherers) + CONSUMERS * WARPS
         self.feed = Feed(self.tiles, scheduled, readers, smem, turns=self.c.pingpong)
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
@@ -148,7 +148,7 @@ class Gemm(Mainloop):
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:
                     self.feed.serve()
-            if const_expr(self.sides):
+            if const_expr(len(self.sides) > gatherers):
                 for side in cutlass.range_constexpr(len(self.sides)):
                     if warp == MORE_WARPS[side]:
                         self.factor_ring.serve(self.begins, self.tile_k, (side,))
@@ -210,7 +210,8 @@ class Gemm(Mainloop):
                 lines.append(Boxes(*given, ours, shape, operand.place, smem, self.ring, share))
             else:
                 lines.append(Lines(operand.side, True, *given, ours, shape, operand.place, smem))
-        return Gather(tuple(lines), self.ring, self.feed, self.tile_k, None)
+        factors = self.factor_ring if self.sides else None
+        return Gather(tuple(lines), self.ring, self.feed, self.tile_k, None, factors)
 
     @cute.jit
     def consume(self, group: Int32, thread: Int32) -> None:

@@ -143,7 +143,8 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}
-    if scale and problem.groups > FEW and problem.schedule.searches and beside(problem.n, choice["tile"][1]):
+    many = problem.groups > FEW or gathered
+    if scale and many and problem.schedule.searches and beside(problem.n, choice["tile"][1]):
         choice |= {"cluster": (1, 2)}
     choice = {"cluster": (2, 1), **choice}
     changes: dict[str, Any] = {"strip": choice.pop("strip")} if "strip" in choice else {}

@@ -51,7 +51,7 @@ BIAS = TensorSpec("bias", Columns("n", "experts"), FLOATS, optional=True)
 
 A_INDEX = TensorSpec(
     "a_index", Contiguous("m", alignment=4), ("int32",), optional=True,
-    about="token i is row a_index[i] of a, one that a has not is zeros; for 16-bit types",
+    about="token i is row a_index[i] of a, one that a has not is zeros; for 16-bit types, and float32 sfa",
 )  # fmt: skip
 
 COUNTER = TensorSpec(
@@ -86,8 +86,8 @@ def behind_addresses(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def indexed(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """The same, where A may have other rows than one for each token, and the numbers of those."""
-    rows = OneMatrix("rows of a", "k", "mk")
-    return (*(replace(spec, layout=rows) if spec.name == "a" else spec for spec in tensors), A_INDEX)
+    layouts = {"a": OneMatrix("rows of a", "k", "mk"), "sfa": BlockScales("rows of a", "k")}
+    return (*(replace(spec, layout=layouts.get(spec.name, spec.layout)) for spec in tensors), A_INDEX)
 
 
 def numbered(x: Any, index: Any, dim: int = 0) -> Any:
@@ -545,8 +545,8 @@ class ExpertsGemm(FusedGemm):
             if unused:
                 raise self.error(f"{unused[0]} of scale factors", "given", "none, for operands without", "leave it out")
         for name in self.counted_by:
-            if self.given(name) and self.kind("a") not in NARROW:
-                allowed = f"None, but for {' and '.join(NARROW)}"
+            if self.given(name) and not self.numbers_rows:
+                allowed = f"None, but for {' and '.join(NARROW)}, or {SUM_SCALES} sfa"
                 raise self.error(f"{name} tensor", f"a tensor, for {self.kind('a')}", allowed, "pass rows in order")
         if self.given("b_ptrs"):
             extent, step = sizes[self.b_major], ALIGNMENT * 8 // BITS[self.kind("b")]
@@ -555,6 +555,11 @@ class ExpertsGemm(FusedGemm):
         rows, pairs = self.mma_tiler_mn[0], 2 if self.mma_tiler_mn[0] == 256 else 1
         if self.cluster_shape_mn[0] // pairs * rows not in (128, 256):
             raise self.error("cluster_shape_mn", self.cluster_shape_mn, "128 or 256 rows of a cluster")
+
+    @property
+    def numbers_rows(self) -> bool:
+        """Whether tokens may have numbers: of 16 bits, or with factors of sums."""
+        return self.kind("a") in NARROW or self.kind("sfa") == SUM_SCALES
 
     def check_groups(self, sizes: Sizes) -> None:
         """Raises for tensors in which experts cannot end everywhere."""

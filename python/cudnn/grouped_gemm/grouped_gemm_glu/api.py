@@ -35,7 +35,8 @@ class GroupedGemmGlu(GatedExperts):
     given. Operands have 16 bits then, or float32 factors on sm_90a.
 
     With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
-    multiplied as they lie. A number that a has not stands for a row of zeros.
+    multiplied as they lie. A number that a has not stands for a row of zeros. Float32 ``sfa`` has the factors of a's
+    rows, (rows of a, k / 128, 1); other factors of operands do not go with numbers.
 
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
