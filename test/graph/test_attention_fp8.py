@@ -12,6 +12,7 @@ import torch
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.attention import support as attention_support
+from cudnn.pygraph.attention.fp8 import AttentionFp8Forward
 from cudnn.pygraph.known_faults import SEEN_IN
 from support.attention import Problem, attention, backward_data
 from support.attention_fp8 import (
@@ -109,6 +110,18 @@ def test_formula_is_that_of_attention(name: str) -> None:
         assert (got - wanted).norm() < 0.1 * wanted.norm(), port
         amax = found[f"Amax_{port}"].value.item()
         assert abs(amax - wanted.abs().max().item()) < 0.1 * amax, port
+
+
+def test_arguments_that_are_called_otherwise_than_those_of_sdpa() -> None:
+    graph = new_graph(backend="reference")
+    one = graph.tensor([1, 1, 1, 1], [1] * 4)
+    q, k, v = (graph.tensor([2, 4, 64, 64], [16384, 4096, 64, 1]) for _ in "qkv")
+    given: dict[str, Any] = {"sliding_window": 9, "right_bound": 3, "fn": lambda g, scores: scores, "sink_token": one}
+    graph.sdpa_fp8(q, k, v, *[one] * 6, **given)
+    (node,) = graph.nodes
+    assert isinstance(node, AttentionFp8Forward)
+    assert (node.left_bound, node.right_bound, node.score_mod) == (9, 3, given["fn"])
+    assert node.inputs["Sink"] is one
 
 
 # Refusals.

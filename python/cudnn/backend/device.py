@@ -14,7 +14,7 @@ from cudnn.errors import refusal
 
 
 class DeviceProperties:
-    """Describes the device to build for, so that plans can be built on a machine without it. Needs cuDNN 9.8."""
+    """Describes the device to build for, so that plans can be built on a machine without it."""
 
     def __init__(self, source: int | str | bytes) -> None:
         """From the ordinal of a device of this machine, or from the JSON text that ``serialize`` gave."""
@@ -38,7 +38,7 @@ def create_device_properties(source: int | str) -> DeviceProperties:
 
 
 class KernelCache:
-    """Kernels compiled for one graph topology, shared by graphs that differ in shapes only. Needs cuDNN 9.5."""
+    """Kernels compiled for one graph topology, shared by graphs that differ in shapes only."""
 
     def __init__(self) -> None:
         self._descriptor: Descriptor | None = None

@@ -211,7 +211,7 @@ class BlockScaleMethods(NodeList[Operand]):
         ``scale = round_up(amax(block) / largest(Y))`` and ``Y = round(input / scale)``, which saturates: the formula of
         cuDNN's documentation. Set the types on the results: Y FP8_E4M3, FP8_E5M2 or FP4_E2M1, the scale FP8_E8M0
         (MXFP8, blocks of 32) or FP8_E4M3 (NVFP4, blocks of 16); set the scale's layout with
-        ``set_reordering_type(cudnn.tensor_reordering.F8_128x4)`` where a matmul reads it. Needs cuDNN 9.7.
+        ``set_reordering_type(cudnn.tensor_reordering.F8_128x4)`` where a matmul reads it.
 
         Args:
             axis: The dimension that is divided into blocks; the last one by default.
@@ -245,7 +245,7 @@ class BlockScaleMethods(NodeList[Operand]):
             is_negative_scale: The scales stand for their negatives (cuDNN 9.14).
 
         Returns:
-            Y, shaped and laid out as ``input``. cuDNN (9.7 and newer) wants it virtual, read by a matmul.
+            Y, shaped and laid out as ``input``. cuDNN wants it virtual, read by a matmul.
         """
         sizes = [int(block_size)] if isinstance(block_size, int) else [int(size) for size in block_size]
         node = self._add(
