@@ -138,6 +138,9 @@ def test_what_no_graph_can_have_is_false_not_an_exception() -> None:
         ({"v_tensor": torch.zeros(99, 2, 64).half()}, "v tensor shape"),
         ({"v_tensor": torch.zeros(100, 2, 64)}, "v tensor dtype"),
         ({"o_tensor": torch.zeros(100, 4, 64).int()}, "o tensor dtype"),
+        ({"left_bound": -8}, "left_bound: got -8; allowed: 0 and more"),
+        ({"right_bound": -1}, "right_bound: got -1; allowed: 0 and more"),
+        ({"attn_scale": float("nan")}, "attn_scale: got nan; allowed: finite numbers"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:
@@ -147,6 +150,13 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
         (given if name.endswith("_tensor") else options)[name] = value
     with pytest.raises(ValueError, match=message):
         made(given, **options)[0].check_support()
+
+
+@pytest.mark.parametrize("name", ["left_bound", "right_bound", "max_seq_len_q", "attn_scale"])
+def test_numbers_of_other_types(name: str) -> None:
+    options = {"left_bound": 8, "max_seq_len_q": 70, "max_seq_len_kv": 70, name: "8"}
+    with pytest.raises(TypeError, match=f"SlidingWindowAttention: {name}: got str; allowed: an? (int|float)"):
+        made(call((30, 70), (30, 70)), **options)
 
 
 def test_lengths_belong_to_packed_tensors() -> None:

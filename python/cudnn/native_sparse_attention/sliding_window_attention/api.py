@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn import launch
 from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refusal
 from cudnn.fused.objects import written
 from cudnn.lazy import torch
 
@@ -72,13 +72,19 @@ class SlidingWindowAttention(APIBase):
         names = (*_RAGGED, *_LENGTHS, *_OFFSETS)
         self.descs = {name: self._describe(given[f"sample_{name}"], name) for name in names}
         self.packed = getattr(sample_q, "ndim", 0) == 3
-        self.left_bound, self.right_bound = left_bound, right_bound
-        self.longest = {"q": max_seq_len_q, "kv": max_seq_len_kv}
-        self.attn_scale = attn_scale
+        self.left_bound, self.right_bound = (self._count(name, given[name]) for name in ("left_bound", "right_bound"))
+        self.longest = {x: self._count(f"max_seq_len_{x}", given[f"max_seq_len_{x}"]) for x in ("q", "kv")}
+        self.attn_scale = None if attn_scale is None else checked_number(self._title(), "attn_scale", attn_scale)
         self.types = {"intermediate_data_type": intermediate_data_type, "compute_data_type": compute_data_type}
         self.handle = cudnn_handle
         self._built: Any = None
         self._refusal: Exception | None = None
+
+    def _count(self, name: str, value: Any) -> Any:
+        """An argument of 0 and more, or None."""
+        if value is not None and checked_number(self._title(), name, value, integer=True) < 0:
+            raise ValueError(refusal(self._title(), name, value, "0 and more"))
+        return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Not there: call ``compile`` and ``execute``, as existing programs do.
