@@ -98,8 +98,11 @@ class AttentionForward(WarpgroupProducts, Forward):
 
     @property
     def guesses(self) -> bool:
-        """Whether blocks without a mask are taken without maxima. P of 8 bits has no room for larger values."""
-        return not (self.turners or self.c.compressed)
+        """Whether blocks without a mask are taken without maxima. P of 8 bits has no room for larger values, and three
+        warpgroups have no registers for this beside a cap.
+        """
+        crowded = self.groups > 2 and self.c.softcap
+        return not (self.turners or self.c.compressed or crowded)
 
     @property
     def stays(self) -> bool:
