@@ -24,14 +24,16 @@ def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype
     _, _, row_of_choice = sort(indices, 4)
     rows = torch.randn(tokens * top_k, hidden).to(dtype)
     rows[(row_of_choice >= 0).sum() :] = torch.nan  # nobody's
-    weights = torch.rand(tokens, top_k).to(device) if weighted else None
+    weights = torch.rand(tokens, top_k).where(row_of_choice >= 0, torch.nan).to(device) if weighted else None
     return rows.to(device), row_of_choice.to(device), weights
 
 
 def definition(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """In float64, with gradients; row -1 is one of zeros."""
     found = torch.cat([rows.double(), torch.zeros(1, rows.shape[1], device=rows.device)])[row_of_choice.long()]
-    return (found if weights is None else found * weights.double()[..., None]).sum(1)
+    if weights is None:
+        return found.sum(1)
+    return (found * weights.double().where(row_of_choice >= 0, 0.0)[..., None]).sum(1)
 
 
 CASES = [

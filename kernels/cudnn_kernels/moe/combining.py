@@ -71,7 +71,10 @@ class Combine(Kernel):
         parts = [self.load(rows, row[k], column) for k in range(c.top_k)]
         total = [Float32(0.0)] * c.vector
         for k in range(c.top_k):
-            scaled = [x * factor[k] if c.weighted else x for x in self.values(parts[k], row[k])]
+            scaled = self.values(parts[k], row[k])
+            if const_expr(c.weighted):
+                weight = select_(row[k] >= 0, factor[k], Float32(0.0))  # a dropped choice may have a NaN
+                scaled = [x * weight for x in scaled]
             total = [a + b for a, b in zip(total, scaled, strict=True)]
         return total
 
