@@ -490,9 +490,7 @@ NO_TOKENS = [(BF16, None, 16, {}), (E4M3, E8M0, 32, {}), (FP4, E4M3, 16, {"input
 @pytest.mark.parametrize(("dtype", "scale", "vector", "more"), NO_TOKENS, ids=["bf16", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("where", WHERE)
 def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vector: int, more: dict[str, Any]) -> None:
-    """In a tensor and at addresses, or what they were, where they are added to. Empty operands come as Transformer
-    Engine makes them.
-    """
+    """In a tensor and at addresses, or added to what they were. Empty operands are as Transformer Engine makes them."""
     device = "cuda" if where == "gpu" else "cpu"
     out = torch.full((2, 16, 32), 7.0, device=device)
     nothing, offsets = torch.empty(0, device=device), torch.zeros(2, dtype=torch.int32, device=device)
