@@ -449,7 +449,9 @@ def test_turns_come_after_those_of_earlier_ctas(
 ) -> None:
     """Each CTA, or pair, starts when those before are done, with two of the three heads in the first section."""
     cluster = 1 + configuration.pair
-    monkeypatch.setattr(attention_backward, "TOGETHER", 2 * cluster**2)
+    rows = sum(queries for queries, _ in problem.lengths) // len(problem.lengths)
+    bytes_each = 4 * configuration.head + 2 * (configuration.head + configuration.head_v)
+    monkeypatch.setattr(attention_backward, "L2_BYTES", 2 * rows * bytes_each)
     monkeypatch.setattr(machine, "WAVE", cluster)
     configuration = replace(configuration, deterministic=True)
     given = backward_arguments(configuration, problem)

@@ -56,6 +56,7 @@ TOGETHER = 8
 where CTAs take turns, so that few wait; half as many with pairs of CTAs, a quarter if they take turns or start with the
 last keys. Several blocks of a head still run at the same time, and find in L2 what they load.
 """
+L2_BYTES = 64 << 20  # of Q, dO and dQ's sums of heads whose CTAs take turns: each waits for the additions of others
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,15 @@ class Backward(Kernel):
         self.m, self.n = c.tile
         self.rows = WgmmaRows(slots=2)
 
-    @property
-    def together(self) -> int:
-        """Heads of K whose first blocks start together: see ``TOGETHER``."""
+    def together(self, rows: Any) -> Any:
+        """Heads of K, of so many rows each, whose first blocks start together: see ``TOGETHER``."""
         c = self.c
         few = c.deterministic or c.last_first
-        return TOGETHER // self.cluster ** (1 + few) if c.right or c.compressed or few else 1
+        most = TOGETHER // self.cluster ** (1 + few) if c.right or c.compressed or few else 1
+        if not c.deterministic:
+            return most
+        in_l2 = L2_BYTES // (2 * (c.head + c.head_v) + 4 * c.head)
+        return cutlass.min(most, cutlass.max(in_l2 // cutlass.max(Int32(rows), 1), 1))
 
     def boxes(self) -> dict[str, Box]:
         """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""
@@ -128,7 +132,8 @@ class Backward(Kernel):
         """The kernels between those of :mod:`cudnn_kernels.attention.around`, on a call's arguments by name."""
         c, scale, stream = self.c, given["scale_softmax"], given["stream"]
         dk, dv = (sequences.matrix(given[name], c.packed) for name in ("dk", "dv"))
-        work, clusters = work_of(c, given, self.cluster * self.n, together=self.together)
+        rows = given["q"].shape[0] // sequences.count(c, given) if c.packed else given["q"].shape[2]
+        work, clusters = work_of(c, given, self.cluster * self.n, together=self.together(rows))
         atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
         key_sums, again = values.key_sums, replace(work)
         if c.queue:
