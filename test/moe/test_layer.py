@@ -535,6 +535,13 @@ def test_refusals(changed: dict[str, Any], words: str) -> None:
         moe_mlp(x, given.pop("routing", (c.indices, weights)), up, down, **given)
 
 
+def test_a_routing_of_other_experts() -> None:
+    routing = moe.route(torch.randn(40, 8), 2)
+    c = case()
+    with pytest.raises(ValueError, match="moe_mlp: routing: got one of 8 experts; allowed: one of 4, as many as up"):
+        moe_mlp(c.tensors["x"], routing, c.tensors["up"], c.tensors["down"])
+
+
 # The module.
 
 

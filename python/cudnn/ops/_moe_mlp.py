@@ -117,6 +117,9 @@ def moe_mlp(
         _check_choices(tokens, indices, weights)
         indices = _in_32_bits(indices).contiguous()
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
+    elif routing.offsets.shape[0] != shape_of(up)[0]:
+        got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, as many as up has"
+        raise ValueError(refusal(_WHERE, "routing", got, allowed))
     given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8)
     return _on_one_rank(tokens, routing, *given).view(x.shape)
 
