@@ -409,13 +409,15 @@ class AttentionForward(WarpgroupProducts, Forward):
             before = [part.state.sums[slot] for slot in range(2)]
             softmax.cap(part.scores, part.cap_factor)
             fits = softmax.guess(part.state, part.scores, self.score_rows, self.tile_n)
+            self.round(part)
         warpgroup.wait_group(0)
         self.release(room.values_ring.empty + value_stage)
-        self.round(part)
         if const_expr(guessed):
             self.unless(fits, part.group, lambda: self.repeat(part, p, n, stage, before))
             self.release(room.k_ring.empty + stage)
-        elif const_expr(self.seldom):
+            return
+        self.round(part)
+        if const_expr(self.seldom):
             self.correct_where_needed(part.acc, *corrections)
         else:
             self.correct(part.acc, corrections)
