@@ -10,6 +10,7 @@ import torch
 
 import cudnn
 from cudnn import NSA
+from cudnn.fused import objects
 
 Tensors = tuple[Any, ...]
 OFFSETS = torch.tensor([0, 64], dtype=torch.int32)
@@ -89,3 +90,15 @@ def test_pages_of_another_size() -> None:
     made.execute(**tensors)
     with pytest.raises(ValueError, match="page_table: got pages of 32 keys; allowed: pages of 16 keys"):
         made.execute(**tensors | caches(32))
+
+
+def test_as_many_objects_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of programs whose sequences have ever other lengths. The oldest goes first, and may come again."""
+    monkeypatch.setattr(objects, "MOST", 3)
+    monkeypatch.setattr(cudnn.SdpafwdSm100D256, "objects", {})
+    for count in (1, 2, 3, 4, 5, 1):
+        q = rows(1, 256, count).transpose(1, 2).contiguous().transpose(1, 2)
+        o, _ = cudnn.sdpa_fwd_wrapper_sm100_d256(q, q, q)
+        torch.testing.assert_close(o, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=2e-3, rtol=2e-3)
+    kept = [key[0][0][2][2] for key in cudnn.SdpafwdSm100D256.objects]
+    assert kept == [4, 5, 1]

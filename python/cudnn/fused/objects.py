@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from cudnn.api_base import TupleDict
+
+MOST = 1024
+"""Objects that are kept of an API: more would be of programs whose sizes keep changing, which would never end."""
+_keeping = threading.Lock()
+
+
+def keep(objects: dict[Any, Any], key: Any, made: Any) -> None:
+    """Keeps an object for the next call of its kind. The oldest makes room."""
+    with _keeping:
+        while len(objects) >= MOST:
+            del objects[next(iter(objects))]
+        objects[key] = made
 
 
 def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None) -> None:
@@ -18,7 +31,7 @@ def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream
         made = api(**{f"sample_{name}": x for name, x in tensors.items()}, **options)
         made.check_support()
         made.compile()
-        api.objects[key] = made
+        keep(api.objects, key, made)
     made.execute(**{api.parameters[name]: x for name, x in tensors.items()}, current_stream=stream)
 
 

@@ -13,7 +13,7 @@ from cudnn.errors import refusal
 from cudnn.fused import kinds
 from cudnn.fused.call import on_stream
 from cudnn.fused.host import FusedAPI
-from cudnn.fused.objects import options_of
+from cudnn.fused.objects import keep, options_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
                 operation.run_empty(every)
             return returned
         operation.compile()
-        api.objects[made.key] = operation
+        keep(api.objects, made.key, operation)
     scalars = {name: arguments[name] for name in api.run_time if name in arguments}
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)

@@ -10,6 +10,7 @@ from cudnn.errors import refusal
 from cudnn.fused.call import KernelPlan, Plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.fused.objects import keep
 from cudnn.gemm import reference
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -255,7 +256,7 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
         operation = api(*inputs, *out.values(), **({} if scaled else {"w_out_in": w_out_in}))
         operation.check_support()
         operation.compile()
-        objects[key] = operation
+        keep(objects, key, operation)
     operation.execute(*inputs, *out.values(), current_stream=stream)
     return TupleDict(out)
 
