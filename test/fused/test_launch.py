@@ -37,6 +37,11 @@ def test_a_loaded_object_checks_its_arguments(compiled: bytes) -> None:
         function(x, x[0], x, torch.empty(1), 1e-5, 0)
 
 
+def test_no_kernel_for_a_gpu_is_compiled_within_emulation() -> None:
+    with cudnn.emulation("sm_90a"), pytest.raises(RuntimeError, match=r"within cudnn\.emulation; .* leave arch out"):
+        kernels._build(SOURCE, CONFIGURATION, "sm_90a")
+
+
 def _nowhere(name: str) -> int:
     return 0
 

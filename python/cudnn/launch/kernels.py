@@ -78,9 +78,8 @@ def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
 def _build(source: str, configuration: Any, arch: str) -> bytes:
     if emulated.get():
         name = source.rpartition(":")[2]
-        raise RuntimeError(
-            refusal(name, "compilation for a GPU", "a call within cudnn.emulation", "calls outside of it")
-        )
+        got, cure = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"
+        raise RuntimeError(refusal(name, "compilation for a GPU", got, "calls outside of it", cure))
     compiled = compile_kernel(source, configuration, arch)
     from cudnn_kernels import compiler
 
