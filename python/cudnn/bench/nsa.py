@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, nsa_peers, off_by_norm, operands
+from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, nsa_peers, off_by_norm, operands
 from cudnn.lazy import torch
 
 NAME = "nsa"
@@ -62,13 +62,17 @@ def benchmark() -> Benchmark:
 
 
 def problems(options: Options) -> list[Problem]:
-    """Each shape's parts; a rate counts the products of the pairs of rows and keys that are seen."""
+    """Each shape's parts; a rate counts the products of the pairs of rows and keys that are seen.
+
+    Where there is little time, rows choose independently in all parts.
+    """
     shapes = options.shapes or (ALL if options.all else SHAPES)
     return [
-        Problem(f"{'x'.join(map(str, shape))} {part.label}",
-                functools.partial(candidates, shape, part), products(shape, part))
+        Problem(f"{'x'.join(map(str, shape))} {part.label}", functools.partial(candidates, shape, part),
+                products(shape, part), clock=QUICK if options.quick else GPU)
         for shape in shapes
         for part in PARTS
+        if not (options.quick and part.alike)
     ]  # fmt: skip
 
 

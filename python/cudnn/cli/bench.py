@@ -37,7 +37,10 @@ def main(
     routing: Annotated[
         str, typer.Option(help="Grouped APIs: tokens of experts, uniform or by Zipf's law (zipf).")
     ] = "uniform",
-    quick: Annotated[bool, typer.Option("--quick", help="moe, nsa and sdpa: few shapes, in less than 100 s.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="moe, nsa, sdpa: few shapes, in less than 100 s; nsa's peer tunes itself before."),
+    ] = False,
     sonicmoe: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="moe: beside SonicMoE, whose bench/moe-cute.py is there.")
     ] = None,
