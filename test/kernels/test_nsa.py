@@ -23,7 +23,7 @@ from cudnn_kernels.attention.sparse import (
     TopKConfiguration,
 )
 from cudnn_kernels.signature import workspace_size
-from support.dense_attention import Attended, attend, attend_selected, times_seen
+from support.dense_attention import Attended, attend, attend_selected, band, times_seen
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
@@ -53,6 +53,7 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     given: dict[str, Any] = {
         "q": torch.randn(rows, c.heads, c.head).to(dtype), "k": torch.randn(rows, c.key_heads, c.head).to(dtype),
         "v": torch.randn(rows, c.key_heads, c.head_v).to(dtype), "scale_softmax": 1.3 / math.sqrt(c.head), "stream": 0,
+        "lse": torch.full((rows, c.heads), math.nan),
         "multiprocessors": 3, "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
         "l": torch.full((rows, c.heads), math.nan), "m": torch.full((rows, c.heads), math.nan),
         "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
@@ -72,6 +73,8 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     counts[last - 1, 0] = choice.chosen + 5
     for name in "qkv":
         given[name][last:] = math.nan
+    if isinstance(c, SelectionConfiguration) and c.lse:
+        indices.masked_fill_(torch.arange(choice.chosen) >= counts[..., None], -1)
     return {**given, "block_indices": indices, "block_counts": counts}
 
 
@@ -80,9 +83,13 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration, *_: Any) -
     rows = int(given["cum_seqlen_q"][-1])
     assert given["o"][rows:].isnan().all()
     expected = selected(c, given, *(given[x][:rows].double() for x in "qkv"))
-    o, total, largest = (given[x][:rows].double().transpose(0, 1) for x in "olm")
-    torch.testing.assert_close(total, (expected.lse - expected.largest).exp().nan_to_num(0.0), rtol=1e-4, atol=0)
-    torch.testing.assert_close(largest, expected.largest, rtol=1e-5, atol=1e-5)
+    o, *found = (given[x][:rows].double().transpose(0, 1) for x in ("o", *(x.name for x in c.sums)))
+    if c.lse:
+        torch.testing.assert_close(found[0], expected.lse, rtol=1e-5, atol=1e-5)
+    else:
+        total = (expected.lse - expected.largest).exp().nan_to_num(0.0)
+        torch.testing.assert_close(found[0], total, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found[1], expected.largest, rtol=1e-5, atol=1e-5)
     error = (o - expected.o).norm(dim=2)
     assert bool((error <= 2 * torch.finfo(given["o"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
 
@@ -119,33 +126,65 @@ def test_selection(c: SelectionConfiguration, choice: Choice, arch: str) -> None
     assert_selected(given, c)
 
 
+def gated_inputs(c: GatedSelectionConfiguration, choice: Choice, window: int) -> dict[str, Any]:
+    """Those of selection, compression's O and gates, and more results of NaN."""
+    given = selection_inputs(c, choice)
+    lse = torch.full((len(choice.lengths), c.heads, max(choice.lengths)), math.nan)
+    return given | {
+        "compressed": torch.randn_like(given["o"]), "near": given["o"].clone(), "selected": given["o"].clone(),
+        "gates": torch.rand(*given["o"].shape[:2], 3).to(getattr(torch, c.gates)), "near_lse": lse, "window": window,
+    }  # fmt: skip
+
+
+def assert_gated(given: dict[str, Any], c: GatedSelectionConfiguration, *_: Any) -> None:
+    """The sum of branches that were rounded, and those that the kernel computes. Spare rows are left alone."""
+    rows, eps = int(given["cum_seqlen_q"][-1]), torch.finfo(given["o"].dtype).eps
+    for number, (first, last) in enumerate(pairwise(given["cum_seqlen_q"].tolist())):
+        q, k, v, near = (given[x][first:last].double().transpose(0, 1) for x in ("q", "k", "v", "near"))
+        seen = band(last - first, last - first, given["window"] - 1, 0)
+        expected = attend(q, k, v, seen, scale=given["scale_softmax"])
+        error = (near - expected.o).norm(dim=2)
+        assert bool((error <= 2 * eps * expected.o.norm(dim=2) + 1e-6).all())
+        lse = given["near_lse"][number].double()
+        assert lse[:, last - first if c.keeps else 0 :].isnan().all()
+        if c.keeps:
+            torch.testing.assert_close(lse[:, : last - first], expected.lse, rtol=1e-5, atol=1e-5)
+    own = selected(c, given, *(given[x][:rows].double() for x in "qkv")).o.transpose(0, 1)
+    if c.keeps:
+        assert_selected({**given, "o": given["selected"]}, c)
+        own = given["selected"][:rows].double()
+    branches = (given["compressed"][:rows].double(), own, given["near"][:rows].double())
+    gates = given["gates"][:rows].double().unbind(-1)
+    expected = sum(x * g[..., None] for x, g in zip(branches, gates, strict=True))
+    slack = eps * expected.abs() + (0 if c.keeps else 3 * eps * own.norm(dim=2, keepdim=True))  # its O was rounded
+    assert bool(((given["o"][:rows].double() - expected).abs() <= slack + 1e-6).all())
+    assert given["o"][rows:].isnan().all()
+
+
+GATED = GatedSelectionConfiguration("bfloat16", 8, 2, 64, 64, 16)
+
+
 @pytest.mark.parametrize(
-    ("c", "choice"),
+    ("c", "choice", "window"),
     brief(
         [
-            (GatedSelectionConfiguration("float16", 8, 2, 64, 64, 16, gates="float32"), Choice((2, 0, 20), 7)),
-            (GatedSelectionConfiguration("bfloat16", 24, 2, 64, 64, 32, causal=True), Choice((60, 7), 4)),
-            (GatedSelectionConfiguration("bfloat16", 16, 1, 128, 128, 64, stages=3), Choice((100,), 4)),
-        ]
+            (replace(GATED, dtype="float16", gates="float32"), Choice((2, 0, 20), 7), 1),
+            (replace(GATED, heads=24, block=32, causal=True, keeps=True), Choice((60, 7), 4), 37),
+            (replace(GATED, heads=16, key_heads=1, head=128, head_v=128, block=64, stages=3), Choice((100,), 4), 80),
+            (replace(GATED, heads=4, block=128, keeps=True), Choice((7, 150), 3), 400),
+            (replace(GATED, heads=80, key_heads=1, causal=True, keeps=True), Choice((30,), 3), 12),
+            (replace(GATED, heads=2, head=256, head_v=256, tile=(128, 64), stages=2), Choice((90,), 3), 20),
+        ],
+        0,
+        1,
+        2,
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
-def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, arch: str) -> None:
-    """The sum of branches that were rounded."""
-    given = selection_inputs(c, choice)
-    plain = SelectionConfiguration(c.dtype, c.heads, c.key_heads, c.head, c.head_v, c.block, c.causal, c.tile, c.stages)
-    run(plain, given, arch)
-    selected = given["o"].double()
-    given |= {x: torch.randn_like(given["o"]) for x in ("compressed", "near")}
-    given |= {"gates": torch.rand(*selected.shape[:2], 3).to(getattr(torch, c.gates))}
-    given["o"] = torch.full_like(given["o"], 7)
+def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, window: int, arch: str) -> None:
+    given = gated_inputs(c, choice, window)
     run(c, given, arch)
-    rows = int(given["cum_seqlen_q"][-1])
-    assert (given["o"][rows:] == 7).all()
-    branches = (given["compressed"].double(), selected, given["near"].double())
-    expected = sum(x * g[..., None] for x, g in zip(branches, given["gates"].double().unbind(-1), strict=True))[:rows]
-    eps = torch.finfo(given["o"].dtype).eps
-    torch.testing.assert_close(given["o"][:rows].double(), expected, rtol=eps, atol=1e-6)
+    assert_gated(given, c)
 
 
 @pytest.mark.parametrize(
@@ -166,26 +205,25 @@ def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, arch: s
 def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
     """On Hopper, whatever rows share."""
     c = replace(c, apart=1000)
-    given = selection_inputs(c, choice)
-    if isinstance(c, GatedSelectionConfiguration):
-        given |= {x: torch.randn_like(given["o"]) for x in ("compressed", "near")}
-        given |= {"gates": torch.rand(*given["o"].shape[:2], 3).to(getattr(torch, c.gates))}
-        given |= {"selected": torch.zeros_like(given["o"])}
+    gated = isinstance(c, GatedSelectionConfiguration)
+    given = gated_inputs(c, choice, 9) if gated else selection_inputs(c, choice)
     given["o"] = given["o"].to(getattr(torch, c.result or c.dtype))
     run(c, given)
-    if isinstance(c, GatedSelectionConfiguration):
-        branches, rows = [given[x].double() for x in ("compressed", "selected", "near")], sum(choice.lengths)
-        if not c.keeps:
-            plain = {**given, "o": torch.zeros_like(given["o"])}
-            run(SelectionConfiguration(c.dtype, c.heads, c.key_heads, c.head, c.head_v, c.block), plain)
-            branches[1] = plain["o"].double()
-        gates = given["gates"].double().unbind(-1)
-        expected = sum(x * g[..., None] for x, g in zip(branches, gates, strict=True))[:rows]
-        eps = torch.finfo(given["o"].dtype).eps
-        torch.testing.assert_close(given["o"][:rows].double(), expected, rtol=eps, atol=1e-6)
-        given["o"] = torch.cat([given["selected"][:rows], torch.full_like(given["o"][rows:], math.nan)])
-    if not isinstance(c, GatedSelectionConfiguration) or c.keeps:
-        assert_selected(given, c)
+    (assert_gated if gated else assert_selected)(given, c)
+
+
+@pytest.mark.parametrize("apart", brief([0, 1000], 0))
+def test_scores_that_exceed_what_was_subtracted(apart: int) -> None:
+    """By far, from block to block: a guess that does not fit is noticed, and what came before counts as it should."""
+    c = SelectionConfiguration("bfloat16", 16, 1, 64, 64, 64, causal=True, stages=3, apart=apart, lse=True)
+    given = selection_inputs(c, Choice((150,), 3, spare=0))
+    given["q"].fill_(1.0)
+    for block, most in enumerate((-30, 5, 60)):
+        given["k"][block * 64 : block * 64 + 64] = most / 8 / c.head**0.5
+    given["block_indices"].copy_(torch.tensor([0, 1, 2]))
+    given["block_counts"].fill_(3)
+    run(c, given)
+    assert_selected(given, c)
 
 
 @pytest.mark.parametrize("shared", [False, True])

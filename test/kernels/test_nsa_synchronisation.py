@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +26,11 @@ from cudnn_kernels.attention.sparse import (  # noqa: E402
     SparseDecodeConfiguration,
     TopKConfiguration,
 )
-from emulator.mutation import mutants, unexplained  # noqa: E402
+from emulator.mutation import mutants, synchronises, unexplained, without  # noqa: E402
 from kernels import test_nsa as nsa  # noqa: E402
 from kernels.test_nsa import Choice, Ranking  # noqa: E402
+from ptx_emulator.codegen import Program  # noqa: E402
+from ptx_emulator.ptx import Instruction  # noqa: E402
 from support.selection import brief  # noqa: E402
 
 ATTEMPTS = [("lowest-pc", 0), ("random", 0), ("lazy", 0)]
@@ -83,6 +85,25 @@ def assert_decoded(given: dict[str, Any], *_: Any) -> None:
     torch.testing.assert_close(given["o"].double(), given["expected"], atol=2e-3, rtol=2e-3)
 
 
+@dataclass(frozen=True)
+class Listed(Choice):
+    """Rows with these blocks, from the first row on; the others have none."""
+
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+
+def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any]:
+    """Those of :mod:`kernels.test_nsa`, with the lists that the choice says."""
+    given = nsa.selection_inputs(c, choice)
+    if isinstance(choice, Listed):
+        given["block_counts"].zero_()
+        for row, blocks in enumerate(choice.blocks):
+            given["block_counts"][row] = len(blocks)
+            given["block_indices"][row, :, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        given["multiprocessors"] = 1
+    return given
+
+
 def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
     return lambda *given: inputs(*given) | {"multiprocessors": 1}
@@ -91,7 +112,7 @@ def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
 ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
     # what makes a kernel's arguments, and what judges its results
     CompressionTopKConfiguration: (one_cta(nsa.one_pass_inputs), nsa.assert_one_pass),
-    SelectionConfiguration: (nsa.selection_inputs, nsa.assert_selected),
+    SelectionConfiguration: (selection_inputs, nsa.assert_selected),
     SelectionBackwardConfiguration: (one_cta(nsa.selection_backward_inputs), nsa.assert_differentiated),
     TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
     InverseConfiguration: (sorted_rows, assert_sorted),
@@ -111,6 +132,17 @@ CASES: dict[str, tuple[Any, Any]] = {
     "lists": (InverseConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
     "selection": (
         SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3), Choice((1, 2, 60), 3)
+    ),
+    "selection, rows one by one": (
+        # of each eight rows, four share their blocks, and four hardly do, alone and in pairs: each by one warpgroup
+        SelectionConfiguration("float16", 16, 1, 64, 64, 64, tile=(128, 64), stages=3, apart=13),
+        Listed((66,), 3, 0, (
+            (0,), (1,), (0,), (), *[(0, 1)] * 4,
+            *[(1, 0)] * 4, (0,), (0,), (), (1,),
+            (), (), (0,), (1, 0), *[(0, 1)] * 4,
+            (), (1,), (), (), *[(0, 1)] * 4,
+            *[(0, 1)] * 4, (), (), (0,), (),
+        )),
     ),
     "gradients by rows": (BACKWARD, Choice((1, 2, 90), 3, spare=0)),
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
@@ -134,6 +166,14 @@ OF_TOP_K = {
 NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction, and why
     "lists": LISTS,
     "selection": {"bar.warp.sync": (10, LANES), "wait_loop.mbarrier.try_wait.parity.shared.b64": AGAIN},
+    "selection, rows one by one": {
+        "bar.sync": (10, "the second meeting of an exchange: all meet for something else before the next one"),
+        "bar.warp.sync": (4, LANES),
+        "fence.proxy.async.shared::cta": (4, "rows of O in shared memory are read by threads, not by products"),
+        "wgmma.commit_group.sync.aligned": (1, "the first of two rows' product with V, waited for with the second's"),
+        "wgmma.fence.sync.aligned": (5, "no register of a product was written since the one before"),
+        "wgmma.wait_group.sync.aligned": (6, "all was waited for with the scores, but before the second of two rows"),
+    },
     "gradients by rows": {
         "bar.warp.sync": (8, LANES),
         "wait_loop.mbarrier.try_wait.parity.shared.b64": AGAIN,
@@ -150,6 +190,20 @@ NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruc
     "compression with top-k": IN_ONE,
     "compression with top-k, teams of warps": IN_ONE,
 }
+
+
+def one_by_one(run: Callable[[str, int], bool]) -> Callable[[Instruction], bool]:
+    """Synchronisations of a warpgroup that takes its rows one by one. Only there does it meet by itself."""
+    seen: list[Program] = []
+    with without(None, seen, "selection"):
+        assert run(*ATTEMPTS[0])
+    instructions = [x for x in seen[-1].kernel.instructions if x.opcode in ("bar", "wgmma")]
+    texts = [x.text for x in instructions]
+    first = next(i for i, text in enumerate(texts) if text.startswith("bar.red"))
+    begin = max(i for i, text in enumerate(texts[:first]) if text == "bar.warp.sync")
+    end = max(i for i, text in enumerate(texts) if text == "bar.sync")
+    lines = range(instructions[begin].line + 1, instructions[end].line + 1)
+    return lambda instruction: synchronises(instruction) and instruction.line in lines
 
 
 def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
@@ -177,6 +231,8 @@ def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
 @pytest.mark.parametrize("name", brief(list(CASES), 0))
 @pytest.mark.timeout(1200)
 def test_each_synchronisation_is_missed(name: str) -> None:
-    results = mutants(launcher(*CASES[name]), ATTEMPTS, entry=KERNELS.get(name, ""))
+    run = launcher(*CASES[name])
+    chosen = one_by_one(run) if "one by one" in name else synchronises
+    results = mutants(run, ATTEMPTS, chosen, entry=KERNELS.get(name, ""))
     assert len(results) >= 2
     assert not unexplained(results, NOT_NOTICED.get(name, {}))

@@ -130,7 +130,7 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
     monkeypatch.setattr(_nsa_attention, "selection_takes_gates", lambda *_: True)
     monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[-2]))
-    monkeypatch.setattr(_nsa_attention, "gated_selection", noted("both, and selection's", lambda *given: given[7]))
+    monkeypatch.setattr(_nsa_attention, "gated_selection", noted("both, and selection's", lambda *given: given[8]))
     assert run(call) == [*one, "both"]
     leaves(call)
     assert run(call) == [*one, "both, and selection's"]
@@ -265,8 +265,8 @@ def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None
     taken: list[Any] = []
     monkeypatch.setattr(_nsa_gates, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
     q, k, v = (torch.zeros(8, heads, 64).half() for heads in (2, 1, 1))
-    branches = [torch.zeros(8, 2, 64).bfloat16() for _ in range(2)]
-    rest = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int(), 0.1, 16, *branches, torch.zeros(8, 2, 3).half()
+    branch, gates = torch.zeros(8, 2, 64).bfloat16(), torch.zeros(8, 2, 3).half()
+    rest = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int(), 0.1, 16, 5, branch, gates
     with cudnn.emulation("sm_90a"), torch.autocast("cpu", torch.bfloat16):
         out = _nsa_gates.nsa_gated_selection(q, k, v, *rest)
     ((kind, *given),) = taken

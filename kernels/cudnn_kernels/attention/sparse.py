@@ -99,21 +99,34 @@ class SelectionConfiguration(Selected):
     They are those of neighbouring rows of Q, ``together`` for each 64, or up to 64 heads of one. ``tile[1] / block``
     blocks are taken at a time, or a part of one. ``stages``: buffers of steps, 2 or more: a warpgroup may hold two.
     ``result`` is O's type, if it is not that of Q. ``apart``: on Hopper, a warpgroup takes the rows of a tile one by
-    one if fewer than so many eighths of a row share a step, for groups of 9 to 16 heads and steps of 64 keys.
+    one if fewer than so many eighths of a row share a step, for groups of 9 to 16 heads and steps of 64 keys. ``lse``:
+    the result is the log-sum-exp, in place of sums of exponentials and largest scores, and lists have no counts: -1 is
+    no block.
     """
 
     tile: tuple[int, int] = (192, 64)
     stages: int = 5
     result: str = ""
     apart: int = 0
+    lse: bool = False
 
     kernel = "selection:Selection"
+
+    @property
+    def sums(self) -> tuple[Tensor, ...]:
+        """What there is of a row's exponentials beside O."""
+        return self.row_values(*(("lse",) if self.lse else ("l", "m")))
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """The lists, and where sequences end."""
+        return tuple(x for x in lists(self.key_heads, "cum_seqlen_q") if not self.lse or x.name != "block_counts")
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
             *self.matrices("q", "k", "v"), *(replace(x, dtype=self.result or self.dtype) for x in self.matrices("o")),
-            *self.row_values("l", "m"), *lists(self.key_heads, "cum_seqlen_q"),
+            *self.sums, *self.lists,
             Scalar("scale_softmax", "float32"), MULTIPROCESSORS, DRAWN, Stream(),
         )  # fmt: skip
 
@@ -122,10 +135,11 @@ class SelectionConfiguration(Selected):
 class GatedSelectionConfiguration(SelectionConfiguration):
     """O is the sum of the branches of native sparse attention, each times its gate, of the type ``gates``.
 
-    The ``compressed`` and ``near`` ones are given. With ``keeps`` there are selection's own O, ``selected``, sums of
-    exponentials and largest scores, too.
+    The ``compressed`` one is given. ``near`` is memory for the one of attention to the newest ``window`` keys. With
+    ``keeps`` there are its log-sum-exp, and selection's own O, ``selected``, and log-sum-exp, too.
     """
 
+    lse: bool = True
     gates: str = "bfloat16"
     keeps: bool = False
 
@@ -139,10 +153,16 @@ class GatedSelectionConfiguration(SelectionConfiguration):
             *self.matrices("q", "k", "v", "o"), Tensor("compressed", self.dtype, *branch),
             Tensor("near", self.dtype, *branch),
             Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
-            *[x for x in (Tensor("selected", self.dtype, *branch), *self.row_values("l", "m")) if self.keeps],
-            *lists(self.key_heads, "cum_seqlen_q"), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, DRAWN,
-            Stream(),
+            *[x for x in self.kept() if self.keeps], *self.lists,
+            Scalar("scale_softmax", "float32"), Scalar("window", "int32"), MULTIPROCESSORS, DRAWN, Stream(),
         )  # fmt: skip
+
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """What the gradients need: ``near_lse`` is by sequences, heads and places in a sequence."""
+        near = Tensor("near_lse", "float32", ("sequences", self.heads, "longest"), (None, None, 1), align=4)
+        selected = Tensor("selected", self.dtype, ("s", self.heads, self.head_v), (None, None, 1))
+        return near, selected, *self.sums
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,13 @@ NONE = -1e30  # is subtracted from a row's scores before the first one: a raised
 @dataclass
 class Row:
     """A row of Q: its sums of O^T, and of each of a thread's heads what is subtracted from scores times their scale,
-    the sum of the thread's exponentials, and its largest score.
+    the sum of the thread's exponentials, and its largest score, where it is wanted.
     """
 
     acc: cute.Tensor
     shifts: cute.Tensor
     sums: cute.Tensor
-    largest: cute.Tensor
+    largest: Any
 
 
 class RowsApart(SelectedRows):
@@ -106,11 +106,12 @@ class RowsApart(SelectedRows):
 
     def new_row(self) -> Row:
         """A row before its first block."""
-        row = Row(self.of_elements().accumulator(), *(cute.make_rmem_tensor(self.slots, Float32) for _ in range(3)))
+        shifts, sums, largest = (cute.make_rmem_tensor(self.slots, Float32) for _ in range(3))
+        row = Row(self.of_elements().accumulator(), shifts, sums, None if self.s.lse else largest)
         row.acc.fill(0.0)
         row.shifts.fill(NONE)
         row.sums.fill(0.0)
-        row.largest.fill(-math.inf)
+        largest.fill(-math.inf)
         return row
 
     @cute.jit
@@ -182,37 +183,48 @@ class RowsApart(SelectedRows):
 
     @cute.jit
     def weigh_row(self, w: Warpgroup, row: Row, scores: cute.Tensor, end: Int32, p: cute.Tensor) -> None:
-        """Makes P of a row's scores, once products are done, and raises what is subtracted if one is too large."""
-        thread, shifts, sums, largest, first = w.thread, row.shifts, row.sums, row.largest, w.thread // WARP * 16
+        """Makes P of a row's scores, once products are done, with what was subtracted before, and again with more if
+        it is too large.
+        """
+        thread, sums, largest, first = w.thread, row.sums, row.largest, w.thread // WARP * 16
         if end < first + 16:
             for i in cutlass.range_constexpr(cute.size(scores)):
                 key = first + thread % WARP // 4 + i // 2 % 2 * 8
                 scores[i] = Float32(select_(key < end, scores[i], -Float32.inf))
         own, powers = cute.make_rmem_tensor(self.slots, Float32), cute.make_rmem_tensor(scores.shape, Float32)
-        excess = Float32(-math.inf)
-        for slot in cutlass.range_constexpr(self.slots):
-            one, other = self.places(scores, slot)
-            own[slot] = cute.arch.fmax(scores[one], scores[other])
-            largest[slot] = cute.arch.fmax(largest[slot], own[slot])
-            excess = cute.arch.fmax(excess, own[slot] * w.scale - shifts[slot])
-        self.raise_to_powers(w, row, scores, powers)
+        if const_expr(largest is not None):
+            for slot in cutlass.range_constexpr(self.slots):
+                largest[slot] = cute.arch.fmax(largest[slot], self.of_slot(scores, slot, cute.arch.fmax))
+        self.raise_to_powers(w, row, scores, powers, own)
+        excess = own[0]
+        for slot in cutlass.range_constexpr(1, self.slots):
+            excess = cute.arch.fmax(excess, own[slot])
         self.finish(0)
-        if self.any_of_group(w.group, excess > softmax.SLACK):
+        if self.any_of_group(w.group, excess > softmax.LARGEST_SUM):
+            for slot in cutlass.range_constexpr(self.slots):
+                own[slot] = self.of_slot(scores, slot, cute.arch.fmax)
             self.raise_row(w, row, own)
-            self.raise_to_powers(w, row, scores, powers)
+            self.raise_to_powers(w, row, scores, powers, own)
         for slot in cutlass.range_constexpr(self.slots):
-            one, other = self.places(scores, slot)
-            sums[slot] = sums[slot] + (powers[one] + powers[other])
+            sums[slot] = sums[slot] + own[slot]
         rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
         rounded.store(powers.load().to(self.dtype))
         self.store_turned(rounded, p, thread)
         self.meet_group(w.group)
 
-    def raise_to_powers(self, w: Warpgroup, row: Row, scores: cute.Tensor, powers: cute.Tensor) -> None:
-        """Exponentials of a row's scores."""
+    def of_slot(self, values: cute.Tensor, slot: int, combine: Callable[[Any, Any], Any]) -> Float32:
+        """What a thread has of one of its heads, combined."""
+        one, other = (values[i] for i in self.places(values, slot))
+        return combine(one, other)
+
+    def raise_to_powers(
+        self, w: Warpgroup, row: Row, scores: cute.Tensor, powers: cute.Tensor, sums: cute.Tensor
+    ) -> None:  # fmt: skip
+        """Exponentials of a row's scores, and the sums of a thread's."""
         for slot in range(self.slots):
             for i in self.places(scores, slot):
                 powers[i] = cute.math.exp2(scores[i] * w.scale - row.shifts[slot], fastmath=True)
+            sums[slot] = self.of_slot(powers, slot, lambda a, b: a + b)
 
     def any_of_group(self, group: Int32, some: Boolean) -> Boolean:
         """Whether something holds for any thread of a warpgroup, which meets."""
@@ -264,15 +276,14 @@ class RowsApart(SelectedRows):
 
     @cute.jit
     def write_apart(self, w: Warpgroup, mine: Tile, rows: Sequence[Row]) -> None:
-        """O, the sums of exponentials and the largest scores of the heads of a warpgroup's rows."""
-        total_sums, total_maxima = w.tensors[-2:]
+        """O of the heads of a warpgroup's rows, and what else is wanted of them."""
         self.exchange(w, [row.sums for row in rows], lambda a, b: a + b)
-        if const_expr(total_maxima is not None):
+        if const_expr(not self.s.lse):
             self.exchange(w, [row.largest for row in rows], cute.arch.fmax)
         rounded = []
         for number in cutlass.range_constexpr(len(rows)):
             row = rows[number]
-            if const_expr(total_sums is not None):
+            if const_expr(w.tensors[-1] is not None):
                 self.write_sums_of_row(w, mine, number, row)
             acc, sums = row.acc, row.sums
             for slot in cutlass.range_constexpr(self.slots):
@@ -322,14 +333,25 @@ class RowsApart(SelectedRows):
 
     @cute.jit
     def write_sums_of_row(self, w: Warpgroup, mine: Tile, number: cutlass.Constexpr[int], row: Row) -> None:
-        """The sums of exponentials and the largest scores of a row's heads."""
-        sums, maxima = w.tensors[-2:]
+        """What is wanted of the exponentials of a row's heads."""
         own = w.group * self.s.together + number
         for slot in cutlass.range_constexpr(self.slots):
             head = self.head_of_slot(w.thread, slot)
             if (w.thread < 4) & (own < mine.rows) & (head < mine.heads):
-                place, total, largest = (mine.row + own, mine.first_head + head), row.sums[slot], row.largest[slot]
-                top = largest * w.scale
-                exact = total * cute.math.exp2(row.shifts[slot] - top, fastmath=True)
-                sums[place] = Float32(select_(total == 0.0, total, exact))
-                maxima[place] = top * math.log(2)
+                largest = None if const_expr(row.largest is None) else row.largest[slot] * w.scale
+                place, tensors = (mine.row + own, mine.first_head + head), w.tensors[-len(self.s.sums) :]
+                self.write_sum(tensors, place, row.sums[slot], row.shifts[slot], largest)
+
+    def write_sum(
+        self, tensors: Sequence[cute.Tensor], place: Any, total: Float32, subtracted: Float32, largest: Any
+    ) -> None:  # fmt: skip
+        """The log of a head's sum of exponentials, or the sum, as if its largest score had been subtracted, and that
+        one, from the sum with another number subtracted. All but results are logarithms to base 2.
+        """
+        if largest is None:
+            log_sum = (subtracted + cute.math.log2(total, fastmath=True)) * math.log(2)
+            tensors[0][place] = Float32(select_(total == 0.0, Float32(-math.inf), log_sum))
+        else:
+            exact = total * cute.math.exp2(subtracted - largest, fastmath=True)
+            tensors[0][place] = Float32(select_(total == 0.0, total, exact))
+            tensors[1][place] = largest * math.log(2)

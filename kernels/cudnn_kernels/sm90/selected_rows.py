@@ -39,24 +39,27 @@ REGISTERS = {1: (56, 256), 2: (56, 224), 3: (32, 160)}  # of a loading and a mul
 
 @dataclass
 class Choices:
-    """A call's lists of blocks, how many each row has, where sequences end, and how many tiles a head of K has.
+    """A call's lists of blocks, how many each row has, or None, where sequences end, and a head of K's tiles.
 
-    ``drawn`` is how many tiles CTAs have drawn, if they draw them.
+    ``drawn`` is how many tiles CTAs have drawn, if they draw them. ``window``: before the steps of a tile's lists, and
+    the end that follows them, there are those of so many of the newest keys of its rows, and an end, if it is not None.
     """
 
     indices: cute.Tensor
-    counts: cute.Tensor
+    counts: Any
     offsets: cute.Tensor
     tiles: Int32
     drawn: Any
+    window: Any
 
 
 @dataclass
 class Tile:
-    """What a CTA has at a time: ``rows`` from ``row`` on, at ``place`` of their sequence; heads of Q and one of K."""
+    """What a CTA has at a time: ``rows`` from ``row`` on, at ``place`` of a ``sequence``; heads of Q and one of K."""
 
     row: Int32
     rows: Int32
+    sequence: Int32
     place: Int32
     key_head: Int32
     first_head: Int32
@@ -120,7 +123,7 @@ class Part:
 
     A step begins with ``products``: of each the sums, both operands in shared memory, and the depth. The first one's
     sums are weighed, with ``row_values`` of a thread's rows, then rounded, multiplied by ``values`` and added to
-    ``acc``, which has so many ``columns``.
+    ``acc``, which has so many ``columns``. ``near``: the steps are those of a window.
     """
 
     mine: Tile
@@ -130,15 +133,16 @@ class Part:
     values: Any
     columns: int
     row_values: Any
+    near: bool = False
 
 
 class SelectedRows(AttentionForward):
     """What the kernels have in common whose CTAs have neighbouring rows.
 
     A subclass says what a warpgroup computes: :meth:`attend` has a tile, of which it lets :meth:`take` all steps, and
-    :meth:`weigh` has a step. ``of_rows``: what is loaded of a tile's rows; ``own_values``: float32 values of each that
-    a warpgroup has in shared memory. It may have its own of :meth:`begin` and :meth:`prepare`. ``apart``: it is told
-    which warpgroups' rows share little, by :meth:`share_little`.
+    :meth:`weigh` has a step, ``again`` where others came before. ``of_rows``: what is loaded of a tile's rows;
+    ``own_values``: float32 values of each that a warpgroup has in shared memory. It may have its own of :meth:`begin`
+    and :meth:`prepare`. ``apart``: it is told which warpgroups' rows share little, by :meth:`share_little`.
     """
 
     of_rows: tuple[str, ...] = ("q",)
@@ -167,7 +171,7 @@ class SelectedRows(AttentionForward):
         return [(*atoms[x], buffers[x], width) for x, width in self.widths.items()]
 
     def launch_rows(
-        self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32, drawn: Any = None
+        self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32, drawn: Any = None, window: Any = None
     ) -> None:  # fmt: skip
         """Launches a kernel of :meth:`roles`. ``drawn``: the memory of a counter, where CTAs draw tiles."""
         offsets = given["cum_seqlen_q"]
@@ -175,7 +179,7 @@ class SelectedRows(AttentionForward):
             drawn = cute.make_tensor(cute.recast_ptr(drawn.align(16), dtype=Int32), cute.make_layout(1))
             self.restart(drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=given["stream"])
         tiles = sequences.blocks_of(given["q"].shape[0], offsets.shape[0] - 1, self.queries, True) * self.shares
-        choices = Choices(given["block_indices"], given["block_counts"], offsets, tiles, drawn)
+        choices = Choices(given["block_indices"], given.get("block_counts"), offsets, tiles, drawn, window)
         kernel(self.atoms(given, self.box, self.size), tensors, choices, scale).launch(
             grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
             block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
@@ -231,7 +235,9 @@ class SelectedRows(AttentionForward):
         keys, place = offsets[sequence + 1] - first, own * self.queries
         rows = Int32(select_(sequence >= 0, cutlass.min(keys - place, self.queries), Int32(0)))
         heads = cutlass.min(s.group - share * ROWS, ROWS)
-        return Tile(first + place, rows, place, key_head, key_head * s.group + share * ROWS, heads, first, keys)
+        return Tile(
+            first + place, rows, sequence, place, key_head, key_head * s.group + share * ROWS, heads, first, keys
+        )
 
     def seen(self, mine: Tile, row: Any) -> Int32:
         """How many keys of the sequence a row of the tile may see."""
@@ -298,8 +304,10 @@ class SelectedRows(AttentionForward):
         lane, warp_index, most = cute.arch.lane_idx(), thread // WARP, indices.shape[2]
         keys, rows, firsts = lists.keys, lists.rows, lists.firsts
         for row in cutlass.range(warp_index, mine.rows, READING, unroll=1):
-            key = Int32(-1)
-            if first + lane < cutlass.min(counts[mine.row + row, mine.key_head], most):
+            key, listed = Int32(-1), most
+            if const_expr(counts is not None):
+                listed = cutlass.min(counts[mine.row + row, mine.key_head], most)
+            if first + lane < listed:
                 block = indices[mine.row + row, mine.key_head, first + lane]
                 if (block >= 0) & (block <= (self.seen(mine, row) - 1) // self.s.block):
                     key = block
@@ -376,6 +384,9 @@ class SelectedRows(AttentionForward):
                         self.unite(place, choices, lists, number, mine, thread - WARP)
                     self.hand_over()
                     if thread < WARP:
+                        if const_expr(choices.window is not None):
+                            if place == 0:
+                                done = self.fetch_near(sides, steps, mine, done, choices.window)
                         done = self.fetch(sides, lists, steps, mine, done, number)
                     elif (thread // WARP == 1) & (place == 0):
                         self.fetch_rows(rows, steps, mine, turn, lists, number)
@@ -444,8 +455,41 @@ class SelectedRows(AttentionForward):
         count, union = Int32(lists.counts[buffer]), (lists.blocks[None, buffer], lists.masks[None, buffer])
         last = done + cute.ceil_div(count, self.parts) * self.per_block
         for step in cutlass.range(last - done, unroll=1):
-            self.fetch_step(sides, step, done + step, count, union, steps, mine)
+            tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
+            for part in cutlass.range_constexpr(self.parts):
+                place = step // self.per_block * self.parts + part
+                tiles[part], masks[part] = self.beyond(mine), Int32(0)
+                if place < count:
+                    tiles[part] = union[0][place] * self.per_block + step % self.per_block
+                    masks[part] = union[1][place]
+            self.fetch_step(sides, done + step, tiles, masks, steps)
         return last
+
+    @cute.jit
+    def fetch_near(self, sides: Any, steps: Steps, mine: Tile, done: Int32, window: Int32) -> Int32:
+        """One warp: fetches the newest keys that rows of a tile see in a window, and tells their end.
+
+        ``done`` steps were before; the result counts on.
+        """
+        first = cutlass.max(mine.place + 1 - window, 0) // self.size
+        count = (mine.place + mine.rows - 1) // self.size + 1 - first
+        for step in cutlass.range(cute.ceil_div(count, self.parts), unroll=1):
+            tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
+            for part in cutlass.range_constexpr(self.parts):
+                number = step * self.parts + part
+                begin = (first + number) * self.size - mine.place  # of keys, counted from the tile's first row
+                row, last = cutlass.max(begin, 0), cutlass.min(begin + self.size + window - 1, mine.rows)
+                exists = (number < count) & (row < last)
+                tiles[part] = Int32(select_(exists, first + number, self.beyond(mine)))
+                masks[part] = Int32(select_(exists, (1 << last) - (1 << row), Int32(0)))
+            self.fetch_step(sides, done, tiles, masks, steps)
+            done += 1
+        self.fetch_end(steps, done)
+        return done + 1
+
+    def beyond(self, mine: Tile) -> Int32:
+        """A tile of keys behind all keys."""
+        return cute.ceil_div(mine.keys, self.size)
 
     @cute.jit
     def fetch_end(self, steps: Steps, done: Int32) -> None:
@@ -459,19 +503,11 @@ class SelectedRows(AttentionForward):
 
     @cute.jit
     def fetch_step(
-        self, sides: Any, step: Int32, number: Int32, count: Int32, union: Any, steps: Steps, mine: Tile
+        self, sides: Any, number: Int32, tiles: cute.Tensor, masks: cute.Tensor, steps: Steps
     ) -> None:  # fmt: skip
-        """One warp: fetches the parts of a step."""
+        """One warp: fetches the parts of a step: tiles of keys, and the rows that they are for."""
         stage, phase = number % self.s.stages, number // self.s.stages % 2
-        full = steps.ring.full + stage
-        tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
-        told, told_masks, (blocks, chosen_by) = steps.tiles, steps.masks, union
-        for part in cutlass.range_constexpr(self.parts):
-            place = step // self.per_block * self.parts + part
-            tiles[part], masks[part] = cute.ceil_div(mine.keys, self.size), Int32(0)  # beyond all keys
-            if place < count:
-                tiles[part] = blocks[place] * self.per_block + step % self.per_block
-                masks[part] = chosen_by[place]
+        full, told, told_masks = steps.ring.full + stage, steps.tiles, steps.masks
         cute.arch.mbarrier_wait(steps.ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             for part in cutlass.range_constexpr(self.parts):
@@ -535,18 +571,18 @@ class SelectedRows(AttentionForward):
         stage, phase, found = self.find(w, stage, phase)
         while found:
             self.begin_step(part, stage)
-            seen = self.seen_keys(w, part.mine, stage)
+            seen = self.seen_keys(w, part, stage)
             self.finish(0)
-            self.weigh(w, part, *seen)
+            self.weigh(w, part, stage, seen, False)
             self.round_step(part, seen[1])
             before = stage
             stage, phase, again = self.find(w, *advanced(ring, stage, phase), self.reach)
             while again:
                 self.begin_step(part, stage)
                 self.end_step(part, before)
-                seen = self.seen_keys(w, part.mine, stage)
+                seen = self.seen_keys(w, part, stage)
                 self.finish(1)
-                self.weigh(w, part, *seen)
+                self.weigh(w, part, stage, seen, True)
                 self.finish(0)
                 self.release(ring.empty + before)
                 self.round_step(part, seen[1])
@@ -557,7 +593,8 @@ class SelectedRows(AttentionForward):
             self.release(ring.empty + before)
             stage, phase, found = self.find(w, stage, phase)
         self.release(ring.empty + stage)
-        self.release(w.steps.rows_empty + w.group)
+        if const_expr(not part.near):
+            self.release(w.steps.rows_empty + w.group)
         return stage, phase
 
     @cute.jit
@@ -590,29 +627,38 @@ class SelectedRows(AttentionForward):
         mine = (1 << self.s.together) - 1
         return cute.arch.make_warp_uniform(mask >> (group * self.s.together)) & mine != 0
 
-    def seen_keys(self, w: Warpgroup, mine: Tile, stage: Int32) -> tuple[Any, Boolean, Boolean]:
-        """How many keys of each part of a step each of a thread's rows chose and sees; whether a warp's rows see any,
-        and whether a thread's see all.
+    def seen_keys(self, w: Warpgroup, part: Part, stage: Int32) -> tuple[Any, Boolean, Boolean]:
+        """Of each part of a step, for each of a thread's rows, the first key that it sees, None for 0, and where those
+        end that it chose and sees; whether a warp's rows see any, and whether a thread's see all.
         """
-        ends = [[Int32(0)] * self.parts for _ in range(2)]
-        fewest, largest = Int32(self.size), Int32(0)
+        found, fewest, largest = [], Int32(self.size), Int32(0)
         for slot in range(2):
-            row = w.group * self.s.together + self.score_rows.row(w.thread, slot) // self.s.padded
-            for part in range(self.parts):
-                chose = (w.steps.masks[part, stage] >> row) & 1
-                end = self.seen(mine, row) - w.steps.tiles[part, stage] * self.size
-                ends[slot][part] = Int32(select_(chose == 1, end, Int32(0)))
-                fewest, largest = cutlass.min(fewest, ends[slot][part]), cutlass.max(largest, ends[slot][part])
-        return ends, cute.arch.vote_any_sync(largest > 0), fewest >= self.size
+            row, spans = w.group * self.s.together + self.score_rows.row(w.thread, slot) // self.s.padded, []
+            for number in range(self.parts):
+                chose, first = (w.steps.masks[number, stage] >> row) & 1, None
+                before = w.steps.tiles[number, stage] * self.size
+                end = (part.mine.place + row + 1 if part.near else self.seen(part.mine, row)) - before
+                end, whole = Int32(select_(chose == 1, end, Int32(0))), None
+                if part.near:
+                    first = end - w.choices.window
+                    whole = Int32(select_(first > 0, Int32(0), end))
+                fewest = cutlass.min(fewest, end if whole is None else whole)
+                largest = cutlass.max(largest, end)
+                spans.append((first, end))
+            found.append(spans)
+        return found, cute.arch.vote_any_sync(largest > 0), fewest >= self.size
 
     @cute.jit
-    def hide_unchosen(self, scores: cute.Tensor, ends: Any, every: Boolean, thread: Int32) -> None:
+    def hide_unchosen(self, scores: cute.Tensor, spans: Any, every: Boolean, thread: Int32) -> None:
         """Makes scores -inf of keys that a row did not choose or does not see."""
         if ~every:
             for slot in cutlass.range_constexpr(2):
                 for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
                     part = place // 2 * 8 // self.size  # four threads have eight columns next to each other
-                    exists = self.score_rows.column(thread, place) - part * self.size < ends[slot][part]
+                    column, (first, end) = self.score_rows.column(thread, place) - part * self.size, spans[slot][part]
+                    exists = column < end
+                    if const_expr(first is not None):
+                        exists = exists & (column >= first)
                     scores[i] = Float32(select_(exists, scores[i], -Float32.inf))
 
     def meet_group(self, group: Int32) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, select_
+from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
@@ -177,11 +177,12 @@ class SelectionBackward(SelectedRows):
         return advanced(w.steps.ring, stage, phase)
 
     @cute.jit
-    def weigh(self, w: Warpgroup, part: Part, ends: Any, some: Boolean, every: Boolean) -> None:
+    def weigh(self, w: Warpgroup, part: Part, stage: Int32, seen: Any, again: cutlass.Constexpr[bool]) -> None:
         """Scores become dS."""
         ((scores, *_), (gradients, *_)), (shifts, products) = part.products, part.row_values
+        spans, some, every = seen
         if some:
-            self.hide_unchosen(scores, ends, every, w.thread)
+            self.hide_unchosen(scores, spans, every, w.thread)
             for slot in cutlass.range_constexpr(2):
                 for i in self.score_rows.order(self.tile_n, slot):
                     p = cute.math.exp2(scores[i] * (w.scale * LOG2_E) - shifts[slot], fastmath=True)

@@ -20,6 +20,7 @@ from cudnn.ops._nsa_gates import (
     nsa_gates,
     nsa_gates_bwd,
     say,
+    selection,
     selection_takes_gates,
 )
 from cudnn.ops._nsa_gates import like as _like
@@ -78,7 +79,7 @@ def nsa_attention(
         block_indices: ``[B, H_kv, S, n]`` or ``[T, H_kv, n]``, int32: lists to use in place of the computed ones;
             -1 for none.
         scale: None: ``D ** -0.5``.
-        max_seqlen: at least the length of the longest packed sequence; None: T. It changes what the window costs.
+        max_seqlen: at least the length of the longest packed sequence; None: T. It changes what gradients cost.
             On a GPU nothing checks it, since the host would have to wait: results of a longer one are undefined.
 
     Returns:
@@ -118,7 +119,6 @@ def nsa_attention(
         longest = q.shape[0] if max_seqlen is None else max_seqlen
     best = selected_blocks - ALWAYS
     most_keys = ck.shape[0] if packed else compressed_key.shape[2]  # of a sequence
-    window = (ends if packed else None, factor, window_size, longest)
     lists = block_indices
     if lists is not None:
         expected = (*key.shape[:-1], max(lists.shape[-1], 1) if lists.ndim else 1)
@@ -132,8 +132,7 @@ def nsa_attention(
     )
     if not differentiated and selection_takes_gates(q, v, block_size):
         compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
-        near, _ = nsa_window(q, k, v, *window)
-        out = nsa_gated_selection(q, k, v, lists, ends, factor, block_size, compressed, near, g)
+        out = nsa_gated_selection(q, k, v, lists, ends, factor, block_size, window_size, compressed, g)
     else:
         rest = (factor, best, *sizes, most_keys, window_size, longest)
         out, *_ = nsa_branches(q, k, v, ck, cv, g, lists, ends, ends_compressed, ends if packed else None, *rest)
@@ -357,7 +356,11 @@ def nsa_selection(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Packed (O, log-sum-exp ``[T, H_q]``) of causal attention to the blocks of lists ``[T, H_kv, n]``."""
-    (o, sums), maxima = _results(q, k, v), _row_values(q)
+    o, sums = _results(q, k, v)
+    if selection_takes_gates(q, v, block_size):
+        selection(q, k, v, o, sums, lists, ends, scale, block_size)
+        return o, sums
+    maxima = _row_values(q)
     tensors = {"q": q, "k": k, "v": v, "o": o, "l": sums, "m": maxima, **_lists(lists, ends)}
     if _by_kernels(q):
         options = {"block_size": block_size, "scale_softmax": scale, "is_causal": True}
@@ -484,13 +487,13 @@ def nsa_branches(
     """
     sizes = (count, block_size, compress_stride, most_keys)
     o, lse, lists = _compressed(q, ck, cv, given_lists, ends, ends_compressed, scale, *sizes)
-    near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
     if selection_takes_gates(q, v, block_size):
-        selected, (sums, maxima) = torch.empty_like(o), (_row_values(q) for _ in range(2))
-        kept = (selected, sums, maxima)
-        out = gated_selection(q, k, v, lists, ends, scale, block_size, o, near, gates, *kept)
-        selected_lse = maxima + sums.log()
+        near, stats = _window_results(q, v, ends_window, longest)
+        selected, selected_lse = torch.empty_like(o), _row_values(q)
+        kept = (stats.squeeze(-1), selected, selected_lse)
+        out = gated_selection(q, k, v, lists, ends, scale, block_size, window, o, near, gates, *kept)
     else:
+        near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
         selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
         out = nsa_gates(o, selected, near, gates)
     own = lists if given_lists is None else lists.new_empty(0)

@@ -14,7 +14,12 @@ from cudnn.native_sparse_attention.selection.base import BLOCKS
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.attention.sparse import DRAWN, GateConfiguration, GatedSelectionConfiguration
+from cudnn_kernels.attention.sparse import (
+    DRAWN,
+    GateConfiguration,
+    GatedSelectionConfiguration,
+    SelectionConfiguration,
+)
 from cudnn_kernels.signature import workspace_size
 
 _SOURCE = "cudnn_kernels.attention.gates:Gates"
@@ -100,42 +105,65 @@ nsa_gates.register_autograd(_differentiate, setup_context=_setup)
 
 
 def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> bool:
-    """Whether there is a kernel of :func:`nsa_gated_selection` for tensors like these. What is compiled for the CPU has
-    none: the emulator may not be there when it runs.
+    """Whether there are kernels of :func:`selection` and :func:`nsa_gated_selection` for tensors like these. What is
+    compiled for the CPU has none: the emulator may not be there when it runs.
     """
     heads = (q.shape[-1], v.shape[-1])
     by_kernel = q.is_cuda or (not torch.compiler.is_compiling() and bool(launch.emulated_architecture()))
     return by_kernel and q.element_size() == 2 and q.numel() > 0 and heads in TILES and block_size in BLOCKS
 
 
-@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed", "near"))
+@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"))
 def nsa_gated_selection(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
-    block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
+    block_size: int, window: int, compressed: torch.Tensor, gates: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """What nsa_gates makes of nsa_selection and the other branches, in one kernel. It has no gradient."""
-    say("no gradients are needed, so selection's kernel multiplies the branches by their gates and adds them up")
-    return gated_selection(q, k, v, lists, ends, scale, block_size, compressed, near, gates)
+    """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel. It has no gradient."""
+    say("one kernel computes selection and the window, and adds up the branches, each times its gate")
+    near = torch.empty_like(compressed)
+    return gated_selection(q, k, v, lists, ends, scale, block_size, window, compressed, near, gates)
 
 
 def gated_selection(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
-    block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor, *kept: torch.Tensor,
+    block_size: int, window: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
+    *kept: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The same. ``kept``: memory for selection's O, its sums of exponentials and its largest scores."""
-    heads, index, out = (q.shape[-1], v.shape[-1]), q.get_device(), torch.empty_like(compressed)
-    configuration = GatedSelectionConfiguration(
-        name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], gates=name_of(gates.dtype),
-        keeps=bool(kept), apart=0 if kept else apart(len(q), heads, block_size),
+    """The same, with memory for the window's O, and ``kept``: for the window's log-sum-exp ``[B, H_q, longest]``,
+    selection's O and its log-sum-exp.
+    """
+    out, own = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "keeps": bool(kept)}
+    tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *kept, lists, ends]
+    _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, own)
+    return out
+
+
+def selection(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, lists: torch.Tensor,
+    ends: torch.Tensor, scale: float, block_size: int,
+) -> None:  # fmt: skip
+    """Writes O and log-sum-exp of causal attention to the blocks of lists."""
+    tensors = [*map(aligned, (q, k, v)), o, lse, lists, ends]
+    _select(SelectionConfiguration, tensors, (scale,), block_size, {"lse": True})
+
+
+def _select(
+    kind: Any, tensors: list[torch.Tensor], numbers: tuple[Any, ...], block_size: int, options: dict[str, Any]
+) -> None:  # fmt: skip
+    """Runs a kernel of selection on tensors that begin with those of q, k and v."""
+    q, k, v, *_ = tensors
+    heads, index = (q.shape[-1], v.shape[-1]), q.get_device()
+    configuration = kind(
+        name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], **options,
+        apart=0 if options.get("keeps") else apart(len(q), heads, block_size),
     )  # fmt: skip
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
     multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
-    counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
     workspace = torch.empty(workspace_size([DRAWN], {}), dtype=torch.uint8, device=q.device)
-    tensors = [*map(aligned, (q, k, v)), out, *map(aligned, (compressed, near, gates)), *kept, lists, counts, ends]
-    run(architecture.source(configuration), configuration, *tensors, scale, multiprocessors, workspace)
-    return out
+    run(architecture.source(configuration), configuration, *tensors, *numbers, multiprocessors, workspace)
 
 
-nsa_gated_selection.register_fake(lambda q, k, v, lists, ends, scale, block_size, compressed, *_: like(compressed))
+nsa_gated_selection.register_fake(
+    lambda q, k, v, lists, ends, scale, block_size, window, compressed, gates: like(compressed)
+)
