@@ -31,8 +31,9 @@ AHEAD = BackwardConfiguration("bfloat16", 128, 128, (16, 128))
 PAIRS = BackwardConfiguration("bfloat16", 128, 128, (64, 32), pair=True)
 CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release
-    "forward": ("sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0)),  # a CTA takes both heads' tiles
-    "forward, repeated": ("sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), grows=1000.0)),
+    "forward": (  # a CTA takes both heads' tiles, and blocks are repeated with maxima
+        "sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0, grows=1000.0),
+    ),
     "forward, drawn": (
         "sm_90a", replace(SMALL, queue=True), Problem(((128, 96), (1, 40), (70, 96), (2, 96)), packed=True, right=0),
     ),
@@ -74,10 +75,10 @@ PAIR = {
 }  # fmt: skip
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "forward": {"bar.sync": (2, TURNS)},
-    "forward, repeated": {"bar.sync": (1, TURNS)},
     "forward, 8 bits": {"bar.sync": (2, TURNS), "bar.warp.sync": (1, HANDED)},
     "forward, drawn": {
         "bar.sync": (1, TURNS), "bar.warp.sync": (2, HANDED),
+        "barrier.cta.red.or.pred": (1, "no sum is so large that a block is repeated"),
         WAIT: (1, "a number's buffer: the warp that draws waits for Q's buffer before, and so for all who read it"),
     },
     "decode": {
