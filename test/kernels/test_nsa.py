@@ -218,7 +218,7 @@ def test_scores_that_exceed_what_was_subtracted(apart: int) -> None:
     c = SelectionConfiguration("bfloat16", 16, 1, 64, 64, 64, causal=True, stages=3, apart=apart, lse=True)
     given = selection_inputs(c, Choice((150,), 3, spare=0))
     given["q"].fill_(1.0)
-    for block, most in enumerate((-30, 5, 60)):
+    for block, most in enumerate((-400, 5, 400)):
         given["k"][block * 64 : block * 64 + 64] = most / 8 / c.head**0.5
     given["block_indices"].copy_(torch.tensor([0, 1, 2]))
     given["block_counts"].fill_(3)
