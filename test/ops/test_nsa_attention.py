@@ -440,6 +440,29 @@ def test_sizes_that_are_no_integers(name: str, value: Any) -> None:
         nsa_decode(**decode_call(torch.float64), **{**OPTIONS, name: value})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_behind_the_last_sequence(dtype: torch.dtype) -> None:
+    """Their results and gradients are 0, whatever had been in memory; those of the others are as without them."""
+    call = tensors(d=64, dtype=dtype)
+    options = {**OPTIONS, "block_size": 16}
+    names = [name for name, x in call.items() if x.is_floating_point()]
+    rest = {name: x for name, x in call.items() if name not in names}
+    longer = [torch.cat([call[n], call[n].new_full((9, *call[n].shape[1:]), torch.nan)]) for n in names]
+
+    def passes(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = nsa_attention(**dict(zip(names, given, strict=True)), **rest, **options)
+        with torch.no_grad():
+            again = nsa_attention(**dict(zip(names, given, strict=True)), **rest, **options)
+        return [out, again, *torch.autograd.grad(out, given, torch.ones_like(out))]
+
+    alone = [call[name] for name in names]
+    expected, found = (passes([x.detach().requires_grad_() for x in given]) for given in (alone, longer))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other[: len(one)], one)
+        assert len(other) == len(one) + 9
+        assert not other[len(one) :].any()
+
+
 def test_a_decode_step_has_no_gradient() -> None:
     call = decode_call(torch.float64)
     out = nsa_decode(**{**call, "query": call["query"].requires_grad_()}, **OPTIONS)

@@ -73,6 +73,7 @@ def nsa_attention(
         compressed_key, compressed_value: the same with S_c or T_c rows.
         gates: ``[B, H_q, S, 3]`` or ``[T, H_q, 3]``.
         cu_seqlens, cu_seqlens_compressed: int32, 0 and where each sequence ends, of all rows, and of compressed ones.
+            Results and gradients of rows behind the last end are 0.
         block_size: rows of a block of the lists, a multiple of compress_stride.
         selected_blocks: blocks in a row's list, 5 to 68; as many as there are where there are fewer.
         window_size: 1 and more.
@@ -133,10 +134,17 @@ def nsa_attention(
     if not differentiated and selection_takes_gates(q, v, block_size):
         compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
         out = nsa_gated_selection(q, k, v, lists, ends, factor, block_size, window_size, compressed, g)
+        if packed:
+            _clear_rest(out, ends)
     else:
         rest = (factor, best, *sizes, most_keys, window_size, longest)
         out, *_ = nsa_branches(q, k, v, ck, cv, g, lists, ends, ends_compressed, ends if packed else None, *rest)
     return out if packed else out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+
+
+def _clear_rest(x: torch.Tensor, ends: torch.Tensor) -> None:
+    """Sets the rows of no sequence to 0, which nobody has written."""
+    x.masked_fill_((torch.arange(len(x), device=x.device) >= ends[-1]).view(-1, 1, 1), 0)
 
 
 def _check(
@@ -496,6 +504,8 @@ def nsa_branches(
         near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
         selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
         out = nsa_gates(o, selected, near, gates)
+    if ends_window is not None:
+        _clear_rest(out, ends)
     own = lists if given_lists is None else lists.new_empty(0)
     return out, o, lse, selected, selected_lse, near, stats, own
 
@@ -544,6 +554,9 @@ def nsa_branches_bwd(
         more = nsa_selection_bwd(d_selected, q, k, v, selected, selected_lse, lists, ends, scale, block_size)
         for x, y in zip(sums, more, strict=True):
             x.add_(y)
+    if ends_window is not None:
+        for x, its in ((d_ck, ends_compressed), (d_cv, ends_compressed), *((x, ends) for x in (*sums, d_gates))):
+            _clear_rest(x, its)
     return *sums, d_ck, d_cv, d_gates
 
 
