@@ -470,6 +470,11 @@ def test_a_decode_step_has_no_gradient() -> None:
         out.sum().backward()
 
 
+def test_a_longest_length_that_is_no_integer() -> None:
+    with pytest.raises(TypeError, match="nsa_attention: max_seqlen: got str; allowed: an int"):
+        nsa_attention(**{**tensors(), **OPTIONS, "max_seqlen": "88"})
+
+
 def test_longer_lists_than_kernels_keep() -> None:
     call = tensors(d=64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="nsa_attention: selected_blocks: got 69; allowed: 5 to 68"):

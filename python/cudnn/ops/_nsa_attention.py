@@ -108,6 +108,8 @@ def nsa_attention(
     most = ALWAYS + MOST if query.dtype in _NARROW else None
     sizes = (block_size, compress_stride)
     check_choice(_WHERE, *sizes, selected_blocks, window_size, most, block_indices is not None)
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt)):
+        checked_number(_WHERE, "max_seqlen", max_seqlen, integer=True)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, ck, cv, g = (
         x if packed else x.transpose(1, 2).flatten(0, 1)
