@@ -15,8 +15,8 @@ def shapes(rank: int | None = None, largest: int = 5) -> st.SearchStrategy[list[
 
 
 @st.composite
-def strided(draw: st.DrawFn, dims: Sequence[int], low: float = -2.0) -> torch.Tensor:
-    """Random float32 data up to 2 with its dimensions in any order of memory, with or without gaps."""
+def strided(draw: st.DrawFn, dims: Sequence[int], low: float = -2.0, high: float = 2.0) -> torch.Tensor:
+    """Random float32 data with its dimensions in any order of memory, with or without gaps."""
     order = draw(st.permutations(range(len(dims))))
     gap = draw(st.sampled_from([0, 0, 1, 3]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -25,4 +25,4 @@ def strided(draw: st.DrawFn, dims: Sequence[int], low: float = -2.0) -> torch.Te
         strides[axis] = step
         step = step * dims[axis] + gap
     data = torch.empty_strided(dims, strides)
-    return data.copy_(torch.rand(dims, generator=generator) * (2.0 - low) + low)
+    return data.copy_(torch.rand(dims, generator=generator) * (high - low) + low)
