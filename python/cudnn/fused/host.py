@@ -25,8 +25,9 @@ ALIGNMENT = 16  # bytes, of contiguous extents and of workspaces
 class FusedAPI(APIBase):
     """A fused operation, declared: a subclass is the whole description of an API.
 
-    A subclass writes its constructor, ``execute`` and the wrapper with the signatures that people read; each body is
-    one call. The rest derives from what it declares:
+    A subclass writes its constructor, ``execute`` and the wrapper with the signatures that people read; the bodies of
+    two are one call, and ``execute`` without a body passes its arguments on to :attr:`run`. The rest derives from what
+    it declares:
 
     - ``tensors``: every tensor of a call; ``returns``: those that the wrapper allocates and returns, in order
     - ``scalars``: numbers that the kernel takes, arguments of the constructor or, None for that, of ``execute``
@@ -96,7 +97,24 @@ class FusedAPI(APIBase):
             cls.names = tuple(cls.parameters)
             cls.run_time = tuple(name for name in cls.scalars if name in called)
             cls.objects = {}
+            if not cls.execute.__code__.co_names:  # nothing but a docstring
+                cls.execute = cls._passing_on(cls.execute, called)
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{cls._table()}"
+
+    @classmethod
+    def _passing_on(cls, declared: Callable[..., None], called: Mapping[str, inspect.Parameter]) -> Callable[..., None]:
+        """``execute`` as declared, with a body: a call of :attr:`run`. Written out, it costs what one by hand costs."""
+        named = [name for name, parameter in called.items() if parameter.kind is parameter.KEYWORD_ONLY]
+        order = [name for name in called if name not in named] + ["*"] * bool(named) + named
+        tensors = "".join(f"{name}, " for name in cls.parameters.values())
+        scalars = "".join(f"{name if name in cls.run_time else None}, " for name in cls.scalars)
+        workspace = next((name for name in called if name.startswith("workspace")), None)
+        body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
+        scope: dict[str, Any] = {}
+        exec(f"def execute({', '.join(order)}): {body}", scope)
+        made = scope["execute"]
+        made.__defaults__, made.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
+        return functools.update_wrapper(made, declared)
 
     @classmethod
     def _table(cls) -> str:

@@ -65,9 +65,6 @@ class GemmAmax(DenseGemm):
         c_tensor: Tensor, amax_tensor: Tensor, current_stream: Any = None, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``c_tensor`` and raises ``amax_tensor``. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, sfa_tensor, sfb_tensor, c_tensor, amax_tensor), (), current_stream, workspace_tensor
-        )
 
     def operations(self) -> tuple[Any, ...]:
         return self.result_epilogue("c")

@@ -59,10 +59,6 @@ class GemmDsrelu(SquaredReluGemm):
 
         See :attr:`FusedAPI.run`.
         """
-        self.run(
-            (a_tensor, b_tensor, c_tensor, d_tensor, dprob_tensor, sfa_tensor, sfb_tensor, prob_tensor, sfd_tensor,
-             amax_tensor, norm_const_tensor), (alpha,), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         return (

@@ -79,10 +79,6 @@ class GemmDswiglu(GluLayout):
         current_stream: Any = None, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes what the samples had of d_ab12, c, amax and sfd, and adds to dprob. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, ab12_tensor, d_ab12_tensor, c_tensor, prob_tensor, dprob_tensor, sfa_tensor,
-             sfb_tensor, amax_tensor, sfd_tensor, norm_const_tensor), (alpha,), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         saved = epilogue.LoadTile("ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, halves=self.halves)

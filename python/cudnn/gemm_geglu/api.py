@@ -57,11 +57,6 @@ class GemmGeglu(GatedGemm):
         glu_clamp_min: float | None = None, current_stream: Any = None, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``ab12_tensor``, ``c_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, ab12_tensor, c_tensor, sfa_tensor, sfb_tensor, amax_tensor, sfc_tensor,
-             norm_const_tensor), (alpha, linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min), current_stream,
-            workspace_tensor,
-        )  # fmt: skip
 
     def gate(self) -> epilogue.Gate:
         return epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset")

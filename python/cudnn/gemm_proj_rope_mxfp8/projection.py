@@ -161,8 +161,6 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
         out_fp8_col: Tensor, out_scales_col: Tensor, current_stream: Any = None,
     ) -> None:  # fmt: skip
         """Writes the results. See :attr:`FusedAPI.run`."""
-        results = (out_fp8_row, out_scales_row, out_fp8_col, out_scales_col)
-        self.run((x, w, cos, sin, *results), (), current_stream, None)
 
     def product(self, tensors: Mapping[str, Any]) -> Any:
         return tensors["x"].float() @ _turned(tensors["w"], not self.w_out_in).float().t()
@@ -203,8 +201,6 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
         current_stream: Any = None,
     ) -> None:  # fmt: skip
         """Writes the results. See :attr:`FusedAPI.run`."""
-        results = (out_fp8_row, out_scales_row, out_fp8_col, out_scales_col)
-        self.run((x_code, x_scale, w_code, w_scale, cos, sin, *results), (), current_stream, None)
 
     @classmethod
     def columns(cls) -> int:

@@ -79,10 +79,6 @@ class GemmRope(DenseGemm):
         current_stream: Any = None, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``c_tensor`` and ``sfc_tensor``. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, cos_tensor, sin_tensor, c_tensor, positions_tensor, sfa_tensor, sfb_tensor, sfc_tensor,
-             norm_const_tensor), (alpha,), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         rotate = epilogue.Rotate(

@@ -99,10 +99,6 @@ class GemmSrelu(SquaredReluGemm):
         current_stream: Any = None, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, c_tensor, d_tensor, sfa_tensor, sfb_tensor, prob_tensor, sfd_tensor, amax_tensor,
-             norm_const_tensor), (alpha,), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         activation = (epilogue.SquaredRelu(), epilogue.MultiplyColumn("prob"))

@@ -73,10 +73,6 @@ class GemmSwiglu(GatedGemm):
 
         ``alpha`` is 1.0 where it is not given, whatever the constructor got; None: that of the constructor.
         """
-        self.run(
-            (a_tensor, b_tensor, ab12_tensor, c_tensor, sfa_tensor, sfb_tensor, amax_tensor, sfc_tensor,
-             norm_const_tensor), (alpha,), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def gate(self) -> epilogue.Gate:
         return epilogue.SWIGLU

@@ -100,7 +100,6 @@ class RmsNormRhtAmax(FusedAPI):
         self, x_tensor: Tensor, w_tensor: Tensor, o_tensor: Tensor, amax_tensor: Tensor, current_stream: Any = None
     ) -> None:
         """Writes ``o_tensor`` and ``amax_tensor``. See :attr:`FusedAPI.run`."""
-        self.run((x_tensor, w_tensor, o_tensor, amax_tensor), (None,), current_stream, None)
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:

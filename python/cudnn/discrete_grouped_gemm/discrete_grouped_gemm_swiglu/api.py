@@ -56,11 +56,6 @@ class DiscreteGroupedGemmSwiglu(GatedExperts):
         glu_clamp_min: float | None = None, current_stream: Any = None, *, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_ptrs, c_tensor, d_tensor, sfa_tensor, sfb_ptrs, padded_offsets, alpha_tensor, bias_tensor,
-             d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor),
-            (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min), current_stream, workspace_tensor,
-        )  # fmt: skip
 
 
 class DiscreteGroupedGemmSwigluSm100(DiscreteGroupedGemmSwiglu):

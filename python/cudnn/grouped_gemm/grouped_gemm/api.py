@@ -67,10 +67,6 @@ class GroupedGemm(ExpertsGemm):
         workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor``, and ``c_tensor`` where there is one. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, c_tensor, d_tensor, padded_offsets, alpha_tensor, b_tensor, b_ptrs, bias_tensor, prob_tensor,
-             a_index), (), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         stored = (self.store("c"),) if self.given("c") else ()

@@ -91,12 +91,6 @@ class GroupedGemmDglu(GatedExpertsBackward):
         activation_tensor: Tensor | None = None, *, workspace: Tensor | None = None, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, padded_offsets, alpha_tensor, beta_tensor,
-             prob_tensor, dprob_tensor, b_tensor, sfb_tensor, dbias_tensor, b_ptrs, sfb_ptrs, sfd_row_tensor,
-             sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor, a_index), (None,) * 6, current_stream,
-            workspace,
-        )  # fmt: skip
 
     def scratch_workspace_bytes(self) -> int:
         """:meth:`workspace_size` by another name, at least 1."""

@@ -52,11 +52,6 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
         workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, sfb_tensor, padded_offsets,
-             alpha_tensor, beta_tensor, prob_tensor, dprob_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor,
-             norm_const_tensor, a_index), (), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

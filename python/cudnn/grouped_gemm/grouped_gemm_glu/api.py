@@ -92,13 +92,6 @@ class GroupedGemmGlu(GatedExperts):
         workspace_tensor: Tensor | None = None, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, c_tensor, d_tensor, sfa_tensor, padded_offsets, alpha_tensor, b_tensor, sfb_tensor,
-             bias_tensor, b_ptrs, sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor,
-             norm_const_tensor, prob_tensor, scheduler_counter_tensor, a_index),
-            (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min, situ_beta1, situ_beta2), current_stream,
-            workspace_tensor,
-        )  # fmt: skip
 
 
 class GroupedGemmGluSm100(GroupedGemmGlu):

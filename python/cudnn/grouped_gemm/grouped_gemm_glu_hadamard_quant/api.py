@@ -68,11 +68,6 @@ class GroupedGemmGluHadamardQuant(TransformedExperts):
         current_stream: Any = None, *, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, c_tensor, d_tensor, sfa_tensor, padded_offsets, alpha_tensor, prob_tensor, b_tensor, sfb_tensor,
-             b_ptrs, sfb_ptrs, sfd_tensor, rht_rowwise_tensor, sfrht_rowwise_tensor, rht_colwise_tensor,
-             sfrht_colwise_tensor, bias_tensor), (norm_const, rht_norm_const), current_stream, workspace_tensor,
-        )  # fmt: skip
 
 
 class GroupedGemmGluHadamardQuantSm100(GroupedGemmGluHadamardQuant):

@@ -85,11 +85,6 @@ class GroupedGemmQuant(ExpertsGemm):
         scheduler_counter_tensor: Tensor | None = None, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, sfa_tensor, padded_offsets, alpha_tensor, d_tensor, b_tensor, sfb_tensor, bias_tensor, b_ptrs,
-             sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor,
-             row_scale_tensor, scheduler_counter_tensor), (), current_stream, workspace_tensor,
-        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         weighted = (*self.scaled_product(), *self.multiplied_by("row_scale"))

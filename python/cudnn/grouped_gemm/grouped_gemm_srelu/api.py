@@ -65,12 +65,6 @@ class GroupedGemmSrelu(ExpertsGemm):
         workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        tensors = (
-            a_tensor, sfa_tensor, padded_offsets, alpha_tensor, c_tensor, d_tensor, b_tensor, sfb_tensor, bias_tensor,
-            b_ptrs, sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor,
-            prob_tensor, a_index,
-        )  # fmt: skip
-        self.run(tensors, (), current_stream, workspace_tensor)
 
     def operations(self) -> tuple[Any, ...]:
         activation = (epilogue.SquaredRelu(self.tanh_clamp_scale), *self.multiplied_by("prob"))

@@ -53,11 +53,6 @@ class GroupedGemmSwiglu(GatedExperts):
         workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, c_tensor, d_tensor, sfa_tensor, sfb_tensor, padded_offsets, alpha_tensor,
-             d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor, a_index),
-            (), current_stream, workspace_tensor,
-        )  # fmt: skip
 
 
 class GroupedGemmSwigluSm100(GroupedGemmSwiglu):

@@ -64,10 +64,6 @@ class GroupedGemmWgrad(ExpertGradients):
         a_index: Tensor | None = None, b_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``wgrad_tensor``. See :attr:`FusedAPI.run`."""
-        self.run(
-            (a_tensor, b_tensor, sfa_tensor, sfb_tensor, offsets_tensor, wgrad_tensor, wgrad_ptrs, global_scale_a,
-             global_scale_b, a_index, b_index), (), current_stream, workspace_tensor,
-        )  # fmt: skip
 
 
 class GroupedGemmWgradSm100(GroupedGemmWgrad):
