@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -100,6 +101,8 @@ class FusedAPI(APIBase):
             if not cls.execute.__code__.co_names:  # nothing but a docstring
                 cls.execute = cls._passing_on(cls.execute, called)
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{cls._table()}"
+        if hasattr(cls, "objects"):  # existing programs look them up by this name
+            setattr(sys.modules[cls.__module__], f"_cache_of_{cls.__name__}Objects", cls.objects)
 
     @classmethod
     def _passing_on(cls, declared: Callable[..., None], called: Mapping[str, inspect.Parameter]) -> Callable[..., None]:

@@ -116,4 +116,3 @@ def gemm_amax_wrapper(
 
 
 gemm_amax_wrapper_sm100 = gemm_amax_wrapper
-_cache_of_GemmAmaxObjects = _cache_of_GemmAmaxSm100Objects = GemmAmax.objects  # noqa: N816

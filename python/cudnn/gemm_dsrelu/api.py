@@ -99,4 +99,3 @@ def gemm_dsrelu_wrapper(
 
 
 gemm_dsrelu_wrapper_sm100 = gemm_dsrelu_wrapper
-_cache_of_GemmDsreluObjects = _cache_of_GemmDsreluSm100Objects = GemmDsrelu.objects  # noqa: N816

@@ -143,4 +143,3 @@ def gemm_dswiglu_wrapper(
 
 
 gemm_dswiglu_wrapper_sm100 = gemm_dswiglu_wrapper
-_cache_of_GemmDswigluObjects = _cache_of_GemmDswigluSm100Objects = GemmDswiglu.objects  # noqa: N816

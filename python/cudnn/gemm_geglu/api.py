@@ -86,4 +86,3 @@ def gemm_geglu_wrapper(
 
 
 gemm_geglu_wrapper_sm100 = gemm_geglu_wrapper
-_cache_of_GemmGegluObjects = _cache_of_GemmGegluSm100Objects = GemmGeglu.objects  # noqa: N816

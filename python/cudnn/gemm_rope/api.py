@@ -142,4 +142,3 @@ def gemm_rope_wrapper(
 
 
 gemm_rope_wrapper_sm100 = gemm_rope_wrapper
-_cache_of_GemmRopeObjects = _cache_of_GemmRopeSm100Objects = GemmRope.objects  # noqa: N816

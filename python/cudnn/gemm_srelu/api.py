@@ -132,4 +132,3 @@ def gemm_srelu_wrapper(
 
 
 gemm_srelu_wrapper_sm100 = gemm_srelu_wrapper
-_cache_of_GemmSreluObjects = _cache_of_GemmSreluSm100Objects = GemmSrelu.objects  # noqa: N816

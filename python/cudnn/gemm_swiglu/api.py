@@ -104,4 +104,3 @@ def gemm_swiglu_wrapper(
 
 
 gemm_swiglu_wrapper_sm100 = gemm_swiglu_wrapper
-_cache_of_GemmSwigluObjects = _cache_of_GemmSwigluSm100Objects = GemmSwiglu.objects  # noqa: N816

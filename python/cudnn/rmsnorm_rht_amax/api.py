@@ -169,4 +169,3 @@ def rmsnorm_rht_amax_wrapper(
 
 
 rmsnorm_rht_amax_wrapper_sm100 = rmsnorm_rht_amax_wrapper
-_cache_of_RmsNormRhtAmaxObjects = _cache_of_RmsNormRhtAmaxSm100Objects = RmsNormRhtAmax.objects  # noqa: N816

@@ -91,5 +91,3 @@ def discrete_grouped_gemm_dswiglu_wrapper(
 
 
 discrete_grouped_gemm_dswiglu_wrapper_sm100 = discrete_grouped_gemm_dswiglu_wrapper
-_cache_of_DiscreteGroupedGemmDswigluObjects = DiscreteGroupedGemmDswiglu.objects  # noqa: N816
-_cache_of_DiscreteGroupedGemmDswigluSm100Objects = DiscreteGroupedGemmDswiglu.objects  # noqa: N816

@@ -87,5 +87,3 @@ def discrete_grouped_gemm_swiglu_wrapper(
 
 
 discrete_grouped_gemm_swiglu_wrapper_sm100 = discrete_grouped_gemm_swiglu_wrapper
-_cache_of_DiscreteGroupedGemmSwigluObjects = DiscreteGroupedGemmSwiglu.objects  # noqa: N816
-_cache_of_DiscreteGroupedGemmSwigluSm100Objects = DiscreteGroupedGemmSwiglu.objects  # noqa: N816

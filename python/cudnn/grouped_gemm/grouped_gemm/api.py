@@ -110,4 +110,3 @@ def grouped_gemm_wrapper(
 
 
 grouped_gemm_wrapper_sm100 = grouped_gemm_wrapper
-_cache_of_GroupedGemmObjects = _cache_of_GroupedGemmSm100Objects = GroupedGemm.objects  # noqa: N816

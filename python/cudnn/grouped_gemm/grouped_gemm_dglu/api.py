@@ -142,4 +142,3 @@ def grouped_gemm_dglu_wrapper(
 
 
 grouped_gemm_dglu_wrapper_sm100 = grouped_gemm_dglu_wrapper
-_cache_of_GroupedGemmDgluObjects = _cache_of_GroupedGemmDgluSm100Objects = GroupedGemmDglu.objects  # noqa: N816

@@ -137,4 +137,3 @@ def grouped_gemm_dsrelu_wrapper(
 
 
 grouped_gemm_dsrelu_wrapper_sm100 = grouped_gemm_dsrelu_wrapper
-_cache_of_GroupedGemmDsreluObjects = _cache_of_GroupedGemmDsreluSm100Objects = GroupedGemmDsrelu.objects  # noqa: N816

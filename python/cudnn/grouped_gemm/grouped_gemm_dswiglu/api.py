@@ -85,4 +85,3 @@ def grouped_gemm_dswiglu_wrapper(
 
 
 grouped_gemm_dswiglu_wrapper_sm100 = grouped_gemm_dswiglu_wrapper
-_cache_of_GroupedGemmDswigluObjects = _cache_of_GroupedGemmDswigluSm100Objects = GroupedGemmDswiglu.objects  # noqa: N816

@@ -129,4 +129,3 @@ def grouped_gemm_glu_wrapper(
 
 
 grouped_gemm_glu_wrapper_sm100 = grouped_gemm_glu_wrapper
-_cache_of_GroupedGemmGluObjects = _cache_of_GroupedGemmGluSm100Objects = GroupedGemmGlu.objects  # noqa: N816

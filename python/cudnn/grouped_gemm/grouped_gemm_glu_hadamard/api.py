@@ -197,5 +197,3 @@ def grouped_gemm_glu_hadamard_wrapper(
 
 
 grouped_gemm_glu_hadamard_wrapper_sm100 = grouped_gemm_glu_hadamard_wrapper
-_cache_of_GroupedGemmGluHadamardObjects = GroupedGemmGluHadamard.objects  # noqa: N816
-_cache_of_GroupedGemmGluHadamardSm100Objects = GroupedGemmGluHadamard.objects  # noqa: N816

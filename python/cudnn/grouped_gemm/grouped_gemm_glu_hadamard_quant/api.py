@@ -97,5 +97,3 @@ def grouped_gemm_glu_hadamard_quant_wrapper(
 
 
 grouped_gemm_glu_hadamard_quant_wrapper_sm100 = grouped_gemm_glu_hadamard_quant_wrapper
-_cache_of_GroupedGemmGluHadamardQuantObjects = GroupedGemmGluHadamardQuant.objects  # noqa: N816
-_cache_of_GroupedGemmGluHadamardQuantSm100Objects = GroupedGemmGluHadamardQuant.objects  # noqa: N816

@@ -135,4 +135,3 @@ def grouped_gemm_quant_wrapper(
 
 
 grouped_gemm_quant_wrapper_sm100 = grouped_gemm_quant_wrapper
-_cache_of_GroupedGemmQuantObjects = _cache_of_GroupedGemmQuantSm100Objects = GroupedGemmQuant.objects  # noqa: N816

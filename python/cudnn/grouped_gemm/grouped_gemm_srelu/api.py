@@ -115,4 +115,3 @@ def grouped_gemm_srelu_wrapper(
 
 
 grouped_gemm_srelu_wrapper_sm100 = grouped_gemm_srelu_wrapper
-_cache_of_GroupedGemmSreluObjects = _cache_of_GroupedGemmSreluSm100Objects = GroupedGemmSrelu.objects  # noqa: N816

@@ -76,4 +76,3 @@ def grouped_gemm_swiglu_wrapper(
 
 
 grouped_gemm_swiglu_wrapper_sm100 = grouped_gemm_swiglu_wrapper
-_cache_of_GroupedGemmSwigluObjects = _cache_of_GroupedGemmSwigluSm100Objects = GroupedGemmSwiglu.objects  # noqa: N816

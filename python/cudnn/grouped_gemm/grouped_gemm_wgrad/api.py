@@ -119,4 +119,3 @@ def get_grouped_gemm_wgrad_workspace_size(
 
 get_grouped_gemm_wgrad_workspace_size_sm100 = get_grouped_gemm_wgrad_workspace_size
 grouped_gemm_wgrad_wrapper_sm100 = grouped_gemm_wgrad_wrapper
-_cache_of_GroupedGemmWgradObjects = _cache_of_GroupedGemmWgradSm100Objects = GroupedGemmWgrad.objects  # noqa: N816

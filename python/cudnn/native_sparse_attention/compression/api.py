@@ -161,6 +161,3 @@ def compression_attention_wrapper(
         lse = torch.empty(shape, dtype=torch.float32, device=q_tensor.device)
         lse = lse if q_tensor.ndim == 4 else lse.permute(2, 1, 0)
     return written(CompressionAttention, locals(), o=o, lse=lse)
-
-
-_cache_of_CompressionAttentionObjects = CompressionAttention.objects  # noqa: N816

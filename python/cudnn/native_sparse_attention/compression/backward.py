@@ -101,6 +101,3 @@ def compression_attention_backward_wrapper(
     CompressionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
     dq, dk, dv = map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
     return written(CompressionAttentionBackward, locals(), dq=dq, dk=dk, dv=dv)
-
-
-_cache_of_CompressionAttentionBackwardObjects = CompressionAttentionBackward.objects  # noqa: N816

@@ -133,6 +133,3 @@ def selection_attention_wrapper(
     o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     sums, maxima = (torch.empty((*rows, 1), dtype=torch.float32, device=q_tensor.device) for _ in range(2))
     return written(SelectionAttention, locals(), o=o, l=sums, m=maxima)
-
-
-_cache_of_SelectionAttentionObjects = SelectionAttention.objects  # noqa: N816

@@ -140,6 +140,3 @@ def selection_attention_backward_wrapper(
     part, choosing_tensor, choosing_ends_tensor = chosen_by or turned_around(*lists, block_size, is_causal)
     adds = added_to is not None
     return written(SelectionAttentionBackward, locals(), dq=dq, dk=dk, dv=dv)
-
-
-_cache_of_SelectionAttentionBackwardObjects = SelectionAttentionBackward.objects  # noqa: N816

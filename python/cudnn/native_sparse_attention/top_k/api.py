@@ -191,6 +191,3 @@ def topk_reduction_wrapper(
     if not packed:
         scores, indices = scores.transpose(1, 2), indices.transpose(1, 2)
     return written(TopKReduction, locals(), topk_scores=scores, topk_indices=indices)
-
-
-_cache_of_TopKReductionObjects = TopKReduction.objects  # noqa: N816
