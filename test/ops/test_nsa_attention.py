@@ -154,6 +154,20 @@ def test_gradients_are_those_of_the_dense_computation() -> None:
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_sequences_of_one_row(packed: bool) -> None:
+    """cuDNN has none of one row and one key."""
+    call, options = tensors((1, 1, 1), stride=1), {**OPTIONS, "compress_stride": 1}
+    of, expected = leaves(call), dense(call, options=options)
+    given = {**call, "max_seqlen": 1} if packed else batched(call, 3)
+    out = nsa_attention(**given, **options)
+    found = out if packed else out.transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    for mine, other in zip(*(torch.autograd.grad((x * weights).sum(), of) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 @pytest.mark.parametrize(
     ("arch", "batch", "stride"),
     brief(

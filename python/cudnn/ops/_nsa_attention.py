@@ -474,6 +474,9 @@ def nsa_window_bwd(
     rows = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
     inputs = {**{name: aligned(x) for name, x in rows.items()}, "stats": stats}
     gradients = _gradients(d_o, q, k, v)
+    if longest == 1:  # a row's one weight is 1, whatever its score; cuDNN has no gradients of one row and one key
+        dq, dk, dv = gradients
+        return dq.zero_(), dk.zero_(), torch.sum(d_o.unflatten(1, (k.shape[1], -1)), 2, out=dv)
     outputs = {f"d{x}": out for x, out in zip("qkv", gradients, strict=True)}
     _window(_window_backward_cache, describe_backward, inputs, outputs, ends, scale, window, longest)
     return gradients
