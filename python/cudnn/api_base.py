@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.lazy import torch
 
 
@@ -63,13 +63,13 @@ def check_tensor(where: str, name: str, tensor: Any) -> None:
     kind = type(tensor)
     cure = f"pass torch.from_numpy({name})" if kind.__module__ == "numpy" else ""
     got = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    raise TypeError(refusal(where, f"{name} tensor", got, "a torch.Tensor", cure))
+    raise refused(TypeError, where, f"{name} tensor", got, "a torch.Tensor", cure)
 
 
 def check_rank(where: str, name: str, tensor: Any, ranks: Sequence[int], allowed: str) -> None:
     """Raises unless a tensor has one of these numbers of dimensions."""
     if tensor.ndim not in ranks:
-        raise ValueError(refusal(where, f"{name} tensor", f"the shape {tuple(tensor.shape)}", allowed))
+        raise refused(ValueError, where, f"{name} tensor", f"the shape {tuple(tensor.shape)}", allowed)
 
 
 def stride_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ class APIBase(ABC):
         """Raises unless these, which a constructor or wrapper looks at before all else is checked, are tensors."""
         for name, tensor in tensors.items():
             if tensor is None:
-                raise ValueError(refusal(cls._title(), f"{name} tensor", "None", "a tensor"))
+                raise refused(ValueError, cls._title(), f"{name} tensor", "None", "a tensor")
             check_tensor(cls._title(), name, tensor)
 
     @classmethod

@@ -19,7 +19,7 @@ from cudnn.backend import library
 from cudnn.backend.handle import Handle, default_handle, resolve
 from cudnn.datatypes import _is_torch_tensor  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import heur_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.program import keys_by_uid
@@ -109,13 +109,12 @@ def autotune(
             tensors, workspace, handle=handle, iterations=iterations, cache=cache
         )
     if not isinstance(tensors, Mapping):
-        raise TypeError(refusal("autotune", "tensors", type(tensors).__name__, "a dict, as for execute", "pass a dict"))
+        raise refused(TypeError, "autotune", "tensors", type(tensors).__name__, "a dict, as for execute", "pass a dict")
     if iterations < 1:
-        raise ValueError(refusal("autotune", "iterations", iterations, "1 or more"))
+        raise refused(ValueError, "autotune", "iterations", iterations, "1 or more")
     if isinstance(workspace, int):
-        raise TypeError(
-            refusal("autotune", "workspace", "an address", "a tensor, whose size is known, or None", "pass the tensor")
-        )
+        raise refused(TypeError, "autotune", "workspace", "an address", "a tensor, whose size is known, or None",
+                      "pass the tensor")  # fmt: skip
     if not graph.get_execution_plan_count():
         graph.validate()
         graph.build_operation_graph()
@@ -125,7 +124,7 @@ def autotune(
     own = graph._handle if handle is None else handle  # pyright: ignore[reportPrivateUsage]
     used = default_handle(graph._device()) if own is None else resolve(own)  # pyright: ignore[reportPrivateUsage]
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(refusal("autotune", "stream", "one being captured", "any other", "tune before the capture"))
+        raise refused(RuntimeError, "autotune", "stream", "one being captured", "any other", "tune before the capture")
     choice = _Choice(graph, torch.cuda.get_device_name(used.device)) if cache else None
     kept = choice.read() if choice else None
     if kept is not None and _adopt(graph, kept, workspace):
@@ -186,10 +185,9 @@ def _kept_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[None]:
             if data is None:
                 continue
             if isinstance(data, int):
-                raise TypeError(
-                    refusal("autotune", f"output {tensor.name!r} (uid {tensor.get_uid()})", "an address", "a tensor, "
-                            "whose content is put back after the measurement", "pass the tensor")
-                )  # fmt: skip
+                raise refused(TypeError, "autotune", f"output {tensor.name!r} (uid {tensor.get_uid()})", "an address",
+                              "a tensor, " "whose content is put back after the measurement",
+                              "pass the tensor")  # fmt: skip
             view = data if _is_torch_tensor(data) else torch.from_dlpack(data)
             saved.append((view, view.detach().clone()))
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from cudnn.enums import data_type
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.lazy import torch
 
 
@@ -98,7 +98,7 @@ def _convert_to_cutlass_data_type(dtype: object, interpret_uint8_as_fp4x2: bool 
     found = _torch_to_cutlass_data_type(given, interpret_uint8_as_fp4x2)
     if found is None:
         allowed = ", ".join(f"torch.{name}" for name in _cutlass_types())
-        raise ValueError(refusal("data type for the CuTe DSL", "dtype", repr(dtype), allowed))
+        raise refused(ValueError, "data type for the CuTe DSL", "dtype", repr(dtype), allowed)
     return found
 
 

@@ -6,7 +6,9 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=Exception)
 
 
 class cudnnGraphNotSupportedError(Exception):  # noqa: N801  (the public name of the cuDNN Python API)
@@ -50,6 +52,11 @@ def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") ->
     return f"{text} To fix it, {cure}." if cure else text
 
 
+def refused(kind: type[E], where: str, what: str, got: object, allowed: str, cure: str = "") -> E:
+    """The exception of a kind whose text is a refusal, to be raised."""
+    return kind(refusal(where, what, got, allowed, cure))
+
+
 def misfit(
     where: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TypeError | None:
@@ -80,8 +87,8 @@ def checked_number(
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if integer else numbers.Real):
         cure = f"pass {what}.item()" if hasattr(value, "item") else ""
         allowed = allowed or ("an int" if integer else "a float")
-        raise TypeError(refusal(where, what, type(value).__name__, allowed, cure))
+        raise refused(TypeError, where, what, type(value).__name__, allowed, cure)
     if math.isnan(value) or (math.isinf(value) and not limit):
-        raise ValueError(refusal(where, what, value, "numbers" if limit else "finite numbers"))
+        raise refused(ValueError, where, what, value, "numbers" if limit else "finite numbers")
     kind: Any = int if integer else float
     return kind(value)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cudnn.backend.handle import Handle
 from cudnn.enums import data_type, heur_mode
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.pygraph.graph import pygraph
 
 P = ParamSpec("P")
@@ -55,7 +55,7 @@ def jit(
     if any(not isinstance(mode, heur_mode) for mode in modes):
         got = "a function" if callable(heur_modes) else repr(heur_modes)
         cure = "write @cudnn.jit(), with parentheses" if callable(heur_modes) else "pass cudnn.heur_mode.A, say"
-        raise TypeError(refusal("jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", cure))
+        raise refused(TypeError, "jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", cure)
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
         @functools.wraps(function)
@@ -63,7 +63,7 @@ def jit(
             found: Any = function(*args, **kwargs)
             if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], pygraph):
                 what, allowed = f"what {function.__name__}() returned", "(graph, tensors)"
-                raise TypeError(refusal("jit", what, type(found).__name__, allowed, "return both, as `g, [a, b, out]`"))
+                raise refused(TypeError, "jit", what, type(found).__name__, allowed, "return both, as `g, [a, b, out]`")
             built, tensors = found
             if built.get_execution_plan_count() <= 0:
                 built.build(modes)
@@ -81,7 +81,7 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
         TypeError: ``key_fn`` is no function; later, it returned a value that is not hashable, such as a list.
     """
     if not callable(key_fn):
-        raise TypeError(refusal("graph_cache", "key_fn", repr(key_fn), "a function of the same arguments"))
+        raise refused(TypeError, "graph_cache", "key_fn", repr(key_fn), "a function of the same arguments")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         results: dict[Hashable, R] = {}
@@ -96,7 +96,7 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
                 pass
             except TypeError as error:
                 what, cure = f"what key_fn of {function.__name__} returned", "return tuples in place of lists"
-                raise TypeError(refusal("graph_cache", what, repr(key), "a hashable value", cure)) from error
+                raise refused(TypeError, "graph_cache", what, repr(key), "a hashable value", cure) from error
             made = function(*args, **kwargs)
             with lock:
                 made = results.setdefault(key, made)

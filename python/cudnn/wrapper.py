@@ -14,7 +14,7 @@ from cudnn.autotune import TuningReport, autotune
 from cudnn.backend.handle import Handle, default_handle, destroy_handle, set_stream
 from cudnn.datatypes import _cudnn_to_torch_data_type, _is_torch_tensor
 from cudnn.enums import data_type, heur_mode
-from cudnn.errors import misfit, refusal
+from cudnn.errors import misfit, refused
 from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.node import NOT_SET
@@ -72,7 +72,7 @@ class _Results(list[Any]):
             raise AttributeError(f"'list' object has no attribute {name!r}")
         ports = ", ".join("_" if x is None else x.name.rpartition("::")[2].lower() or "_" for x in self)
         cure = f"write {ports} = graph.{self._method}(...)"
-        raise AttributeError(refusal(self._node, name, "a list of results", "one tensor", cure))
+        raise refused(AttributeError, self._node, name, "a list of results", "one tensor", cure)
 
 
 class Graph(Operations):
@@ -112,7 +112,7 @@ class Graph(Operations):
     ) -> None:
         for what, value in (("inputs", inputs), ("outputs", outputs), ("heuristics", heuristics)):
             if value is not None and not isinstance(value, (list, tuple)):
-                raise ValueError(refusal("Graph", what, type(value).__name__, "a list or a tuple", f"pass [{value!r}]"))
+                raise refused(ValueError, "Graph", what, type(value).__name__, "a list or a tuple", f"pass [{value!r}]")
         if isinstance(handle, str):
             _check_auto(handle)
             handle = None
@@ -144,9 +144,8 @@ class Graph(Operations):
     # Building.
     def __enter__(self) -> Graph:
         if self._graph is not None:
-            raise RuntimeError(
-                refusal("Graph", "with block", "a second one", "one per Graph", "make a new cudnn.Graph")
-            )
+            raise refused(RuntimeError, "Graph", "with block", "a second one", "one per Graph",
+                          "make a new cudnn.Graph")  # fmt: skip
         self._graph = self._described = pygraph(handle=self._handle, **self._kwargs)
         self._open = True
         return self
@@ -165,10 +164,8 @@ class Graph(Operations):
 
     def _built(self) -> pygraph:
         if self._graph is None:
-            raise RuntimeError(
-                refusal("Graph", "use", "a graph that was not built", "a graph after its with block",
-                        "write 'with cudnn.Graph(...) as graph:' and add operations inside")
-            )  # fmt: skip
+            raise refused(RuntimeError, "Graph", "use", "a graph that was not built", "a graph after its with block",
+                          "write 'with cudnn.Graph(...) as graph:' and add operations inside")  # fmt: skip
         return self._graph
 
     @staticmethod
@@ -223,18 +220,16 @@ class Graph(Operations):
             tensor = self._find(key)
             if tensor is None or tensor not in allowed:
                 why = " (a virtual tensor)" if tensor is not None and tensor.is_virtual else ""
-                raise ValueError(
-                    refusal("Graph", what, f"{_shown(key)}{why}", f"one of {self._listing(allowed)}", "use these names")
-                )
+                raise refused(ValueError, "Graph", what, f"{_shown(key)}{why}", f"one of {self._listing(allowed)}",
+                              "use these names")  # fmt: skip
             if tensor in found:
-                raise ValueError(refusal("Graph", what, f"{_shown(key)} twice", "each tensor once", "drop one"))
+                raise refused(ValueError, "Graph", what, f"{_shown(key)} twice", "each tensor once", "drop one")
             found.append(tensor)
         missing = [tensor for tensor in needed if tensor not in found]
         if missing:
             names = self._listing(missing)
-            raise ValueError(
-                refusal("Graph", what, f"a list without {names}", f"all {what} of the graph", f"add {names} to it")
-            )
+            raise refused(ValueError, "Graph", what, f"a list without {names}", f"all {what} of the graph",
+                          f"add {names} to it")  # fmt: skip
         return found
 
     def _listing(self, tensors: Iterable[Tensor]) -> str:
@@ -263,19 +258,17 @@ class Graph(Operations):
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _LIFE_CYCLE:
-            raise RuntimeError(
-                refusal("Graph", name, "a call", "operations, tensors and queries: a cudnn.Graph goes through its life "
-                        "cycle by itself", "use cudnn.pygraph for the single steps")
-            )  # fmt: skip
+            raise refused(RuntimeError, "Graph", name, "a call",
+                          "operations, tensors and queries: a cudnn.Graph goes through its life " "cycle by itself",
+                          "use cudnn.pygraph for the single steps")  # fmt: skip
         if not callable(getattr(pygraph, name, None)):
             alike = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
             cure = f"write {alike[0]}" if alike else "look at dir(cudnn.Graph())"
-            raise AttributeError(refusal("Graph", "attribute", repr(name), "an operation of cudnn.pygraph", cure))
+            raise refused(AttributeError, "Graph", "attribute", repr(name), "an operation of cudnn.pygraph", cure)
         method = getattr(self._built(), name)
         if not self._open:
-            raise RuntimeError(
-                refusal("Graph", name, "a call after the with block", "operations inside it", "make a new cudnn.Graph")
-            )
+            raise refused(RuntimeError, "Graph", name, "a call after the with block", "operations inside it",
+                          "make a new cudnn.Graph")  # fmt: skip
         return partial(self._make_tensor if name in _TENSOR_METHODS else self._add_node, method)
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
@@ -294,9 +287,8 @@ class Graph(Operations):
         self._counters[method.__name__] = index + 1
         node = kwargs.pop("name", None) or f"{method.__name__}.{index}"
         if node in self._node_names:
-            raise ValueError(
-                refusal("Graph", f"name of {method.__name__}", repr(node), "a name once", "choose another name")
-            )
+            raise refused(ValueError, "Graph", f"name of {method.__name__}", repr(node), "a name once",
+                          "choose another name")  # fmt: skip
         self._node_names.add(node)
         positional = [self._argument(f"{node}::{position}", value) for position, value in enumerate(args)]
         keyword = {key: self._argument(f"{node}::{key}", value) for key, value in kwargs.items()}
@@ -349,9 +341,8 @@ class Graph(Operations):
         """
         graph = self._built()
         if self._open:
-            raise RuntimeError(
-                refusal("Graph", "call", "inside the with block", "after it", "move the call out of the block")
-            )
+            raise refused(RuntimeError, "Graph", "call", "inside the with block", "after it",
+                          "move the call out of the block")  # fmt: skip
         if isinstance(handle, str):
             _check_auto(handle)
             handle = default_handle(graph._device())  # pyright: ignore[reportPrivateUsage]
@@ -362,10 +353,9 @@ class Graph(Operations):
             self._autotune(args, self._workspace if none else workspace, handle=handle)
         if workspace is None:
             if self._workspace_size and not self._workspace_alloc:
-                raise RuntimeError(
-                    refusal("Graph", "workspace", "none", f"{self._workspace_size} bytes on the device, since the "
-                            "graph was made with workspace_alloc=False", "pass workspace=")
-                )  # fmt: skip
+                raise refused(RuntimeError, "Graph", "workspace", "none",
+                              f"{self._workspace_size} bytes on the device, since the "
+                              "graph was made with workspace_alloc=False", "pass workspace=")  # fmt: skip
             workspace = self._workspace
         graph.execute(pack, workspace, handle)
         outputs = list(made.values())
@@ -396,9 +386,8 @@ class Graph(Operations):
         order = self._inputs if len(args) == len(self._inputs) else self._all_inputs
         if len(args) != len(order):
             names = self._listing(self._inputs)
-            raise ValueError(
-                refusal("Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}", "pass them in order")
-            )
+            raise refused(ValueError, "Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}",
+                          "pass them in order")  # fmt: skip
         pack = {**self._values, **dict(zip(order, args, strict=True))}
         made = self._allocate(pack, self._outputs)
         return {**pack, **made}, made
@@ -410,22 +399,19 @@ class Graph(Operations):
             if tensor is None or (tensor not in self._all_inputs and tensor not in self._outputs):
                 why = " (a virtual tensor; set_output(True) makes it an output)" if tensor in self._tensors else ""
                 listing = self._listing([*self._all_inputs, *self._outputs])
-                raise ValueError(
-                    refusal("Graph", "key", f"{_shown(key)}{why}", f"{listing}, or their assigned names, uids or "
-                            "tensors", "correct the key")
-                )  # fmt: skip
+                raise refused(ValueError, "Graph", "key", f"{_shown(key)}{why}",
+                              f"{listing}, or their assigned names, uids or " "tensors", "correct the key")  # fmt: skip
             if tensor in given:
                 got = f"{_shown(key)}, another key for {self._name(tensor)!r}"
-                raise ValueError(refusal("Graph", "key", got, "one key for each tensor", "drop one"))
+                raise refused(ValueError, "Graph", "key", got, "one key for each tensor", "drop one")
             if value is not None:
                 given[tensor] = value
         pack = {**self._values, **given}
         missing = [tensor for tensor in self._all_inputs if tensor not in pack]
         if missing:
             names = self._listing(missing)
-            raise RuntimeError(
-                refusal("Graph", "inputs", f"no data for {names}", "data for every input", "add it to the dict")
-            )
+            raise refused(RuntimeError, "Graph", "inputs", f"no data for {names}", "data for every input",
+                          "add it to the dict")  # fmt: skip
         made = self._allocate(pack, [tensor for tensor in self._outputs if tensor not in pack])
         return {**pack, **made}, made
 
@@ -436,10 +422,9 @@ class Graph(Operations):
         for tensor in outputs:
             kind = _cudnn_to_torch_data_type(tensor.data_type)
             if kind is None or tensor.data_type is data_type.FP4_E2M1:
-                raise NotImplementedError(
-                    refusal("Graph", f"output {self._name(tensor)!r}", tensor.data_type.name, "a type of which PyTorch "
-                            "can allocate single elements", "call with a dict that holds memory for this output")
-                )  # fmt: skip
+                raise refused(NotImplementedError, "Graph", f"output {self._name(tensor)!r}", tensor.data_type.name,
+                              "a type of which PyTorch " "can allocate single elements",
+                              "call with a dict that holds memory for this output")  # fmt: skip
             made[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=kind, device=device)
         return made
 
@@ -487,9 +472,8 @@ class Graph(Operations):
         A description without a plan is built here.
         """
         if self._graph is not None:
-            raise RuntimeError(
-                refusal("Graph", "deserialize", "a graph with operations", "a new one", "call Graph.deserialize(data)")
-            )
+            raise refused(RuntimeError, "Graph", "deserialize", "a graph with operations", "a new one",
+                          "call Graph.deserialize(data)")  # fmt: skip
         graph = pygraph(handle=self._handle, **self._kwargs)
         graph.deserialize(*arguments)
         data = arguments[-1]
@@ -524,7 +508,7 @@ def _identity(value: Any) -> Any:
 
 def _check_auto(handle: str) -> None:
     if handle != "auto":
-        raise ValueError(refusal("Graph", "handle", repr(handle), "a handle, None or 'auto'", "call create_handle()"))
+        raise refused(ValueError, "Graph", "handle", repr(handle), "a handle, None or 'auto'", "call create_handle()")
 
 
 def _device_of(array: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from cudnn.backend import library
 from cudnn.backend.handle import Handle, Lane, on_device
-from cudnn.errors import CudnnError, refusal
+from cudnn.errors import CudnnError, refused
 
 _log = logging.getLogger("cudnn")
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
@@ -96,10 +96,8 @@ class Chain:
         self._graph = graph
         self._last: list[c_void_p] = []
         if not _is_empty(graph):
-            raise ValueError(
-                refusal("populate_cuda_graph", "graph", "a CUDA graph with nodes", "an empty one",
-                        "make another with cudaGraphCreate, and add it to yours as a child graph")
-            )  # fmt: skip
+            raise refused(ValueError, "populate_cuda_graph", "graph", "a CUDA graph with nodes", "an empty one",
+                          "make another with cudaGraphCreate, and add it to yours as a child graph")  # fmt: skip
         with on_device(handle.device) as context:
             self._before = [self._add_copy(copy, context) for copy in before]
             inner = c_void_p()

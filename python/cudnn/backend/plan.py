@@ -20,7 +20,7 @@ from cudnn.backend.engine import EngineConfig, OperationGraph, heuristics
 from cudnn.backend.enums import DescriptorType
 from cudnn.backend.handle import Handle, resolve
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, numerical_note
-from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refused
 
 _log = logging.getLogger("cudnn")
 _VARIANT_PACK = int(DescriptorType.VARIANT_PACK)
@@ -145,7 +145,7 @@ class ExecutionPlan:
         """
         if resolve(handle).is_reference:
             what = "one that selects the reference executor"
-            raise ValueError(refusal("ExecutionPlan.from_json", "handle", what, "a handle of a GPU"))
+            raise refused(ValueError, "ExecutionPlan.from_json", "handle", what, "a handle of a GPU")
         descriptor = Descriptor.make(
             DescriptorType.EXECUTION_PLAN,
             {Attribute.EXECUTION_PLAN_HANDLE: handle, Attribute.EXECUTION_PLAN_JSON_REPRESENTATION: text},
@@ -225,13 +225,11 @@ class ExecutionPlan:
     def _first_pack(self, key: tuple[int, ...]) -> _Packs:
         if len(key) != len(self.uids) + 2:
             given = len(key) - 2
-            raise ValueError(
-                refusal("variant pack", "pointers", given, f"{len(self.uids)}, one for each of the uids {self.uids}")
-            )
+            raise refused(ValueError, "variant pack", "pointers", given,
+                          f"{len(self.uids)}, one for each of the uids {self.uids}")  # fmt: skip
         if resolve(key[-1]).is_reference:
-            raise ValueError(
-                refusal("variant pack", "handle", "one that selects the reference executor", "a handle of a GPU")
-            )
+            raise refused(ValueError, "variant pack", "handle", "one that selects the reference executor",
+                          "a handle of a GPU")  # fmt: skip
         mine = self._by_handle[key[-1]] = _Packs(self._new_pack())
         return mine
 
@@ -321,10 +319,11 @@ class ExecutionPlan:
         native = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
         if not self.fills_cuda_graphs:
             notes = ", ".join(note.name for note in self.config.behavior_notes) or "none"
-            raise cudnnGraphNotSupportedError(
-                refusal("populate_cuda_graph", f"notes of the plan {self.config.tag}", notes, native.name,
-                        f"call select_behavior_notes([{native.name}]) before build_plans(), or capture execute() in a "
-                        "stream instead")
+            raise refused(
+                cudnnGraphNotSupportedError, "populate_cuda_graph", f"notes of the plan {self.config.tag}", notes,
+                native.name,
+                f"call select_behavior_notes([{native.name}]) before build_plans(), or capture execute() in a "
+                "stream instead"
             )  # fmt: skip
         self._with_cuda_graph(
             self._library.populate_cuda_graph, "populating a CUDA graph", handle, pointers, workspace, graph

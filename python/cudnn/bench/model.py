@@ -36,7 +36,7 @@ from cudnn import registry
 from cudnn.bench import BENCHMARKS, Row, find
 from cudnn.bench.report import Report
 from cudnn.bench.sass import Epilogue, Facts, disassemble, disassembler, facts
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.gemm.formats import SUM_SCALES
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -111,7 +111,7 @@ def declared(name: str) -> Any:
         ValueError: no such one.
     """
     if name not in registry.gemms():
-        raise ValueError(refusal("epilogues", "name", repr(name), ", ".join(registry.gemms())))
+        raise refused(ValueError, "epilogues", "name", repr(name), ", ".join(registry.gemms()))
     return registry.find(name)
 
 
@@ -129,7 +129,7 @@ def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
     from cudnn.bench import declared as benchmarks
 
     if dtype not in TYPES:
-        raise ValueError(refusal("epilogues", "dtype", repr(dtype), ", ".join(TYPES)))
+        raise refused(ValueError, "epilogues", "dtype", repr(dtype), ", ".join(TYPES))
     alone = (*((Scale(),) if dtype == "fp8" else ()), StoreTile("z", TYPES[dtype].out))
     return {ALONE: alone, **benchmarks.epilogues(declared(name), dtype)}
 
@@ -223,10 +223,8 @@ def kernel(arch: str, configuration: GemmConfiguration) -> Kernel:
         return examine(arch, configuration)
     name = key(arch, configuration)
     if name not in table():
-        raise UnknownKernelError(
-            refusal("cudnn bench --model", "configuration", name, "one in the table of machine code",
-                    "pip install nvidia-cuda-nvdisasm")
-        )  # fmt: skip
+        allowed, cure = "one in the table of machine code", "pip install nvidia-cuda-nvdisasm"
+        raise refused(UnknownKernelError, "cudnn bench --model", "configuration", name, allowed, cure)
     return table()[name]
 
 
@@ -317,7 +315,7 @@ def predict(
     clusters = machine.multiprocessors // (c.cluster[0] * c.cluster[1])
     if min(m, n, k) < 1 or not clusters:
         got = f"{m}x{n}x{k}, a cluster of {c.cluster}"
-        raise ValueError(refusal("predict", "problem", got, "sizes from 1, a cluster that fits"))
+        raise refused(ValueError, "predict", "problem", got, "sizes from 1, a cluster that fits")
     cycles, moved = tile_cycles(machine, c, kernel, k)
     tiles = -(-m // (ROWS * c.cluster[0])) * -(-n // (c.tile[1] * c.cluster[1]))
     rounds = -(-tiles // clusters)
@@ -387,7 +385,7 @@ def compare(report: Report) -> list[Comparison]:
     name = next((name for name in BENCHMARKS if find(name).title == report.title), "")
     if machine is None or report.dtype not in TYPES:
         names = ", ".join(found.name for found in MACHINES.values())
-        raise ValueError(refusal("compare", "run", f"{report.device}, {report.dtype}", f"{names}; {', '.join(TYPES)}"))
+        raise refused(ValueError, "compare", "run", f"{report.device}, {report.dtype}", f"{names}; {', '.join(TYPES)}")
     known = epilogues(name, report.dtype)
     found = []
     for row in report.rows:

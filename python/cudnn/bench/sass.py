@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 
 MMA = re.compile(r"(HGMMA|QGMMA|IGMMA|UTC[A-Z]*MMA)\b")
 _WAIT = re.compile(r"(SYNCS\.PHASECHK|WARPGROUP\.DEPBAR|DEPBAR|BAR\.SYNC|UCGABAR_WAIT|NANOSLEEP|WARPSYNC|UTCBAR)\b")
@@ -102,7 +102,7 @@ class Program:
                 lines[-1][1] = int(word[1], 16) >> _MASK & 0x3F
         addresses = [int(found[1], 16) for found, _ in lines]
         if not addresses or addresses != sorted(set(addresses)):
-            raise ValueError(refusal("Program", "instructions", f"{len(addresses)}", "those of one kernel"))
+            raise refused(ValueError, "Program", "instructions", f"{len(addresses)}", "those of one kernel")
         self.instructions = [self._instruction(found, mask, labels) for found, mask in lines]
         self.labels = frozenset(labels.values())
 
@@ -227,7 +227,7 @@ def facts(text: str) -> Facts:
     around = program.loops_around(products)
     if len(kinds) != 1 or len(around) < 2:
         allowed = "one kind, in a loop over k in one over tiles"
-        raise ValueError(refusal("facts", "products", f"{kinds} in {len(around)} loops", allowed))
+        raise refused(ValueError, "facts", "products", f"{kinds} in {len(around)} loops", allowed)
     over_k, over_tiles = around[:2]
     reads = program.places("LDTM")
     own = program.loops_around(reads)[0] if reads else over_tiles - over_k
@@ -278,13 +278,12 @@ def disassemble(cubin: bytes) -> str:
     """
     tool = disassembler()
     if tool is None:
-        raise FileNotFoundError(
-            refusal("disassemble", "nvdisasm", "None", "a program on this machine", "pip install nvidia-cuda-nvdisasm")
-        )
+        raise refused(FileNotFoundError, "disassemble", "nvdisasm", "None", "a program on this machine",
+                      "pip install nvidia-cuda-nvdisasm")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         done = subprocess.run([tool, "-c", "-hex", "-ndf", str(path)], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(refusal("disassemble", "cubin", done.stderr.strip(), "a cubin that nvdisasm knows"))
+        raise refused(RuntimeError, "disassemble", "cubin", done.stderr.strip(), "a cubin that nvdisasm knows")
     return done.stdout

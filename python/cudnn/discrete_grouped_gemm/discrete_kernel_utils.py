@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused import addresses
 
 
@@ -18,4 +18,4 @@ def _require_pointer_tensor(t: Any, name: str, expected_len: int | None = None) 
     where = "discrete_grouped_gemm"
     addresses.check(where, name, t, expected_len, getattr(t, "device", None))
     if not t.is_cuda:
-        raise ValueError(refusal(where, f"{name} must be a CUDA tensor", f"one on {t.device}", "one on a CUDA device"))
+        raise refused(ValueError, where, f"{name} must be a CUDA tensor", f"one on {t.device}", "one on a CUDA device")

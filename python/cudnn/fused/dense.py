@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.gemm import ONE, OPERAND_TYPES, FusedGemm, OperandType
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import BlockScales, Matrix, TensorSpec
@@ -75,10 +75,10 @@ class DenseGemm(FusedGemm):
             if len(shapes[name]) != 3:
                 got, allowed = f"the shape {tuple(shapes[name])}", f"three dimensions, {dims}"
                 cure = f"pass {name}.unsqueeze(-1), a batch of one" if len(shapes[name]) == 2 else ""
-                raise ValueError(refusal(cls._title(), f"{name} tensor", got, allowed, cure))
+                raise refused(ValueError, cls._title(), f"{name} tensor", got, allowed, cure)
         (m, k, batch), n = shapes["a"], shapes["b"][0]
         if min(n, k, batch) < 1:
-            raise ValueError(refusal(cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1"))
+            raise refused(ValueError, cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1")
         scaled = {"vector": options["sf_vec_size"], "sfb_rows": options.get("sfb_rows", SUM_VECTOR)}
         return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, **scaled}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import (
@@ -88,7 +88,7 @@ def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
     """Raises for numbers that situglu cannot have, where it is asked for."""
     for name in SITU if str(arguments.get("act_func")).endswith("situglu") else ():
         if checked_number(where, name, arguments.get(name, 1.0)) <= 0:
-            raise ValueError(refusal(where, name, arguments[name], "finite positive numbers"))
+            raise refused(ValueError, where, name, arguments[name], "finite positive numbers")
 
 
 class GatedExperts(Activated):

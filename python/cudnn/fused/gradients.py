@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from cudnn.api_base import ceil_div, check_rank, check_tensor, unpad
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused import addresses
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, numbered
@@ -114,11 +114,11 @@ class ExpertGradients(ExpertsGemm):
         """
         for name, rank, dims in (("a", 3, "(hidden, tokens)"), ("b", 3, "(tokens, hidden)"), ("offsets", 1, "(e,)")):
             if len(shapes[name]) != rank:
-                raise ValueError(refusal(cls._title(), f"{name} tensor", f"the shape {tuple(shapes[name])}", dims))
+                raise refused(ValueError, cls._title(), f"{name} tensor", f"the shape {tuple(shapes[name])}", dims)
         (m, k, _), n, experts = shapes["a"], shapes["b"][0], shapes["offsets"][0]
         if min(m, n, experts) < 1 or experts > MOST_EXPERTS:
             got, allowed = f"{m} x {n}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
-            raise ValueError(refusal(cls._title(), "sizes", got, allowed))
+            raise refused(ValueError, cls._title(), "sizes", got, allowed)
         tokens = {"tokens of a": k, "tokens of b": shapes["b"][1]}
         (k,) = shapes.get("a_index", (k,))
         tokens |= {f"tokens of {name}": k for name in "ab" if f"{name}_index" not in shapes}
@@ -159,7 +159,7 @@ class ExpertGradients(ExpertsGemm):
         """Raises unless tokens may come in this order."""
         orders = [order.value for order in WGradInputOrder]
         if getattr(order, "value", order) not in orders:
-            raise ValueError(refusal(cls._title(), "input_order", repr(order), " or ".join(map(repr, orders))))
+            raise refused(ValueError, cls._title(), "input_order", repr(order), " or ".join(map(repr, orders)))
 
     @classmethod
     def check_descriptors(cls, where: str, workspace: Any, experts: int, discrete: bool, like: Any) -> None:
@@ -170,11 +170,10 @@ class ExpertGradients(ExpertsGemm):
             got = f"{workspace.numel()} elements of {workspace.dtype}, strides {workspace.stride()}"
             allowed = f"at least {needed} bytes, torch.uint8, contiguous"
             cure = "ask get_grouped_gemm_wgrad_workspace_size"
-            raise ValueError(refusal(where, "descriptor_workspace", got, allowed, cure))
+            raise refused(ValueError, where, "descriptor_workspace", got, allowed, cure)
         if workspace.device != like.device:
-            raise ValueError(
-                refusal(where, "descriptor_workspace", workspace.device, f"{like.device}, as the operands")
-            )
+            raise refused(ValueError, where, "descriptor_workspace", workspace.device,
+                          f"{like.device}, as the operands")  # fmt: skip
 
     @staticmethod
     def descriptor_bytes(experts: int, discrete: bool) -> int:
@@ -194,7 +193,7 @@ class ExpertGradients(ExpertsGemm):
         (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
         if (given is not None) != (arguments["output_mode"] == "discrete"):
             got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if given is None else 'given'}"
-            raise ValueError(refusal(where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None"))
+            raise refused(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")
         dtype, device = cls.given_or(arguments["wgrad_dtype"]), arguments["a_tensor"].device
         if arguments["descriptor_workspace"] is not None:
             cls.check_descriptors(where, arguments["descriptor_workspace"], experts, given is not None, b)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from cudnn import registry, settings
 from cudnn.api_base import TensorDesc, ceil_div, check_rank
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused import addresses
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
 from cudnn.fused.host import ALIGNMENT, FusedAPI
@@ -157,7 +157,7 @@ def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: i
     count = 512 * rows * groups * batch
     if scales.numel() != count or not scales.is_contiguous():
         got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
-        raise ValueError(refusal(where, f"{name} tensor", got, f"{count}, contiguous"))
+        raise refused(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
     return scales.view(batch, rows, groups, 32, 4, 4)
 
 
@@ -306,7 +306,7 @@ class ExpertsGemm(FusedGemm):
             return
         got, allowed = f"{tensor.dtype} with {tensor.ndim} dimensions", f"{dtype} with {a.ndim}, as a"
         cure = f"pass {name}_dtype={tensor.dtype}" if tensor.dtype != dtype else ""
-        raise ValueError(refusal(f"{cls.folder()}_wrapper", f"{name}_tensor", got, allowed, cure))
+        raise refused(ValueError, f"{cls.folder()}_wrapper", f"{name}_tensor", got, allowed, cure)
 
     @classmethod
     def given_or(cls, dtype: Any, other: Any = None) -> Any:
@@ -343,11 +343,11 @@ class ExpertsGemm(FusedGemm):
         for name, dims in (("a", "(m, k, 1)"), ("b", "(n, k, experts)")):
             if len(shapes[name]) != 3 or (name == "a" and shapes[name][2] != 1):
                 got = f"the shape {tuple(shapes[name])}"
-                raise ValueError(refusal(cls._title(), f"{name} tensor", got, f"three dimensions, {dims}"))
+                raise refused(ValueError, cls._title(), f"{name} tensor", got, f"three dimensions, {dims}")
         (m, k, _), (n, _, experts) = shapes["a"], shapes["b"]
         if min(n, k, experts) < 1 or experts > MOST_EXPERTS:
             got, allowed = f"n={n}, k={k}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
-            raise ValueError(refusal(cls._title(), "sizes", got, allowed))
+            raise refused(ValueError, cls._title(), "sizes", got, allowed)
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
         rows, (m, *_) = m, shapes.get("a_index", (m,))
         named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
@@ -387,7 +387,7 @@ class ExpertsGemm(FusedGemm):
         """
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             name, cure = settings.VALIDATE_DEVICE_VALUES.name, "unset it before objects are compiled"
-            raise RuntimeError(refusal(self._title(), name, "1 in a CUDA graph's capture", "0, then", cure))
+            raise refused(RuntimeError, self._title(), name, "1 in a CUDA graph's capture", "0, then", cure)
         given = dict(zip(self.names, tensors, strict=True))
         if self.schedule.searches:  # else nobody reads where experts end
             ends = next(given[spec.name] for spec in self.tensors if spec.draw == "ends")
@@ -449,15 +449,15 @@ class ExpertsGemm(FusedGemm):
         where, b, given = f"{cls.folder()}_wrapper", arguments.get("b_tensor"), arguments.get("b_ptrs")
         if (b is None) == (given is None):
             got = "both" if b is not None else "neither"
-            raise ValueError(refusal(where, "b_tensor and b_ptrs", got, "one of them"))
+            raise refused(ValueError, where, "b_tensor and b_ptrs", got, "one of them")
         if b is not None:
             if arguments.get("n") is not None:
-                raise ValueError(refusal(where, "n", arguments["n"], "None, where b is a tensor"))
+                raise refused(ValueError, where, "n", arguments["n"], "None, where b is a tensor")
             transposed = arguments.get("b_major") == "n" and Weights.is_experts_first(b)
             return {**arguments, "b_tensor": b.transpose(1, 2).permute(1, 2, 0)} if transposed else arguments
         a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")
         if n is None or b_dtype is None:
-            raise ValueError(refusal(where, "n and b_dtype", f"{n} and {b_dtype}", "both, for weights behind b_ptrs"))
+            raise refused(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, for weights behind b_ptrs")
         check_rank(where, "a", a, (2, 3), "(m, k, 1)")
         experts = arguments["padded_offsets"].numel()
         addresses.check(where, "b_ptrs", given, experts, a.device)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from cudnn import launch, settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.fused import kinds
 from cudnn.fused.call import Call, Plan
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
@@ -327,7 +327,7 @@ class FusedAPI(APIBase):
             stride = tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
             allowed = "dimensions that one stride leads through, before the last"
             got, cure = f"the strides {tuple(stride)} of {tuple(tensor.shape)}", f"pass {name}.contiguous()"
-            raise ValueError(refusal(cls._title(), name, got, allowed, cure)) from error
+            raise refused(ValueError, cls._title(), name, got, allowed, cure) from error
 
     def unfitting(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of tensors that have other dimensions than their layouts: trailing ones of size 1, say."""
@@ -335,11 +335,11 @@ class FusedAPI(APIBase):
 
     def error(self, what: str, got: object, allowed: str, cure: str = "") -> ValueError:
         """What is raised for a value that is not allowed."""
-        return ValueError(refusal(self._title(), what, got, allowed, cure))
+        return refused(ValueError, self._title(), what, got, allowed, cure)
 
     def unsupported(self, what: str, got: object, allowed: str, cure: str = "") -> NotImplementedError:
         """What is raised for a combination that no kernel covers."""
-        return NotImplementedError(refusal(self._title(), what, got, allowed, cure))
+        return refused(NotImplementedError, self._title(), what, got, allowed, cure)
 
     def _described(self, name: str, tensor: Any) -> TensorDesc | None:
         if tensor is None:
@@ -403,13 +403,13 @@ class FusedAPI(APIBase):
         where = self._title()
         if arch is None and device.type == "cuda":
             if not torch.cuda.is_available():
-                raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available", _WITHOUT_GPU))
+                raise refused(RuntimeError, where, "device", device, "a CUDA device that is available", _WITHOUT_GPU)
             arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
         if arch is not None:
             self._check_architecture(arch)
         elif device.type != "cpu":
             allowed = "cuda or cpu; others, such as meta, with arch"
-            raise RuntimeError(refusal(where, "device", device, allowed, _WITHOUT_GPU))
+            raise refused(RuntimeError, where, "device", device, allowed, _WITHOUT_GPU)
         return arch
 
     def _check_architecture(self, arch: str) -> None:
@@ -488,7 +488,7 @@ class FusedAPI(APIBase):
     def _run_from_cpu_samples(self, tensors: tuple[Any, ...], *given: Any) -> None:
         if getattr(tensors[0], "is_cuda", False):
             allowed = "CPU tensors, as the samples"
-            raise RuntimeError(refusal(self._title(), "tensors", "CUDA tensors", allowed, "compile from CUDA samples"))
+            raise refused(RuntimeError, self._title(), "tensors", "CUDA tensors", allowed, "compile from CUDA samples")
         self.run_on_cpu(tensors, *given)
 
     def run_on_cpu(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:

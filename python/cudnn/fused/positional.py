@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cudnn import settings
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.lazy import torch
 
 
@@ -42,7 +42,7 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
                 return function(**dict(zip(order, given, strict=False)), **named)
             got = ", ".join(type(x).__name__ for x in given)
             cure = "pass arguments by name"
-            raise TypeError(refusal(function.__qualname__, "positional arguments", got, ", ".join(newer), cure))
+            raise refused(TypeError, function.__qualname__, "positional arguments", got, ", ".join(newer), cure)
 
         return call
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cudnn import registry, settings
 from cudnn.api_base import TupleDict, check_tensor
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused import kinds
 from cudnn.fused.call import on_stream
 from cudnn.fused.host import FusedAPI
@@ -70,7 +70,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
     for name, value in arguments.items():
         if name.endswith("_major") and name not in _options(api) and value not in api.majors:
-            raise ValueError(refusal(where, name, repr(value), " or ".join(map(repr, api.majors))))
+            raise refused(ValueError, where, name, repr(value), " or ".join(map(repr, api.majors)))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
         given = api.viewed(given, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.dense import DenseGemm, amax, operands
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
@@ -74,7 +74,7 @@ class GemmAmax(DenseGemm):
         if name_of(given["c_dtype"]) == FLOAT4:
             allowed = "torch.float32, float16, bfloat16, float8_e4m3fn, float8_e5m2"
             cure = "use the class GemmAmax"
-            raise ValueError(refusal("gemm_amax_wrapper", "c_dtype", given["c_dtype"], allowed, cure))
+            raise refused(ValueError, "gemm_amax_wrapper", "c_dtype", given["c_dtype"], allowed, cure)
         return {"c": (given["c_dtype"], given["c_major"]), "amax": (torch.float32, "")}
 
     def _check_tiles(self) -> None:

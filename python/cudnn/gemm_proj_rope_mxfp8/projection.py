@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.call import KernelPlan, Plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
@@ -72,12 +72,12 @@ class Projection(FusedAPI):
         for name in cls.sized_by:
             if len(shapes[name]) != 2:
                 got = f"the shape {tuple(shapes[name])}"
-                raise ValueError(refusal(cls._title(), name, got, "two dimensions"))
+                raise refused(ValueError, cls._title(), name, got, "two dimensions")
         (m, k), w = (shapes[name] for name in cls.sized_by)
         n = w[0] if options["w_out_in"] else w[1]
         for name, size, step in (("tokens", m, TOKENS), ("columns", n, cls.columns()), ("k", k, cls.step)):
             if size % step or (not size and name != "tokens"):
-                raise ValueError(refusal(cls._title(), name, size, f"multiples of {step}"))
+                raise refused(ValueError, cls._title(), name, size, f"multiples of {step}")
         rows = (n, k) if options["w_out_in"] else (k, n)
         return {"m": m, "n": n, "k": k, "l": 1, "heads": n // HEAD, "groups": m // BLOCK, "blocks": k // BLOCK,
                 "w_rows": rows[0], "w_columns": rows[1]}  # fmt: skip
@@ -231,13 +231,13 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
     """
     where, scaled = "gemm_proj_rope_mxfp8", x.dtype == torch.float8_e4m3fn
     if x.dtype != w.dtype:
-        raise AssertionError(refusal(where, "w dtype", w.dtype, f"{x.dtype}, that of x"))
+        raise refused(AssertionError, where, "w dtype", w.dtype, f"{x.dtype}, that of x")
     if x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-        raise AssertionError(refusal(where, "x dtype", x.dtype, "torch.bfloat16, torch.float8_e4m3fn"))
+        raise refused(AssertionError, where, "x dtype", x.dtype, "torch.bfloat16, torch.float8_e4m3fn")
     for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
         if (scale is not None) != scaled:
             got, allowed = ("None", "a tensor") if scaled else ("a tensor", "None")
-            raise AssertionError(refusal(where, name, got, f"{allowed}, for {x.dtype}"))
+            raise refused(AssertionError, where, name, got, f"{allowed}, for {x.dtype}")
     api: Any = GemmProjRopeMxfp8Mxfp8InSm100 if scaled else GemmProjRopeMxfp8Bf16InSm100
     if scaled and not w_out_in:
         w, w_scale = _turned(w, True).contiguous(), _turned(w_scale, True).contiguous()
@@ -272,7 +272,7 @@ def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tenso
 def _turned(w: Any, turned: bool) -> Any:
     """A matrix, or its transpose."""
     if turned and w.ndim != 2:
-        raise ValueError(refusal("gemm_proj_rope_mxfp8", "w", f"the shape {tuple(w.shape)}", "two dimensions"))
+        raise refused(ValueError, "gemm_proj_rope_mxfp8", "w", f"the shape {tuple(w.shape)}", "two dimensions")
     return w.t() if turned else w
 
 

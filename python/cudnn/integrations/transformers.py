@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.ops._moe_mlp import moe_mlp
 from cudnn.ops._scaled_dot_product_attention import scaled_dot_product_attention
 
@@ -33,9 +33,8 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
         from transformers.integrations.moe import ExpertsInterface  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(
-            refusal(_WHERE, "transformers", str(error), "version 5", "pip install transformers")
-        ) from error
+        cure = "pip install transformers"
+        raise refused(ImportError, _WHERE, "transformers", str(error), "version 5", cure) from error
     ExpertsInterface.register(NAME, experts)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -87,7 +86,7 @@ def _activation(module: Any) -> tuple[str, dict[str, Any]]:
         return "srelu", {}
     got = f"{type(act).__name__} through {gate.__qualname__} in {type(module).__name__}"
     allowed = "SiLU gates, those of gpt-oss, or squared ReLU without gates"
-    raise ValueError(refusal(f"{_WHERE}.experts", "activation", got, allowed, 'choose the "grouped_mm" experts'))
+    raise refused(ValueError, f"{_WHERE}.experts", "activation", got, allowed, 'choose the "grouped_mm" experts')
 
 
 def _in_halves(x: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ def attention(
     for name, given in (("softcap", softcap), ("position_bias", position_bias)):
         if given is not None:
             cure = 'choose the "eager" attention'
-            raise ValueError(refusal(f"{_WHERE}.attention", name, "a value", "None", cure))
+            raise refused(ValueError, f"{_WHERE}.attention", name, "a value", "None", cure)
     rows, keys = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_causal = bool(is_causal) and attention_mask is None and rows > 1

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.lazy import torch
 
 ARCHITECTURES: Mapping[tuple[int, int], str] = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
@@ -27,9 +27,8 @@ def pick(kernels: Mapping[str, Any], arch: str, where: str) -> Any:
         RuntimeError: there is none; lists the architectures that have one.
     """
     if arch not in kernels:
-        raise RuntimeError(
-            refusal(where, "architecture", arch, ", ".join(kernels), "run on such a GPU, or on CPU tensors")
-        )
+        raise refused(RuntimeError, where, "architecture", arch, ", ".join(kernels),
+                      "run on such a GPU, or on CPU tensors")  # fmt: skip
     return kernels[arch]
 
 
@@ -47,4 +46,4 @@ def raw_stream(stream: Any, index: int) -> int:
     if type(stream).__module__.startswith("cuda."):  # of cuda-python
         return int(stream)
     allowed = "None, an int, a torch.cuda.Stream or a cuda.bindings.driver.CUstream"
-    raise TypeError(refusal("execute", "current_stream", type(stream).__name__, allowed))
+    raise refused(TypeError, "execute", "current_stream", type(stream).__name__, allowed)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudnn import settings
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.launch.kernels import emulated, emulated_kernel
 
@@ -32,7 +32,7 @@ def emulation(arch: str, **options: Any) -> Iterator[Any]:
         ptx_emulator.Fault: the kernel did something that PTX forbids.
     """
     if arch not in ARCHITECTURES.values():
-        raise ValueError(refusal("cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values())))
+        raise refused(ValueError, "cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values()))
     import ptx_emulator
 
     with ptx_emulator.emulate(arch, **options) as report:

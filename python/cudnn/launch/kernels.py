@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.launch import cache, runtime
 
 _logger = logging.getLogger("cudnn.launch")
@@ -79,7 +79,7 @@ def _build(source: str, configuration: Any, arch: str) -> bytes:
     if emulated.get():
         name = source.rpartition(":")[2]
         got, cure = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"
-        raise RuntimeError(refusal(name, "compilation for a GPU", got, "calls outside of it", cure))
+        raise refused(RuntimeError, name, "compilation for a GPU", got, "calls outside of it", cure)
     compiled = compile_kernel(source, configuration, arch)
     from cudnn_kernels import compiler
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from cudnn.api_base import check_tensor
 from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.ops._registration import custom_op
 from cudnn.ops._vmap import in_front
 
@@ -41,7 +41,7 @@ def causal_conv1d(
     """
     check_tensor(_WHERE, "x", x)
     if x.ndim != 3:
-        raise ValueError(refusal(_WHERE, "shape of x", tuple(x.shape), _RANKS["x"]))
+        raise refused(ValueError, _WHERE, "shape of x", tuple(x.shape), _RANKS["x"])
     return causal_conv1d_fwd_primitive(x, weight, x.new_zeros(x.shape[1]) if bias is None else bias, activation)
 
 
@@ -49,22 +49,22 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation
     given = {"x": x, "weight": weight, "bias": bias}
     for name, tensor in given.items():
         if tensor.ndim != _RANKS[name].count(",") + 1:
-            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(tensor.shape), _RANKS[name]))
+            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(tensor.shape), _RANKS[name])
     types = {name: tensor.dtype for name, tensor in given.items()}
     if len(set(types.values())) > 1:
-        raise TypeError(refusal(_WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)"))
+        raise refused(TypeError, _WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)")
     if x.dtype not in _TYPES:
-        raise ValueError(refusal(_WHERE, "type of x", x.dtype, ", ".join(map(str, _TYPES))))
+        raise refused(ValueError, _WHERE, "type of x", x.dtype, ", ".join(map(str, _TYPES)))
     devices = {name: str(tensor.device) for name, tensor in given.items()}
     if len(set(devices.values())) > 1 or x.device.type not in ("cuda", "cpu", "meta"):
-        raise ValueError(refusal(_WHERE, "devices", devices, "one device, cuda or cpu", "move them to one"))
+        raise refused(ValueError, _WHERE, "devices", devices, "one device, cuda or cpu", "move them to one")
     channels = {name: tensor.shape[1 if name == "x" else 0] for name, tensor in given.items()}
     if any(count != x.shape[1] for count in channels.values()):
-        raise ValueError(refusal(_WHERE, "channels", channels, "the same number in all tensors"))
+        raise refused(ValueError, _WHERE, "channels", channels, "the same number in all tensors")
     if weight.shape[1] < 1:
-        raise ValueError(refusal(_WHERE, "shape of weight", tuple(weight.shape), "[C, W] with W of 1 or more"))
+        raise refused(ValueError, _WHERE, "shape of weight", tuple(weight.shape), "[C, W] with W of 1 or more")
     if activation not in _ACTIVATIONS:
-        raise ValueError(refusal(_WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS))))
+        raise refused(ValueError, _WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS)))
 
 
 @custom_op("causal_conv1d_fwd_primitive", autocast=("x", "weight", "bias"))
@@ -120,9 +120,8 @@ def _launch(function: Any, tensors: tuple[torch.Tensor, ...], kinds: tuple[int, 
     library.require(backend.SINCE, _WHERE)
     if weight.shape[1] not in backend.WIDTHS:
         allowed = f"{', '.join(map(str, backend.WIDTHS))} on CUDA"
-        raise cudnnGraphNotSupportedError(
-            refusal(_WHERE, "W of weight", weight.shape[1], allowed, "pad the filter with zeros at its beginning")
-        )
+        raise refused(cudnnGraphNotSupportedError, _WHERE, "W of weight", weight.shape[1], allowed,
+                      "pad the filter with zeros at its beginning")  # fmt: skip
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream(x.device).cuda_stream
         function(stream, *(tensor.data_ptr() for tensor in tensors), *x.shape, weight.shape[1], *kinds)

@@ -14,7 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
-from cudnn.errors import misfit, refusal
+from cudnn.errors import misfit, refused
 from cudnn.ops._vmap import one_by_one
 
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class _Operator(CustomOpDef):
             tensors = {name: [t for t in x if isinstance(t, torch.Tensor)] for name, x in listed.items()}
             found = {name: str(x[0].device) for name, x in tensors.items() if x}
             if len({device == "meta" for device in found.values()}) > 1:
-                raise ValueError(refusal(self._qualname, "devices", found, "one device", "move them to one"))
+                raise refused(ValueError, self._qualname, "devices", found, "one device", "move them to one")
             return results
 
         super().register_fake(described)
@@ -129,7 +129,7 @@ class _Operator(CustomOpDef):
                 allowed = inspect.signature(self._init_fn).parameters[found["argument"]].annotation
                 if isinstance(allowed, type):
                     allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
-                raise TypeError(refusal(self._qualname, found["argument"], found["type"], allowed)) from error
+                raise refused(TypeError, self._qualname, found["argument"], found["type"], allowed) from error
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

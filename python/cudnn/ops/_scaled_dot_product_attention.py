@@ -5,7 +5,7 @@ import functools
 import torch
 
 from cudnn.enums import diagonal_alignment as alignments
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.experimental.ops.sdpa import attend, check_tensors, integers, sdpa
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import _sinks
@@ -79,11 +79,11 @@ def scaled_dot_product_attention(
     check_tensors(query, key, value, lengths, attn_mask=attn_mask, sinks=sinks)
     bounds = integers(is_causal, diagonal_alignment, left_bound, right_bound)
     if not 0 <= checked_number(_WHERE, "dropout_p", dropout_p) < 1:
-        raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
+        raise refused(ValueError, _WHERE, "dropout_p", dropout_p, "0 and more, less than 1")
     if scale is not None:
         scale = checked_number(_WHERE, "scale", scale)
     if backend not in (None, "cudnn", "fused"):
-        raise ValueError(refusal(_WHERE, "backend", backend, 'None, "cudnn" or "fused"'))
+        raise refused(ValueError, _WHERE, "backend", backend, 'None, "cudnn" or "fused"')
     if dtype := autocast_type(query):  # before anything is chosen by type, or kept
         cast = functools.partial(in_type, dtype=dtype)
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
@@ -100,7 +100,7 @@ def scaled_dot_product_attention(
         return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed, operator)
     if bounds != (False, 0, -1, -1) or any(x is not None for x in lengths):
         got, cure = "a tensor beside bounds or lengths", "put all of them into the mask"
-        raise ValueError(refusal(_WHERE, "attn_mask", got, "a mask without other masks", cure))
+        raise refused(ValueError, _WHERE, "attn_mask", got, "a mask without other masks", cure)
     bias, seen = _bias(query, key, attn_mask)
     out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed, operator)
     return out.masked_fill(~seen, 0)
@@ -114,13 +114,13 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> tuple[t
     full = (*query.shape[:3], key.shape[2]) if query.ndim == key.ndim == 4 else ()
     pairs = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.ndim > len(full) or any(size not in (1, wanted) for size, wanted in pairs):
-        raise ValueError(refusal(_WHERE, "shape of attn_mask", tuple(mask.shape), f"what broadcasts to {full}"))
+        raise refused(ValueError, _WHERE, "shape of attn_mask", tuple(mask.shape), f"what broadcasts to {full}")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         allowed = f"torch.bool, torch.float32 or {query.dtype}, the type of query"
-        raise TypeError(refusal(_WHERE, "type of attn_mask", mask.dtype, allowed, "call .to(query.dtype)"))
+        raise refused(TypeError, _WHERE, "type of attn_mask", mask.dtype, allowed, "call .to(query.dtype)")
     if mask.device != query.device:
         cure = f"call .to({str(query.device)!r})"
-        raise ValueError(refusal(_WHERE, "device of attn_mask", mask.device, f"{query.device}, that of query", cure))
+        raise refused(ValueError, _WHERE, "device of attn_mask", mask.device, f"{query.device}, that of query", cure)
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
     mask = mask.expand(-1, -1, *full[2:])
     if mask.dtype is torch.bool:

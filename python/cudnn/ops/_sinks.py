@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
 
 _WHERE = "scaled_dot_product_attention"
@@ -18,13 +18,12 @@ def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any,
     heads = query.shape[1] if query.ndim == 4 else None
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
         got = f"{sinks.dtype} of the shape {tuple(sinks.shape)} on {sinks.device}"
-        raise ValueError(
-            refusal(_WHERE, "sinks", got, f"floating-point numbers of the shape ({heads},), {query.device}")
-        )
+        raise refused(ValueError, _WHERE, "sinks", got,
+                      f"floating-point numbers of the shape ({heads},), {query.device}")  # fmt: skip
     if any(x is not None for x in lengths):
-        raise ValueError(refusal(_WHERE, "sinks", "lengths beside them", "none", "put the lengths into a mask"))
+        raise refused(ValueError, _WHERE, "sinks", "lengths beside them", "none", "put the lengths into a mask")
     if bias is not None and bias.requires_grad:
-        raise ValueError(refusal(_WHERE, "sinks", "a mask with a gradient", "a mask without one", "detach the mask"))
+        raise refused(ValueError, _WHERE, "sinks", "a mask with a gradient", "a mask without one", "detach the mask")
 
 
 class Attend(torch.autograd.Function):

@@ -19,7 +19,7 @@ from cudnn.datatypes import (
     element_bits,
 )
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.pygraph.dlpack import describe
 from cudnn.pygraph.layout import span
 from cudnn.pygraph.tensor import Tensor
@@ -71,10 +71,9 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
     as_bytes = kind in _BYTES and kind is not tensor.data_type
     raw = as_bytes and kind is data_type.UINT8 and len(shape) == 1 and steps[0] == 1
     if kind is not tensor.data_type and not raw and not (as_bytes and tensor.data_type in _KEPT_AS_BYTES):
-        raise ValueError(
-            refusal("execute", label, f"{name} of shape {[*shape]}", f"{tensor.data_type.name}, as the graph says",
-                    "convert the array, or describe the tensor with its type")
-        )  # fmt: skip
+        raise refused(ValueError, "execute", label, f"{name} of shape {[*shape]}",
+                      f"{tensor.data_type.name}, as the graph says",
+                      "convert the array, or describe the tensor with its type")  # fmt: skip
     if tensor.ragged_offset is not None:
         return  # its offsets say where the rows lie, and the array holds as many as there are
     if raw or tensor.data_type in _LOOSE or tensor.reordering_type is not tensor_reordering.NONE:
@@ -85,11 +84,9 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
             shape, steps = _in_halves(shape, steps)
         fits, allowed = _same_memory(tensor, shape, steps, pool), "the same elements at the same places"
     if not fits:
-        raise ValueError(
-            refusal("execute", label, f"shape {[*shape]} with strides {[*steps]}",
-                    f"dim={tensor.dim} with stride={tensor.stride}, or another view of that memory: {allowed}",
-                    "pass an array of that layout, or build a graph for the one you have")
-        )  # fmt: skip
+        raise refused(ValueError, "execute", label, f"shape {[*shape]} with strides {[*steps]}",
+                      f"dim={tensor.dim} with stride={tensor.stride}, or another view of that memory: {allowed}",
+                      "pass an array of that layout, or build a graph for the one you have")  # fmt: skip
 
 
 def _in_halves(shape: Sequence[int], steps: Sequence[int]) -> tuple[list[int], list[int]]:

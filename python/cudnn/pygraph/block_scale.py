@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.backend import enums as be
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.gemm.scales import round_scales
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import stride_order, strides_in_order
@@ -60,26 +60,22 @@ class BlockScaleDequantize(Node):
     def infer(self, context: Context) -> None:
         x, scale = self.inputs["X"], self.inputs["scale"]
         if not 0 < len(self.block_size) <= len(x.dim) or any(size < 1 for size in self.block_size):
-            raise ValueError(
-                refusal(self.where, "block_size", self.block_size, f"1 to {len(x.dim)} positive numbers, for the last "
-                        "dimensions of the input", "pass [1, 32] for blocks of 32 along the last of them")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "block_size", self.block_size,
+                          f"1 to {len(x.dim)} positive numbers, for the last " "dimensions of the input",
+                          "pass [1, 32] for blocks of 32 along the last of them")  # fmt: skip
         needed = blocks(x.dim, self._sizes())
         if not _fits(scale, needed):
             more = "" if scale.reordering_type is tensor_reordering.NONE else ", or more in the last two as padding"
-            raise ValueError(
-                refusal(self.where, f"descale (tensor {scale.name!r})", f"dim={scale.dim}",
-                        f"dim={needed}{more}: one scale for a block of {self.block_size} of dim={x.dim}",
-                        "correct block_size, or the shape of the scales")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, f"descale (tensor {scale.name!r})", f"dim={scale.dim}",
+                          f"dim={needed}{more}: one scale for a block of {self.block_size} of dim={x.dim}",
+                          "correct block_size, or the shape of the scales")  # fmt: skip
         self.fill_output("Y", x.dim, lambda _: [*x.stride])
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
         if self.is_negative_scale and lowering.version < 91400:
-            raise cudnnGraphNotSupportedError(
-                refusal(self.where, "is_negative_scale", "True", "cuDNN 9.14 or newer", "install a newer cuDNN")
-            )
+            raise refused(cudnnGraphNotSupportedError, self.where, "is_negative_scale", "True", "cuDNN 9.14 or newer",
+                          "install a newer cuDNN")  # fmt: skip
         lowering.operation(
             be.DescriptorType.OPERATION_BLOCK_SCALE_DEQUANTIZE,
             {
@@ -119,12 +115,11 @@ class BlockScaleQuantize(Node):
     def infer(self, context: Context) -> None:
         x, scale = self.inputs["X"], self.outputs["scale"]
         if not 0 <= self._axis < len(x.dim):
-            raise ValueError(refusal(self.where, "axis", self.axis, f"0 to {len(x.dim) - 1}", "count from 0"))
+            raise refused(ValueError, self.where, "axis", self.axis, f"0 to {len(x.dim) - 1}", "count from 0")
         if self.block_size < 1 or x.dim[self._axis] % self.block_size:
-            raise ValueError(
-                refusal(self.where, "block_size", self.block_size, f"a divisor of {x.dim[self._axis]}, the extent of "
-                        f"the input along dimension {self._axis}", "pad the input, or take another axis")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "block_size", self.block_size,
+                          f"a divisor of {x.dim[self._axis]}, the extent of " f"the input along dimension {self._axis}",
+                          "pad the input, or take another axis")  # fmt: skip
         order = stride_order(x.dim, x.stride)
         if self.transpose:
             first = order.index(self._axis)
@@ -142,18 +137,17 @@ class BlockScaleQuantize(Node):
         scale.fill(whole, lambda dims: strides_in_order(dims, order))
         if not _fits(scale, needed):
             allowed = f"dim={needed}, or more in the last two dimensions as padding of the layout F8_128x4"
-            raise ValueError(self.refusal("scale", f"dim={scale.dim}", allowed, "leave set_dim() out: it is inferred"))
+            raise self.refused(ValueError, "scale", f"dim={scale.dim}", allowed, "leave set_dim() out: it is inferred")
 
     def lower(self, lowering: Lowering) -> None:
         a, scale = be.Attribute, self.outputs["scale"]
         tiled = scale.reordering_type is tensor_reordering.F8_128x4
         if tiled != (len(scale.dim) == 3):
-            raise RuntimeError(
-                self.refusal("scale", f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
-                             "F8_128x4 and rank 3, or another layout and rank",
-                             "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
-                             if not tiled else "reshape the input to [batch, rows, columns]")
-            )  # fmt: skip
+            cure = "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
+            raise self.refused(RuntimeError, "scale",
+                               f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
+                               "F8_128x4 and rank 3, or another layout and rank",
+                               "reshape the input to [batch, rows, columns]" if tiled else cure)  # fmt: skip
         lowering.operation(
             be.DescriptorType.OPERATION_BLOCK_SCALE_QUANTIZE,
             {
@@ -168,10 +162,8 @@ class BlockScaleQuantize(Node):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x, y, scale = values["X"], self.outputs["Y"], self.outputs["scale"]
         if y.data_type not in LARGEST:
-            raise NotImplementedError(
-                refusal(self.where, "output Y", y.data_type.name, ", ".join(kind.name for kind in LARGEST),
-                        "call set_data_type() on it")
-            )  # fmt: skip
+            raise refused(NotImplementedError, self.where, "output Y", y.data_type.name,
+                          ", ".join(kind.name for kind in LARGEST), "call set_data_type() on it")  # fmt: skip
         grouped = x.unflatten(self._axis, (-1, self.block_size))
         factor = rounded_up(grouped.abs().amax(self._axis + 1, keepdim=True) / LARGEST[y.data_type], scale.data_type)
         # A block of zeros may have the scale 0.

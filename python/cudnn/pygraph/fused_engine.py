@@ -20,7 +20,7 @@ from cudnn.backend.handle import resolve
 from cudnn.backend.plan import ExecutionPlan, Pack
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import attention_implementation, behavior_note, data_type, numerical_note
-from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refused
 from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.lazy import torch
 from cudnn.pygraph.fast_call import current_device
@@ -93,9 +93,8 @@ def refuse(node: Any, reason: str = "") -> None:
     """Raises where a node asks for these kernels, and they cannot compute it, for a reason given or found."""
     reason = (reason or obstacle(node)) if node.implementation is FUSED else ""
     if reason:
-        raise cudnnGraphNotSupportedError(
-            refusal(node.where, "implementation", f"FUSED, but {reason}", "AUTO, or one of cuDNN's", "leave it out")
-        )
+        raise refused(cudnnGraphNotSupportedError, node.where, "implementation", f"FUSED, but {reason}",
+                      "AUTO, or one of cuDNN's", "leave it out")  # fmt: skip
 
 
 def chosen(
@@ -232,10 +231,9 @@ def memory(address: int, size: int, device: int) -> Any:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
     made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
     if made.data_ptr() != address:
-        raise ValueError(
-            refusal("execute", "data", f"memory of another device at {address:#x}", f"memory of device {device}, the "
-                    "handle's", 'copy it there, or build the graph with implementation=UNIFIED')
-        )  # fmt: skip
+        raise refused(ValueError, "execute", "data", f"memory of another device at {address:#x}",
+                      f"memory of device {device}, the " "handle's",
+                      'copy it there, or build the graph with implementation=UNIFIED')  # fmt: skip
     return made
 
 
@@ -278,10 +276,8 @@ class FusedPlan(ExecutionPlan):
                 continue
             address, dims, strides = addresses[tensor.get_uid()], tensor.dim, tensor.stride
             if name != "lse" and address % _ALIGNMENT:
-                raise ValueError(
-                    refusal("execute", f"tensor {tensor.name!r} (uid {tensor.uid})", f"data at {address:#x}",
-                            f"multiples of {_ALIGNMENT} bytes", "pass a copy")
-                )  # fmt: skip
+                raise refused(ValueError, "execute", f"tensor {tensor.name!r} (uid {tensor.uid})",
+                              f"data at {address:#x}", f"multiples of {_ALIGNMENT} bytes", "pass a copy")  # fmt: skip
             kind = torch.float32 if name == "lse" else config.kind
             count = 1 + sum((n - 1) * step for n, step in zip(dims, strides, strict=True))
             whole = memory(address, count * kind.itemsize, device).view(kind)
@@ -320,10 +316,9 @@ class FusedPlan(ExecutionPlan):
 
     def _unsupported(self, what: str, allowed: str, cure: str) -> cudnnGraphNotSupportedError:
         others = "leave implementation=FUSED out" if self.config.asked else 'call deselect_engines(["fused"])'
-        return cudnnGraphNotSupportedError(
-            refusal(f"plan {self.config.tag}", what, "a plan of our kernels", allowed,
-                    f"{cure}, or {others} for a plan of cuDNN")
-        )  # fmt: skip
+        cure = f"{cure}, or {others} for a plan of cuDNN"
+        where, got = f"plan {self.config.tag}", "a plan of our kernels"
+        return refused(cudnnGraphNotSupportedError, where, what, got, allowed, cure)
 
     def close(self) -> None:
         self.packs.clear()

@@ -32,7 +32,7 @@ from cudnn.enums import (
     knob_type,
     numerical_note,
 )
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
@@ -86,7 +86,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         backend: str | None = None,
     ) -> None:
         if backend not in (None, "cudnn", "reference"):
-            raise ValueError(refusal("pygraph", "backend", repr(backend), "'cudnn', 'reference' or None", "choose one"))
+            raise refused(ValueError, "pygraph", "backend", repr(backend), "'cudnn', 'reference' or None", "choose one")
         if sm_version is None and device_property is not None:
             sm_version = device_property.sm_version
         super().__init__(
@@ -133,10 +133,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         if not self._runs_on_reference() and library.is_available():
             known_faults.refuse(self.nodes, library.version())
         if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
-            raise ValueError(
-                refusal(f"graph {self.name!r}", "outputs", "none", "one or more tensors marked as output",
-                        "call set_output(True) on the tensors that you want to read")
-            )  # fmt: skip
+            raise refused(ValueError, f"graph {self.name!r}", "outputs", "none", "one or more tensors marked as output",
+                          "call set_output(True) on the tensors that you want to read")  # fmt: skip
         if settings.configure_logging().isEnabledFor(logging.INFO):
             _log.info(json.dumps(self._description()))
 
@@ -149,27 +147,21 @@ class pygraph(Methods[Tensor]):  # noqa: N801
 
     def _prepare(self) -> None:
         if not self.nodes:
-            raise ValueError(
-                refusal(
-                    f"graph {self.name!r}", "nodes", "none", "one operation or more", "call graph.matmul() or another"
-                )
-            )
+            raise refused(ValueError, f"graph {self.name!r}", "nodes", "none", "one operation or more",
+                          "call graph.matmul() or another")  # fmt: skip
         if len(self._arrays_on) > 1:
-            raise ValueError(
-                refusal(f"graph {self.name!r}", "tensor_like", "arrays on the CPU and arrays on a GPU",
-                        "arrays of one device; only scalars stay on the CPU", "move them all to the GPU, or to the CPU")
-            )  # fmt: skip
+            raise refused(ValueError, f"graph {self.name!r}", "tensor_like", "arrays on the CPU and arrays on a GPU",
+                          "arrays of one device; only scalars stay on the CPU",
+                          "move them all to the GPU, or to the CPU")  # fmt: skip
         produced: set[Tensor] = set()
         for node in self.nodes:
             produced.update(node.outputs.values())
         for node in self.nodes:
             for port, tensor in node.inputs.items():
                 if tensor.is_virtual and not tensor.is_pass_by_value and tensor not in produced:
-                    raise ValueError(
-                        node.refusal(port, "a virtual tensor that no operation of this graph makes",
-                                     "results of this graph's operations, and tensors in memory",
-                                     "call set_output(True) on it in the graph that makes it")
-                    )  # fmt: skip
+                    raise node.refused(ValueError, port, "a virtual tensor that no operation of this graph makes",
+                                       "results of this graph's operations, and tensors in memory",
+                                       "call set_output(True) on it in the graph that makes it")  # fmt: skip
         for node in self.nodes:
             node.prepare(self.context)
             for tensor in node.outputs.values():
@@ -177,15 +169,13 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         for node in self.nodes:
             for tensor in node.tensors():
                 if tensor.data_type is NOT_SET:
-                    raise ValueError(
-                        refusal(node.where, f"tensor {tensor.name!r}", "no data type", "a cudnn.data_type",
-                                "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type")
+                    raise refused(
+                        ValueError, node.where, f"tensor {tensor.name!r}", "no data type", "a cudnn.data_type",
+                        "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type"
                     )  # fmt: skip
             if node.computes and node.compute_data_type is NOT_SET:
-                raise ValueError(
-                    refusal(node.where, "compute_data_type", "none", "a cudnn.data_type",
-                            "give it to the operation or to the graph")
-                )  # fmt: skip
+                raise refused(ValueError, node.where, "compute_data_type", "none", "a cudnn.data_type",
+                              "give it to the operation or to the graph")  # fmt: skip
 
     def _runs_on_reference(self) -> bool:
         if self._backend is not None:
@@ -371,17 +361,14 @@ class pygraph(Methods[Tensor]):  # noqa: N801
 
     def _check_modes(self, step: str, modes: Any) -> None:
         if not hasattr(modes, "__iter__") or {*map(type, modes)} - {heur_mode}:
-            raise TypeError(
-                refusal(f"graph {self.name!r}", f"modes of {step}", repr(modes), "a list of cudnn.heur_mode",
-                        "pass [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK], say")
-            )  # fmt: skip
+            raise refused(TypeError, f"graph {self.name!r}", f"modes of {step}", repr(modes),
+                          "a list of cudnn.heur_mode",
+                          "pass [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK], say")  # fmt: skip
 
     def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
         if self._program is None:
-            raise RuntimeError(
-                refusal(f"graph {self.name!r}", step, "a graph without an operation graph", "a graph that was built",
-                        "call build(), or build_operation_graph(), first")
-            )  # fmt: skip
+            raise refused(RuntimeError, f"graph {self.name!r}", step, "a graph without an operation graph",
+                          "a graph that was built", "call build(), or build_operation_graph(), first")  # fmt: skip
         return self._program
 
     def _plans(self, step: str, index: int = 0) -> PlanList | None:
@@ -392,10 +379,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
                 raise RuntimeError(f"plan index: got {index}; allowed: 0, the reference executor's only plan.")
             return None
         if program.plans is None:
-            raise RuntimeError(
-                refusal(f"graph {self.name!r}", step, "a restored graph, which has one plan", "a graph built here",
-                        "build it from its description")
-            )  # fmt: skip
+            raise refused(RuntimeError, f"graph {self.name!r}", step, "a restored graph, which has one plan",
+                          "a graph built here", "build it from its description")  # fmt: skip
         return program.plans
 
     # What is known of plans.
@@ -410,9 +395,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     def _planned(self) -> CudnnProgram | ReferenceProgram:
         program = self._built("plan")
         if program.plan is None:
-            raise RuntimeError(
-                refusal(f"graph {self.name!r}", "plan", "none built", "one built plan", "call build_plans() first")
-            )
+            raise refused(RuntimeError, f"graph {self.name!r}", "plan", "none built", "one built plan",
+                          "call build_plans() first")  # fmt: skip
         return program
 
     def _plan(self) -> ExecutionPlan | None:
@@ -640,10 +624,9 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     def _gpu_program(self, step: str) -> CudnnProgram:
         program = self._planned()
         if isinstance(program, ReferenceProgram):
-            raise cudnnGraphNotSupportedError(
-                refusal(f"graph {self.name!r}", step, "a graph of the reference executor", "one that cuDNN runs",
-                        "build and call it on a machine with a GPU")
-            )  # fmt: skip
+            raise refused(cudnnGraphNotSupportedError, f"graph {self.name!r}", step,
+                          "a graph of the reference executor", "one that cuDNN runs",
+                          "build and call it on a machine with a GPU")  # fmt: skip
         return program
 
     # Calls with bare addresses, under the names that programs for cuDNN's other Python frontend know.
@@ -675,10 +658,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         """Addresses in the order of ``_get_variant_pack_uids_sorted()``. Nothing is checked but their number."""
         uids = self._get_variant_pack_uids_sorted()
         if len(pointers) != len(uids):
-            raise ValueError(
-                refusal("_execute_with_ptrs", "pointers", len(pointers), f"{len(uids)}, for the uids {uids}",
-                        "call _get_variant_pack_uids_sorted()")
-            )  # fmt: skip
+            raise refused(ValueError, "_execute_with_ptrs", "pointers", len(pointers),
+                          f"{len(uids)}, for the uids {uids}", "call _get_variant_pack_uids_sorted()")  # fmt: skip
         program = self._planned()
         used = self._handle if handle is None else handle
         if isinstance(program, ReferenceProgram):
@@ -735,10 +716,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             for tensor in node.tensors():
                 if tensor.uid == uid:
                     return Tensor.like(tensor, tensor.name).set_uid(uid)
-        raise RuntimeError(
-            refusal(f"graph {self.name!r}", "uid", str(uid), "the uid of a tensor of this graph",
-                    "look at repr(graph), which lists all tensors")
-        )  # fmt: skip
+        raise refused(RuntimeError, f"graph {self.name!r}", "uid", str(uid), "the uid of a tensor of this graph",
+                      "look at repr(graph), which lists all tensors")  # fmt: skip
 
     def serialize(self) -> bytes:
         """The graph and its plan, if built, with the compiled kernels, for ``deserialize`` in another process."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
@@ -35,10 +35,8 @@ class Matmul(Node):
         rank = max(len(a.dim), len(b.dim))
         for operand in (a, b):
             if len(operand.dim) < 2 or (operand.is_virtual and len(operand.dim) < rank):
-                raise ValueError(
-                    refusal(self.where, "A and B", f"dim={a.dim} and dim={b.dim}", "the same rank, 2 or more",
-                            "add leading dimensions of extent 1")
-                )  # fmt: skip
+                raise refused(ValueError, self.where, "A and B", f"dim={a.dim} and dim={b.dim}",
+                              "the same rank, 2 or more", "add leading dimensions of extent 1")  # fmt: skip
             while len(operand.dim) < rank:  # a matrix beside a batch of matrices: one that all of them share
                 operand.stride.insert(0, operand.dim[0] * operand.stride[0])
                 operand.dim.insert(0, 1)
@@ -48,14 +46,13 @@ class Matmul(Node):
                 f"transpose {fitting}: swap its last two dims and strides" if fitting else "correct one of the shapes"
             )
             got = f"dim={a.dim} and dim={b.dim}: inner extents {a.dim[-1]} and {b.dim[-2]}"
-            raise ValueError(refusal(self.where, "A and B", got, "[.., M, K] and [.., K, N]", cure))
+            raise refused(ValueError, self.where, "A and B", got, "[.., M, K] and [.., K, N]", cure)
         batch = [max(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)]
         # Grouped heads in attention: cuDNN lets one matrix serve several consecutive ones of the other operand.
         if any(max(pair) % min(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)):
-            raise ValueError(
-                refusal(self.where, "A and B", f"dim={a.dim} and dim={b.dim}",
-                        "batch extents that are equal, 1, or multiples of one another", "reshape one of them")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "A and B", f"dim={a.dim} and dim={b.dim}",
+                          "batch extents that are equal, 1, or multiples of one another",
+                          "reshape one of them")  # fmt: skip
         self.fill_output("C", [*batch, a.dim[-2], b.dim[-1]])
 
     def lower(self, lowering: Lowering) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, moe_grouped_matmul_mode
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import strides_in_order
 from cudnn.pygraph.node import Context, Node, NodeList, Operand
@@ -33,20 +33,19 @@ class Grouped(Node):
             if tensor.dim[2] != 1 or (tensor.dim[1] != 1 if port == "FIRST_TOKEN_OFFSET" else tensor.dim[0] != 1):
                 self._refuse_shape(port, "dim=[experts, 1, 1]" if port == "FIRST_TOKEN_OFFSET" else "dim=[1, rows, 1]")
             if tensor.data_type is not data_type.INT32:
-                raise ValueError(self.refusal(port, tensor.data_type.name, "INT32", "call .to(torch.int32)"))
+                raise self.refused(ValueError, port, tensor.data_type.name, "INT32", "call .to(torch.int32)")
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
-        raise ValueError(self.refusal(port, f"dim={self.inputs[port].dim}", allowed, "reshape it"))
+        raise self.refused(ValueError, port, f"dim={self.inputs[port].dim}", allowed, "reshape it")
 
     def _segments(self, first: Any, tokens: int) -> list[tuple[int, int]]:
         """The rows of each expert: from its offset to the next one's, the last expert's to the end."""
         starts: list[int] = first.flatten().tolist()
         ends = [*starts[1:], tokens]
         if any(not 0 <= start <= end <= tokens for start, end in zip(starts, ends, strict=True)):
-            raise ValueError(
-                refusal(self.where, "first_token_offset", str(starts), f"rising values from 0 to {tokens}",
-                        "sort the tokens by expert and pass the row at which each expert's begin")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "first_token_offset", str(starts),
+                          f"rising values from 0 to {tokens}",
+                          "sort the tokens by expert and pass the row at which each expert's begin")  # fmt: skip
         return list(zip(starts, ends, strict=True))
 
 
@@ -95,10 +94,10 @@ class MoeGroupedMatmul(Grouped):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         weight, first = values["WEIGHT"], values["FIRST_TOKEN_OFFSET"]
         if first.numel() != weight.shape[0]:
-            raise NotImplementedError(
-                refusal(self.where, "first_token_offset", f"{first.numel()} offsets for {weight.shape[0]} experts",
-                        "one for each expert on the reference executor", "make one graph for each batch entry")
-            )  # fmt: skip
+            raise refused(NotImplementedError, self.where, "first_token_offset",
+                          f"{first.numel()} offsets for {weight.shape[0]} experts",
+                          "one for each expert on the reference executor",
+                          "make one graph for each batch entry")  # fmt: skip
         rows = values["TOKEN"][0]
         index = values["TOKEN_INDEX"].flatten().long() if self.mode is not NONE else None
         if self.mode is GATHER:
@@ -184,7 +183,7 @@ class MoeMethods(NodeList[Operand]):
         where = f"{name} (moe_grouped_matmul)"
         if not isinstance(mode, moe_grouped_matmul_mode):  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = "cudnn.moe_grouped_matmul_mode. NONE, GATHER, SCATTER"
-            raise ValueError(refusal(where, "mode", repr(mode), allowed, "pass one of them"))
+            raise refused(ValueError, where, "mode", repr(mode), allowed, "pass one of them")
         given: dict[str, object] = {"token_index": token_index, "token_ks": token_ks, "top_k": top_k or None}
         needed = {NONE: (), GATHER: ("token_index",), SCATTER: ("token_index", "token_ks", "top_k")}[mode]
         if mode is not SCATTER:
@@ -194,10 +193,8 @@ class MoeMethods(NodeList[Operand]):
                 allowed = (
                     f"{', '.join(needed)} for mode {mode.name}" if needed else f"none of them for mode {mode.name}"
                 )
-                raise ValueError(
-                    refusal(where, argument, "nothing" if value is None else "a value", allowed,
-                            "pass it" if value is None else "leave it out")
-                )  # fmt: skip
+                raise refused(ValueError, where, argument, "nothing" if value is None else "a value", allowed,
+                              "pass it" if value is None else "leave it out")  # fmt: skip
         inputs = {
             "TOKEN": token, "WEIGHT": weight, "FIRST_TOKEN_OFFSET": first_token_offset,
             "TOKEN_INDEX": token_index, "TOKEN_KS": token_ks,

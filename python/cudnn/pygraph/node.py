@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_typ
 
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
-from cudnn.errors import refusal
+from cudnn.errors import E, refused
 from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.schema import ENUMERATIONS, conforming
 from cudnn.pygraph.tensor import Tensor
@@ -97,10 +97,10 @@ class Node:
         """How messages call the node."""
         return where_of(self.name, self.method)
 
-    def refusal(self, port: str, got: object, allowed: str, cure: str) -> str:
-        """Words a refusal of the tensor at a port."""
+    def refused(self, kind: type[E], port: str, got: object, allowed: str, cure: str) -> E:
+        """The exception that refuses the tensor at a port."""
         side, tensor = ("input", self.inputs[port]) if port in self.inputs else ("output", self.outputs[port])
-        return refusal(self.where, f"{side} {port} (tensor {tensor.name!r})", got, allowed, cure)
+        return refused(kind, self.where, f"{side} {port} (tensor {tensor.name!r})", got, allowed, cure)
 
     def output(self, port: str) -> Tensor:
         """Adds a virtual output tensor named ``<node>::<port>``."""
@@ -122,7 +122,7 @@ class Node:
         for port, tensor in self.inputs.items():
             if not tensor.dim or not tensor.stride:
                 got, cure = f"dim={tensor.dim}, stride={tensor.stride}", "create the node that makes this tensor first"
-                raise ValueError(self.refusal(port, got, "both set or inferred", f"set them, or {cure}"))
+                raise self.refused(ValueError, port, got, "both set or inferred", f"set them, or {cure}")
             self._default_type(tensor, context)
         self.infer(context)
         for tensor in self.outputs.values():
@@ -143,7 +143,7 @@ class Node:
         tensor.fill(dim, layout)
         if tensor.dim != [*dim]:
             cure = "leave set_dim() out: it is inferred"
-            raise ValueError(self.refusal(port, f"dim={tensor.dim}", f"dim={[*dim]}", cure))
+            raise self.refused(ValueError, port, f"dim={tensor.dim}", f"dim={[*dim]}", cure)
 
     def rank_check(self, ranks: Sequence[int], *ports: str) -> None:
         """Refuses inputs whose rank is not one of ``ranks``."""
@@ -151,7 +151,7 @@ class Node:
             dim = self.inputs[port].dim
             if len(dim) not in ranks:
                 allowed, cure = f"rank {', '.join(map(str, ranks))}", "add dimensions of extent 1 or merge some"
-                raise ValueError(self.refusal(port, f"rank {len(dim)}, dim={dim}", allowed, cure))
+                raise self.refused(ValueError, port, f"rank {len(dim)}, dim={dim}", allowed, cure)
 
     def attributes(self) -> dict[str, Any]:
         """The fields that the subclass adds, as JSON-able data; defaults are left out."""
@@ -256,9 +256,9 @@ class NodeList(Generic[Operand]):
                 continue
             if not isinstance(tensor, Tensor):
                 got = "None" if tensor is None else type(tensor).__name__
-                raise TypeError(
-                    refusal(node.where, f"input {port}", got, "a cudnn.tensor",
-                            "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself")
+                raise refused(
+                    TypeError, node.where, f"input {port}", got, "a cudnn.tensor",
+                    "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself"
                 )  # fmt: skip
             present[port] = tensor
         for port in outputs:

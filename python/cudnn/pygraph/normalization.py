@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, norm_forward_phase
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.pygraph.layout import channels_last, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.subgraph import SubGraph
@@ -125,7 +125,7 @@ class Normalization(Node):
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
         got = f"dim={self.inputs[port].dim} beside X of dim={self.inputs['X'].dim}"
-        raise ValueError(self.refusal(port, got, allowed, "reshape it"))
+        raise self.refused(ValueError, port, got, allowed, "reshape it")
 
 
 def _like(tensor: Tensor) -> Callable[[Dims], list[int]]:
@@ -352,10 +352,8 @@ class NormalizationMethods(NodeList[Operand]):
         name, phase = given["name"], given["norm_forward_phase"]
         where = where_of(name, cls.method)
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
-            raise ValueError(
-                refusal(where, "norm_forward_phase", f"{phase!r}", "INFERENCE, TRAINING",
-                        "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows")
-            )  # fmt: skip
+            raise refused(ValueError, where, "norm_forward_phase", f"{phase!r}", "INFERENCE, TRAINING",
+                          "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows")  # fmt: skip
         inputs = _inputs(given) | {"EPSILON": _scalar(where, "epsilon", given["epsilon"])}
         statistics = ("MEAN", "INV_VARIANCE") if cls.kind.centered else ("INV_VARIANCE",)
         outputs = ["Y", *statistics] if phase is norm_forward_phase.TRAINING else ["Y"]
@@ -513,11 +511,10 @@ class NormalizationMethods(NodeList[Operand]):
         present = [tensor for tensor in running.values() if tensor is not None]
         if len(present) == 1 or (present and momentum is None):
             given = {"in_running_mean": in_running_mean, "in_running_var": in_running_var, "momentum": momentum}
-            raise ValueError(
-                refusal(where, "running statistics", ", ".join(f"no {k}" for k, v in given.items() if v is None),
-                        "in_running_mean, in_running_var and momentum together, or none of the first two",
-                        "pass all three")
-            )  # fmt: skip
+            raise refused(ValueError, where, "running statistics",
+                          ", ".join(f"no {k}" for k, v in given.items() if v is None),
+                          "in_running_mean, in_running_var and momentum together, or none of the first two",
+                          "pass all three")  # fmt: skip
         inputs = {"X": input, "SCALE": scale, "BIAS": bias, "EPSILON": _scalar(where, "epsilon", epsilon)}
         outputs = ["Y", "MEAN", "INV_VARIANCE"]
         if present:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type
-from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refusal
+from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import broadcast, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
@@ -40,7 +40,7 @@ class Pointwise(Node):
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise ValueError(refusal("pointwise", "mode", repr(self.mode), ", ".join(_MODES), "choose one of these"))
+            raise refused(ValueError, "pointwise", "mode", repr(self.mode), ", ".join(_MODES), "choose one of these")
 
     @property
     def method(self) -> str:  # type: ignore[override]
@@ -55,20 +55,16 @@ class Pointwise(Node):
                 tensor.dim, tensor.stride = [1] * rank, [1] * rank
         dims = broadcast([t.dim for t in ports])
         if dims is None:
-            raise ValueError(
-                refusal(self.where, "inputs", ", ".join(f"{t.name!r} dim={t.dim}" for t in ports),
-                        "shapes that broadcast (aligned at the last dimension; extents equal or 1)",
-                        "reshape or transpose one of them")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "inputs", ", ".join(f"{t.name!r} dim={t.dim}" for t in ports),
+                          "shapes that broadcast (aligned at the last dimension; extents equal or 1)",
+                          "reshape or transpose one of them")  # fmt: skip
         if self.axis is not None and not 0 <= self.axis < len(dims):
-            raise ValueError(refusal(self.where, "axis", str(self.axis), f"0 to {len(dims) - 1}", "count from 0"))
+            raise refused(ValueError, self.where, "axis", str(self.axis), f"0 to {len(dims) - 1}", "count from 0")
         if not out.dim:
             out.dim = dims
         elif out.dim != dims:
-            raise ValueError(
-                refusal(self.where, f"output (tensor {out.name!r})", f"dim={out.dim}", f"dim={dims}",
-                        "leave set_dim() out: it is inferred")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, f"output (tensor {out.name!r})", f"dim={out.dim}", f"dim={dims}",
+                          "leave set_dim() out: it is inferred")  # fmt: skip
         if not out.stride:
             out.stride = self._strides(out, ports)
 
@@ -80,10 +76,9 @@ class Pointwise(Node):
         first = ports[0]
         if out.is_virtual and len(first.dim) == len(out.dim):
             return strides_like(first.stride, first.dim, out.dim)
-        raise ValueError(
-            refusal(self.where, f"output (tensor {out.name!r})", "no strides", "strides that an input of the output's "
-                    "shape has", f"call set_stride() on it, for dim={out.dim}")
-        )  # fmt: skip
+        raise refused(ValueError, self.where, f"output (tensor {out.name!r})", "no strides",
+                      "strides that an input of the output's " "shape has",
+                      f"call set_stride() on it, for dim={out.dim}")  # fmt: skip
 
     def lower(self, lowering: Lowering) -> None:
         if self._changes_nothing:
@@ -132,11 +127,9 @@ class Pointwise(Node):
         if not missing:
             return tensor
         if tensor.is_virtual or id(tensor) in lowering.produced:
-            raise cudnnGraphNotSupportedError(
-                self.refusal(port, f"dim={tensor.dim}, the result of another operation",
-                             f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
-                             "describe the tensors of that operation with leading dimensions of 1")
-            )  # fmt: skip
+            raise self.refused(cudnnGraphNotSupportedError, port, f"dim={tensor.dim}, the result of another operation",
+                               f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
+                               "describe the tensors of that operation with leading dimensions of 1")  # fmt: skip
         padded = Tensor.like(tensor)
         padded.dim = [1] * missing + tensor.dim
         padded.stride = [tensor.dim[0] * tensor.stride[0]] * missing + tensor.stride

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, reduction_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
@@ -43,7 +43,7 @@ class Reduction(Node):
         y.fill(x.dim, channels_last)
         if len(y.dim) != len(x.dim) or any(out not in (1, extent) for extent, out in zip(x.dim, y.dim, strict=True)):
             allowed, cure = "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape"
-            raise ValueError(self.refusal("Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, cure))
+            raise self.refused(ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, cure)
 
     def _infer_groups(self, x: Tensor, y: Tensor, first: Tensor) -> None:
         self.rank_check([3], "X", "GROUP_OFFSET")
@@ -51,12 +51,10 @@ class Reduction(Node):
         groups = y.dim[0]
         whole = first.dim == [first.dim[0], 1, 1] and first.data_type is data_type.INT32 and x.dim[0] == 1
         if not whole or groups not in (first.dim[0], first.dim[0] - 1) or y.dim[1:] != [1, x.dim[2]]:
-            raise ValueError(
-                refusal(self.where, "group_offset",
-                        f"{first.data_type.name} dim={first.dim} for dim={x.dim} to dim={y.dim}",
-                        f"INT32 [groups, 1, 1], or one more, for [1, rows, {x.dim[2]}] to [groups, 1, {x.dim[2]}]",
-                        "correct the shapes")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "group_offset",
+                          f"{first.data_type.name} dim={first.dim} for dim={x.dim} to dim={y.dim}",
+                          f"INT32 [groups, 1, 1], or one more, for [1, rows, {x.dim[2]}] to [groups, 1, {x.dim[2]}]",
+                          "correct the shapes")  # fmt: skip
 
     def lower(self, lowering: Lowering) -> None:
         a, (operator, x) = be.Attribute, self._prologue(lowering)
@@ -85,21 +83,18 @@ class Reduction(Node):
         x, mode = self.inputs["X"], self.mode
         plain = {reduction_mode.AVG: "ADD", reduction_mode.NORM1: "ADD", reduction_mode.MUL_NO_ZEROS: "MUL"}
         if mode is reduction_mode.NORM2:
-            raise cudnnGraphNotSupportedError(
-                refusal(self.where, "mode", mode.name, "any other mode with cuDNN", "reduce x * x with ADD and take "
-                        "the root in a second graph, or run this one with backend='reference'")
-            )  # fmt: skip
+            raise refused(cudnnGraphNotSupportedError, self.where, "mode", mode.name, "any other mode with cuDNN",
+                          "reduce x * x with ADD and take "
+                          "the root in a second graph, or run this one with backend='reference'")  # fmt: skip
         if mode is reduction_mode.AVG and "GROUP_OFFSET" in self.inputs:
-            raise cudnnGraphNotSupportedError(
-                refusal(self.where, "mode", "AVG of groups", "AVG of whole dimensions with cuDNN", "use ADD and divide")
-            )
+            raise refused(cudnnGraphNotSupportedError, self.where, "mode", "AVG of groups",
+                          "AVG of whole dimensions with cuDNN", "use ADD and divide")  # fmt: skip
         if mode not in plain:
             return be.ReduceTensorOp[mode.name], x
         if self.compute_data_type not in FLOATING:
-            raise cudnnGraphNotSupportedError(
-                refusal(self.where, f"compute_data_type for mode {mode.name}", self.compute_data_type.name,
-                        ", ".join(kind.name for kind in FLOATING), "set one of these")
-            )  # fmt: skip
+            raise refused(cudnnGraphNotSupportedError, self.where, f"compute_data_type for mode {mode.name}",
+                          self.compute_data_type.name, ", ".join(kind.name for kind in FLOATING),
+                          "set one of these")  # fmt: skip
         smaller: PointwiseMethods[Tensor] = PointwiseMethods(
             dataclasses.replace(
                 lowering.context,
@@ -133,10 +128,8 @@ class Reduction(Node):
     def _by_group(self, x: Any, first: list[int]) -> Any:
         ends = [*first[1:], x.shape[1]][: self.outputs["Y"].dim[0]]
         if any(not 0 <= start < end <= x.shape[1] for start, end in zip(first, ends, strict=False)):
-            raise ValueError(
-                refusal(self.where, "group_offset", str(first), f"rising values from 0 to {x.shape[1]}",
-                        "sort the rows by group and pass where each group begins")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "group_offset", str(first), f"rising values from 0 to {x.shape[1]}",
+                          "sort the rows by group and pass where each group begins")  # fmt: skip
         groups = [x[:, start:end] for start, end in zip(first, ends, strict=False)]
         return torch.cat([_REDUCE[self.mode.name](rows, [1]) for rows in groups])
 
@@ -218,7 +211,7 @@ class ReductionMethods(NodeList[Operand]):
         if not isinstance(mode, reduction_mode) or mode is reduction_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = ", ".join(member.name for member in reduction_mode if member)
             where = where_of(name, "reduction")
-            raise ValueError(refusal(where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them"))
+            raise refused(ValueError, where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them")
         inputs = {"X": input, "GROUP_OFFSET": group_offset}
         return self._add(Reduction, name, compute_data_type, inputs, ["Y"], mode=mode).outputs["Y"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn.backend import library
 from cudnn.backend.plan import Origin
 from cudnn.enums import behavior_note, data_type, numerical_note
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph.lowering import Bindings
 from cudnn.pygraph.node import Context, Node
 from cudnn.pygraph.schema import conforming
@@ -102,7 +102,7 @@ def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
         written = document.get("format", FORMAT)
         if written == FORMAT:
             return _restore(document, with_plan=not isinstance(data, str))
-    raise ValueError(refusal("deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialise with this version"))
+    raise refused(ValueError, "deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialise with this version")
 
 
 @contextlib.contextmanager
@@ -111,10 +111,9 @@ def refusing(what: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            refusal("deserialize", what, f"no graph ({type(error).__name__}: {error!s:.200})",
-                    "what serialize() returned, or the JSON text of a graph", "serialise the graph again")
-        ) from None  # fmt: skip
+        raise refused(ValueError, "deserialize", what, f"no graph ({type(error).__name__}: {error!s:.200})",
+                      "what serialize() returned, or the JSON text of a graph",
+                      "serialise the graph again") from None  # fmt: skip
 
 
 def _restore(document: dict[str, Any], with_plan: bool) -> Restored:

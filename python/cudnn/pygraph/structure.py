@@ -13,7 +13,7 @@ from cudnn.backend import enums as be
 from cudnn.backend.library import format_version
 from cudnn.datatypes import element_bits
 from cudnn.enums import data_type
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last, row_major, span, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
@@ -54,10 +54,10 @@ class _Moving(Node):
     def _refuse_conversion(self) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if x.data_type is not y.data_type:
-            raise RuntimeError(
-                self.refusal("Y", f"{y.data_type.name} for an input of {x.data_type.name}",
-                             "the input's data type; unset, a virtual tensor takes the graph's intermediate_data_type",
-                             f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it")
+            raise self.refused(
+                RuntimeError, "Y", f"{y.data_type.name} for an input of {x.data_type.name}",
+                "the input's data type; unset, a virtual tensor takes the graph's intermediate_data_type",
+                f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it"
             )  # fmt: skip
 
 
@@ -76,21 +76,19 @@ class Reshape(_Moving):
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if not y.dim:
-            raise ValueError(self.refusal("Y", "no dim", "the new shape", "call set_dim() on it"))
+            raise self.refused(ValueError, "Y", "no dim", "the new shape", "call set_dim() on it")
         y.fill(y.dim, channels_last)
         self._type_of_input(context)
         if self.reshape_mode is enums.reshape_mode.LOGICAL:
             self._refuse_conversion()
         if math.prod(x.dim) != math.prod(y.dim):
             allowed = f"as many elements as the input, {math.prod(x.dim)}"
-            raise ValueError(
-                self.refusal("Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, "correct set_dim()")
-            )
+            raise self.refused(ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed,
+                               "correct set_dim()")  # fmt: skip
         if self.reshape_mode is enums.reshape_mode.VIEW_ONLY and span(y.dim, y.stride) > span(x.dim, x.stride):
             got = f"dim={y.dim}, stride={y.stride} for an input of dim={x.dim}, stride={x.stride}"
-            raise ValueError(
-                self.refusal("Y", got, "a view that stays inside the input's memory", "correct set_stride()")
-            )
+            raise self.refused(ValueError, "Y", got, "a view that stays inside the input's memory",
+                               "correct set_stride()")  # fmt: skip
 
     def _reads_memory(self, lowering: Lowering) -> bool:
         x, y = self.inputs["X"], self.outputs["Y"]
@@ -138,15 +136,11 @@ class Transpose(_Moving):
     def infer(self, context: Context) -> None:
         x = self.inputs["X"]
         if not self.permutation:
-            raise ValueError(
-                refusal(self.where, "permutation", "nothing", f"an order of the dimensions 0 to {len(x.dim) - 1}",
-                        "pass permutation=[..]")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "permutation", "nothing",
+                          f"an order of the dimensions 0 to {len(x.dim) - 1}", "pass permutation=[..]")  # fmt: skip
         if sorted(self.permutation) != list(range(len(x.dim))):
-            raise RuntimeError(
-                refusal(self.where, "permutation", self.permutation,
-                        f"an order of the dimensions 0 to {len(x.dim) - 1}", "name each dimension once")
-            )  # fmt: skip
+            raise refused(RuntimeError, self.where, "permutation", self.permutation,
+                          f"an order of the dimensions 0 to {len(x.dim) - 1}", "name each dimension once")  # fmt: skip
         dims = [x.dim[axis] for axis in self.permutation]
         self.fill_output("Y", dims, lambda _: [x.stride[axis] for axis in self.permutation])
         self._type_of_input(context)
@@ -191,27 +185,23 @@ class Slice(_Moving):
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if len(self.slices) > len(x.dim):
-            raise ValueError(
-                refusal(self.where, "slices", f"{len(self.slices)} of them", f"at most {len(x.dim)}", "drop some")
-            )
+            raise refused(ValueError, self.where, "slices", f"{len(self.slices)} of them", f"at most {len(x.dim)}",
+                          "drop some")  # fmt: skip
         if any(step is not None and step < 1 for *_, step in self.slices):
-            raise ValueError(refusal(self.where, "slices", self.slices, "positive steps", "leave the step out"))
+            raise refused(ValueError, self.where, "slices", self.slices, "positive steps", "leave the step out")
         ranges = self._ranges()
         dims = [len(indices) for indices in ranges]
         if 0 in dims:
-            raise ValueError(
-                refusal(self.where, "slices", f"{self.slices} of dim={x.dim}, which is empty",
-                        "one element or more in each dimension", "correct start and stop")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "slices", f"{self.slices} of dim={x.dim}, which is empty",
+                          "one element or more in each dimension", "correct start and stop")  # fmt: skip
         strides = [step * indices.step for step, indices in zip(x.stride, ranges, strict=True)]
         self.fill_output("Y", dims, lambda _: strides)
         if x.data_type is not NOT_SET:  # as it is, at the latest, when the graph is built
             y.alignment = math.gcd(x.alignment, self._offset())
         if not y.is_virtual:
             allowed = "a virtual tensor: nothing writes a slice to memory"
-            raise ValueError(
-                self.refusal("Y", "set_output(True)", allowed, "copy it: graph.identity(y).set_output(True)")
-            )
+            raise self.refused(ValueError, "Y", "set_output(True)", allowed,
+                               "copy it: graph.identity(y).set_output(True)")  # fmt: skip
         self._type_of_input(context)
         self._refuse_conversion()
 
@@ -242,10 +232,8 @@ class Slice(_Moving):
         elements = sum(indices.start * step for indices, step in zip(self._ranges(), x.stride, strict=True))
         offset, rest = divmod(elements * element_bits(x.data_type), 8)
         if rest:
-            raise ValueError(
-                refusal(self.where, "slices", f"a start inside a byte of {x.data_type.name} elements",
-                        "a start on a whole byte", "start at an even element")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, "slices", f"a start inside a byte of {x.data_type.name} elements",
+                          "a start on a whole byte", "start at an even element")  # fmt: skip
         return offset
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -273,21 +261,17 @@ class Concatenate(Node):
         first = inputs[0]
         rank = len(first.dim)
         if not 0 <= self.axis < rank:
-            raise ValueError(refusal(self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0"))
+            raise refused(ValueError, self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0")
         others = [[*tensor.dim[: self.axis], *tensor.dim[self.axis + 1 :]] for tensor in inputs]
         if any(len(tensor.dim) != rank for tensor in inputs) or any(other != others[0] for other in others):
-            raise ValueError(
-                refusal(self.where, "inputs", shapes, f"one shape save for dimension {self.axis}", "reshape or slice")
-            )
+            raise refused(ValueError, self.where, "inputs", shapes, f"one shape save for dimension {self.axis}",
+                          "reshape or slice")  # fmt: skip
         if any(tensor.data_type is not first.data_type for tensor in inputs):
             kinds = ", ".join(tensor.data_type.name for tensor in inputs)
-            raise ValueError(refusal(self.where, "inputs", kinds, "one data type", "convert some with identity()"))
+            raise refused(ValueError, self.where, "inputs", kinds, "one data type", "convert some with identity()")
         if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
-            raise ValueError(
-                refusal(
-                    self.where, "in_place_index", self.in_place_index, f"None or 0 to {len(inputs) - 1}", "correct it"
-                )
-            )
+            raise refused(ValueError, self.where, "in_place_index", self.in_place_index,
+                          f"None or 0 to {len(inputs) - 1}", "correct it")  # fmt: skip
         dims = [*first.dim]
         dims[self.axis] = sum(tensor.dim[self.axis] for tensor in inputs)
         self.fill_output("Y", dims, lambda dims: strides_like(first.stride, first.dim, dims))
@@ -310,7 +294,8 @@ class Concatenate(Node):
 
 def _too_old(where: str, what: str, got: str, version: int) -> cudnnGraphNotSupportedError:
     found = f"{got} with cuDNN {format_version(version)}"
-    return cudnnGraphNotSupportedError(refusal(where, what, found, "cuDNN 9.22 or newer", "install a newer cuDNN"))
+    cure = "install a newer cuDNN"
+    return refused(cudnnGraphNotSupportedError, where, what, found, "cuDNN 9.22 or newer", cure)
 
 
 class StructureMethods(NodeList[Operand]):
@@ -354,9 +339,8 @@ class StructureMethods(NodeList[Operand]):
         where = where_of(name, "slice")
         for item in slices:
             if not isinstance(item, builtins.slice):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(
-                    refusal(where, "slices", repr(item), "Python slice objects", "write slice(start, stop)")
-                )
+                raise refused(TypeError, where, "slices", repr(item), "Python slice objects",
+                              "write slice(start, stop)")  # fmt: skip
         triples = [[item.start, item.stop, item.step] for item in slices]
         return self._add(Slice, name, compute_data_type, {"X": input}, ["Y"], slices=triples).outputs["Y"]
 
@@ -370,7 +354,7 @@ class StructureMethods(NodeList[Operand]):
         """
         name = self._indexed(name)
         if not inputs:
-            raise ValueError(refusal(f"{name} (concatenate)", "inputs", "none", "one tensor or more", "pass a list"))
+            raise refused(ValueError, f"{name} (concatenate)", "inputs", "none", "one tensor or more", "pass a list")
         ports: dict[str, object] = {f"X_{index}": tensor for index, tensor in enumerate(inputs)}
         node = self._add(Concatenate, name, NOT_SET, ports, ["Y"], axis=int(axis), in_place_index=in_place_index)
         return node.outputs["Y"]

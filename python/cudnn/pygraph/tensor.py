@@ -16,7 +16,7 @@ from cudnn.datatypes import (
     library_type,
 )
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.pygraph.dlpack import describe
 from cudnn.pygraph.layout import row_major, span
 from cudnn.pygraph.schema import conforming
@@ -105,10 +105,9 @@ class Tensor:
             dims, strides, code, bits, on_cpu = describe(source)
             kind = dlpack_to_data_type(code, bits)
         else:
-            raise ValueError(
-                refusal("tensor_like", "source", f"{type(source).__name__}", "a cudnn.tensor, a torch.Tensor or any "
-                        "object with __dlpack__", "pass such a tensor, or describe it with graph.tensor(dim=, stride=)")
-            )  # fmt: skip
+            raise refused(ValueError, "tensor_like", "source", f"{type(source).__name__}",
+                          "a cudnn.tensor, a torch.Tensor or any " "object with __dlpack__",
+                          "pass such a tensor, or describe it with graph.tensor(dim=, stride=)")  # fmt: skip
         scalar = on_cpu and all(extent == 1 for extent in dims)
         return cls(dims or [1], strides or [1], kind, is_pass_by_value=scalar, name=name)
 
@@ -135,7 +134,7 @@ class Tensor:
         """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
         number = _integer(self.name, "uid", uid)
         if not 0 <= number < _LIMIT:
-            raise ValueError(refusal(f"tensor {self.name!r}", "uid", number, "0 to 2^63 - 1", "choose another number"))
+            raise refused(ValueError, f"tensor {self.name!r}", "uid", number, "0 to 2^63 - 1", "choose another number")
         self.uid = number
         return self
 
@@ -203,9 +202,8 @@ class Tensor:
             self.reordering_type = tensor_reordering(reordering_type)
         except ValueError:
             allowed = ", ".join(map(str, tensor_reordering))
-            raise ValueError(
-                refusal(f"tensor {self.name!r}", "reordering_type", repr(reordering_type), allowed, "choose one")
-            ) from None
+            raise refused(ValueError, f"tensor {self.name!r}", "reordering_type", repr(reordering_type), allowed,
+                          "choose one") from None  # fmt: skip
         return self
 
     def get_alignment(self) -> int:
@@ -219,9 +217,8 @@ class Tensor:
         """
         number = _integer(self.name, "alignment", alignment)
         if number < 1 or number & (number - 1):
-            raise ValueError(
-                refusal(f"tensor {self.name!r}", "alignment", str(number), "a power of two", "round it down to one")
-            )
+            raise refused(ValueError, f"tensor {self.name!r}", "alignment", str(number), "a power of two",
+                          "round it down to one")  # fmt: skip
         self.alignment = number
         return self
 
@@ -247,7 +244,7 @@ class Tensor:
         """Batch entries start at the offsets (in elements) in a ``[batch + 1, 1, 1, 1]`` INT32 or INT64 tensor."""
         if not isinstance(ragged_offset, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             got = type(ragged_offset).__name__
-            raise TypeError(refusal(f"tensor {self.name!r}", "ragged_offset", got, "a cudnn.tensor", "describe one"))
+            raise refused(TypeError, f"tensor {self.name!r}", "ragged_offset", got, "a cudnn.tensor", "describe one")
         self.ragged_offset = ragged_offset
         return self
 
@@ -272,35 +269,27 @@ class Tensor:
         """Refuses a tensor that cannot be described to cuDNN."""
         label = f"tensor {self.name!r}"
         if not self.dim or not self.stride:
-            raise ValueError(
-                refusal(where, label, f"dim={self.dim}, stride={self.stride}", "both set or inferred",
-                        "call set_dim() and set_stride() on it")
-            )  # fmt: skip
+            raise refused(ValueError, where, label, f"dim={self.dim}, stride={self.stride}", "both set or inferred",
+                          "call set_dim() and set_stride() on it")  # fmt: skip
         if len(self.dim) != len(self.stride):
-            raise ValueError(
-                refusal(where, label, f"dim={self.dim} with stride={self.stride}", "as many strides as dimensions",
-                        "give both the same length")
-            )  # fmt: skip
+            raise refused(ValueError, where, label, f"dim={self.dim} with stride={self.stride}",
+                          "as many strides as dimensions", "give both the same length")  # fmt: skip
         if len(self.dim) > 8:
-            raise ValueError(refusal(where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions"))
+            raise refused(ValueError, where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions")
         if any(extent < 1 for extent in self.dim):
-            raise ValueError(refusal(where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions"))
+            raise refused(ValueError, where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions")
         if any(step < 0 for step in self.stride):
-            raise ValueError(
-                refusal(where, label, f"stride={self.stride}", "strides of 0 or more", "turn the tensor round first")
-            )
+            raise refused(ValueError, where, label, f"stride={self.stride}", "strides of 0 or more",
+                          "turn the tensor round first")  # fmt: skip
         last = sum((extent - 1) * step for extent, step in zip(self.dim, self.stride, strict=True))
         if max(*self.dim, *self.stride, prod(self.dim), last) >= _LIMIT // 8:
-            raise ValueError(
-                refusal(where, label, f"dim={self.dim}, stride={self.stride}", "fewer than 2^60 elements and places",
-                        "correct the shape")
-            )  # fmt: skip
+            raise refused(ValueError, where, label, f"dim={self.dim}, stride={self.stride}",
+                          "fewer than 2^60 elements and places", "correct the shape")  # fmt: skip
         if self.is_virtual and self.is_pass_by_value:
-            raise ValueError(refusal(where, label, "virtual and pass-by-value", "one of the two", "choose one"))
+            raise refused(ValueError, where, label, "virtual and pass-by-value", "one of the two", "choose one")
         if self.value is not None and not self.is_pass_by_value:
-            raise ValueError(
-                refusal(where, label, "a stored constant", "pass-by-value only", "call set_is_pass_by_value(True)")
-            )
+            raise refused(ValueError, where, label, "a stored constant", "pass-by-value only",
+                          "call set_is_pass_by_value(True)")  # fmt: skip
 
     def check_written(self, where: str) -> None:
         """Refuses an output whose strides put several elements at one place."""
@@ -312,10 +301,8 @@ class Tensor:
             for (extent, step), (more, other) in itertools.combinations(axes, 2)
         )
         if overlap:
-            raise ValueError(
-                refusal(where, f"output tensor {self.name!r}", f"dim={self.dim}, stride={self.stride}",
-                        "a place of its own for every element", "correct set_stride()")
-            )  # fmt: skip
+            raise refused(ValueError, where, f"output tensor {self.name!r}", f"dim={self.dim}, stride={self.stride}",
+                          "a place of its own for every element", "correct set_stride()")  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """The tensor as JSON-able data; defaults are left out."""
@@ -363,11 +350,11 @@ class Tensor:
         """Called by PyTorch's functions that are given a graph tensor: they cannot compute with one."""
         cure = "call the graph's operation in its place: graph.relu(input=x), say"
         where = f"torch.{getattr(function, '__name__', function)}"
-        raise TypeError(refusal(where, "argument", _WITHOUT_DATA, "a torch.Tensor", cure))
+        raise refused(TypeError, where, "argument", _WITHOUT_DATA, "a torch.Tensor", cure)
 
     def _operator(self, *_: object) -> NoReturn:
         cure = "call the graph's operation in its place: graph.add(a=x, b=y), say"
-        raise TypeError(refusal("arithmetic operator", "operand", _WITHOUT_DATA, "numbers and arrays", cure))
+        raise refused(TypeError, "arithmetic operator", "operand", _WITHOUT_DATA, "numbers and arrays", cure)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = _operator
@@ -377,18 +364,16 @@ def _integer(name: str, what: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(
-            refusal(f"tensor {name!r}", what, repr(value), "an integer", "pass an int, or a NumPy or PyTorch integer")
-        ) from None
+        raise refused(TypeError, f"tensor {name!r}", what, repr(value), "an integer",
+                      "pass an int, or a NumPy or PyTorch integer") from None  # fmt: skip
 
 
 def _integers(name: str, what: str, values: Sequence[int]) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise TypeError(
-            refusal(f"tensor {name!r}", what, repr(values), "a sequence of integers", f"pass {what}=[4, 8], say")
-        ) from None
+        raise refused(TypeError, f"tensor {name!r}", what, repr(values), "a sequence of integers",
+                      f"pass {what}=[4, 8], say") from None  # fmt: skip
 
 
 _FIELDS = [field for field in Tensor.__slots__ if field != "__weakref__"]

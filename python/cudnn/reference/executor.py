@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.backend.handle import resolve
 from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.lazy import torch
 from cudnn.pygraph.arrays import check_array, span_bytes
 from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
@@ -58,7 +58,7 @@ class ReferenceProgram:
         """Makes the one plan. RuntimeError for another engine than number 0, and for knobs, which it does not have."""
         if engine_id or knobs:
             got = f"engine {engine_id} with knobs {dict(knobs or {})}"
-            raise RuntimeError(refusal("reference executor", "plan", got, "engine 0, its only one, without knobs"))
+            raise refused(RuntimeError, "reference executor", "plan", got, "engine 0, its only one, without knobs")
         self.plan = "reference"
 
     @property
@@ -93,17 +93,15 @@ class ReferenceProgram:
         for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
             for uid, tensor in tensors.items():
                 if buffers.get(uid) is None:
-                    raise ValueError(
-                        refusal("execute", f"{kind} tensor {tensor.name!r} (uid {uid})", "no data",
-                                "a tensor for every input and output", f"add it to the dict under uid {uid}")
-                    )  # fmt: skip
+                    raise refused(ValueError, "execute", f"{kind} tensor {tensor.name!r} (uid {uid})", "no data",
+                                  "a tensor for every input and output",
+                                  f"add it to the dict under uid {uid}")  # fmt: skip
                 data = buffers[uid]
                 if not _is_torch_tensor(data) and not hasattr(data, "__dlpack__"):
                     got = "an address" if isinstance(data, int) else type(data).__name__
-                    raise TypeError(
-                        refusal("execute", f"{kind} tensor {tensor.name!r} (uid {uid})", got, "a torch.Tensor or an "
-                                "object with __dlpack__; addresses on a GPU only", "pass one of these")
-                    )  # fmt: skip
+                    raise refused(TypeError, "execute", f"{kind} tensor {tensor.name!r} (uid {uid})", got,
+                                  "a torch.Tensor or an " "object with __dlpack__; addresses on a GPU only",
+                                  "pass one of these")  # fmt: skip
         big = [
             (uid, buffers[uid])
             for uid, tensor in {**self._inputs, **self._outputs}.items()
@@ -112,7 +110,7 @@ class ReferenceProgram:
         devices = {str(data.device) for _, data in big}
         if len(devices) > 1:
             listing = ", ".join(f"uid {uid} on {data.device}" for uid, data in big)
-            raise ValueError(refusal("execute", "tensors", listing, "one device for all", "move them to one device"))
+            raise refused(ValueError, "execute", "tensors", listing, "one device for all", "move them to one device")
         for uid, tensor in {**self._inputs, **self._outputs}.items():
             check_array(tensor, buffers[uid], f"tensor {tensor.name!r} (uid {uid})", uid in self._pools)
         self._check_places(buffers)
@@ -128,20 +126,17 @@ class ReferenceProgram:
             nbytes = 0 if tensor.data_type is data_type.BOOLEAN else span_bytes(tensor)
             raw[uid] = memory(buffers[uid], nbytes, where)
             if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment and not self._any_address:
-                raise ValueError(
-                    refusal("execute", where, f"address {raw[uid].data_ptr():#x}", f"a multiple of {tensor.alignment} "
-                            "bytes, the tensor's alignment", "pass a copy, or call set_alignment() before the graph is "
-                            "built")
-                )  # fmt: skip
+                raise refused(ValueError, "execute", where, f"address {raw[uid].data_ptr():#x}",
+                              f"a multiple of {tensor.alignment} " "bytes, the tensor's alignment",
+                              "pass a copy, or call set_alignment() before the graph is " "built")  # fmt: skip
         for uid in self._outputs.keys() & raw.keys():
             for other in raw.keys() - {uid}:
                 if self._collide(uid, other, raw):
                     its = self._inputs.get(other) or self._outputs[other]
-                    raise ValueError(
-                        refusal("execute", f"output tensor {self._outputs[uid].name!r} (uid {uid})",
-                                f"memory that tensor {its.name!r} (uid {other}) uses", "memory of its own, or that of "
-                                "one whole input, to work in place", "allocate another tensor")
-                    )  # fmt: skip
+                    raise refused(ValueError, "execute", f"output tensor {self._outputs[uid].name!r} (uid {uid})",
+                                  f"memory that tensor {its.name!r} (uid {other}) uses",
+                                  "memory of its own, or that of " "one whole input, to work in place",
+                                  "allocate another tensor")  # fmt: skip
 
     def _collide(self, uid: int, other: int, raw: Mapping[int, Any]) -> bool:
         """Whether an output shares bytes with another tensor, unless it takes the place of an input."""

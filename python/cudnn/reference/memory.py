@@ -11,7 +11,7 @@ from cudnn.datatypes import (
     element_bits,
 )
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
 from cudnn.pygraph.arrays import span_bytes, tiles
@@ -27,9 +27,8 @@ def torch_type(kind: data_type, where: str) -> Any:
     """The torch.dtype that holds single values of a type: that type, and float32 for FP4_E2M1."""
     dtype = torch.float32 if kind is data_type.FP4_E2M1 else _cudnn_to_torch_data_type(kind)
     if dtype is None:
-        raise NotImplementedError(
-            refusal(where, "data type", kind.name, "a type that PyTorch computes with", "run this graph on a GPU")
-        )
+        raise refused(NotImplementedError, where, "data type", kind.name, "a type that PyTorch computes with",
+                      "run this graph on a GPU")  # fmt: skip
     return dtype
 
 
@@ -61,10 +60,9 @@ def memory(data: Any, nbytes: int, where: str) -> Any:
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start
     if available < nbytes:
-        raise ValueError(
-            refusal(where, "memory", f"{available} bytes", f"the {nbytes} bytes that the graph's tensor spans",
-                    "pass a tensor of the graph tensor's shape, strides and type")
-        )  # fmt: skip
+        raise refused(ValueError, where, "memory", f"{available} bytes",
+                      f"the {nbytes} bytes that the graph's tensor spans",
+                      "pass a tensor of the graph tensor's shape, strides and type")  # fmt: skip
     return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage(), start, (nbytes,), (1,))
 
 
@@ -74,10 +72,8 @@ def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int],
     size = element_bits(kind) // 8
     usable = raw[: raw.numel() // size * size]
     if raw.data_ptr() % size:
-        raise ValueError(
-            refusal(where, "memory", f"address {raw.data_ptr():#x}", f"a multiple of {size} bytes for {kind.name}",
-                    "pass an aligned tensor")
-        )  # fmt: skip
+        raise refused(ValueError, where, "memory", f"address {raw.data_ptr():#x}",
+                      f"a multiple of {size} bytes for {kind.name}", "pass an aligned tensor")  # fmt: skip
     return usable.view(dtype).as_strided(tuple(dims), tuple(strides))
 
 
@@ -129,10 +125,10 @@ def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
     along the columns. The last ones are padded (cuBLAS documentation, "1D Block Scaling Factors Layout").
     """
     if tensor.reordering_type is not tensor_reordering.F8_128x4 or element_bits(tensor.data_type) != 8:
-        raise NotImplementedError(
-            refusal(where, "reordering_type", f"{tensor.reordering_type.name} of {tensor.data_type.name}",
-                    "NONE, or F8_128x4 of an 8-bit type, on the reference executor", "run this graph on a GPU")
-        )  # fmt: skip
+        raise refused(NotImplementedError, where, "reordering_type",
+                      f"{tensor.reordering_type.name} of {tensor.data_type.name}",
+                      "NONE, or F8_128x4 of an 8-bit type, on the reference executor",
+                      "run this graph on a GPU")  # fmt: skip
     column, rows, columns, _ = tiles(tensor)
     last = len(tensor.dim) - 1
     position = [

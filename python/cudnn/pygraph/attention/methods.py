@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from cudnn.enums import Enumeration, attention_implementation, data_type, diagonal_alignment
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.scores import Attention, ScoreModifier
@@ -69,9 +69,8 @@ class AttentionNodes(NodeList[Operand]):
             if tensor is None or (port == "RNG_DUMP" and not node.dropout_probability):
                 continue
             if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    refusal(where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()")
-                )
+                raise refused(TypeError, where, port, type(tensor).__name__, "a cudnn.tensor",
+                              "make one with graph.tensor()")  # fmt: skip
             node.outputs[port] = tensor
         return [node.outputs.get(port) for port in ports]
 
@@ -245,13 +244,13 @@ class AttentionMethods(AttentionNodes[Operand]):
 
 def _conflict(where: str, broken: bool, what: str, got: str, allowed: str) -> None:
     if broken:
-        raise RuntimeError(refusal(where, what, got, allowed, "leave one of them out"))
+        raise refused(RuntimeError, where, what, got, allowed, "leave one of them out")
 
 
 def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bool:
     for argument, value in (("is_inference", is_inference), ("generate_stats", generate_stats)):
         if value is not None and not isinstance(value, bool):
-            raise RuntimeError(refusal(where, argument, repr(value), "True, False or None", "pass a bool"))
+            raise refused(RuntimeError, where, argument, repr(value), "True, False or None", "pass a bool")
     both = is_inference is not None and generate_stats is not None
     _conflict(where, both and is_inference == generate_stats, "is_inference and generate_stats", f"both {is_inference}",
               "one of them, since one is the negation of the other")  # fmt: skip
@@ -281,9 +280,8 @@ def _described(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], di
         left = window
     scale = given["attn_scale"]
     if scale is not None and not isinstance(scale, (int, float, Tensor)):
-        raise TypeError(
-            refusal(where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)")
-        )
+        raise refused(TypeError, where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None",
+                      "pass float(x)")  # fmt: skip
     tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
     dropout, probability = _dropout(where, given.get("dropout"))
     inputs: dict[str, Any] = {_port(name): given.get(name) for name in FIRST} | {"Attn_scale": tensor} | dropout
@@ -314,19 +312,16 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
     if len(parts) == 3 and isinstance(parts[0], (int, float)):
         probability = float(parts[0])
         if not 0 <= probability < 1:
-            raise ValueError(
-                refusal(where, "dropout", f"a probability of {probability}", "0 or more and less than 1",
-                        "pass the share of weights to drop")
-            )  # fmt: skip
+            raise refused(ValueError, where, "dropout", f"a probability of {probability}", "0 or more and less than 1",
+                          "pass the share of weights to drop")  # fmt: skip
         if probability == 0:
             return {}, 0.0
         if all(tensors[1:]):
             return {"Dropout_seed": parts[1], "Dropout_offset": parts[2]}, probability
     got = ", ".join(type(part).__name__ for part in parts)
-    raise TypeError(
-        refusal(where, "dropout", f"({got})", "(probability, seed tensor, offset tensor), or (mask tensor, scale "
-                "tensor) and, backward, its inverse", "pass one of these")
-    )  # fmt: skip
+    raise refused(TypeError, where, "dropout", f"({got})",
+                  "(probability, seed tensor, offset tensor), or (mask tensor, scale "
+                  "tensor) and, backward, its inverse", "pass one of these")  # fmt: skip
 
 
 E = TypeVar("E", bound=Enumeration)
@@ -336,11 +331,11 @@ def _member(where: str, argument: str, value: object, kind: type[E]) -> E:
     """A member of an enumeration, which may be given by its number."""
     if value not in [*kind]:
         allowed = f"a cudnn.{kind.__name__}: {', '.join(member.name for member in kind)}"
-        raise ValueError(refusal(where, argument, repr(value), allowed, "pass one of them"))
+        raise refused(ValueError, where, argument, repr(value), allowed, "pass one of them")
     return kind(value)
 
 
 def _bound(where: str, argument: str, value: object) -> int | None:
     if value is not None and not isinstance(value, int):
-        raise TypeError(refusal(where, argument, type(value).__name__, "a Python int or None", "pass int(x)"))
+        raise refused(TypeError, where, argument, type(value).__name__, "a Python int or None", "pass int(x)")
     return value

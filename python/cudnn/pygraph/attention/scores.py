@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from cudnn.enums import attention_implementation, data_type, diagonal_alignment, reduction_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
 from cudnn.pygraph.layout import broadcast, row_major
@@ -154,10 +154,10 @@ class Attention(Node):
         pages = [port for port in "KV" if f"Page_table_{port}" in self.inputs]
         fits = k[3] == q[3] and (len(pages) > 0 or k[2] == v[2])
         if not fits or any(self.inputs[port].dim[0] != q[0] for port in "KV" if port not in pages):
-            raise ValueError(
-                refusal(self.where, "Q, K and V", f"dim={q}, dim={k} and dim={v}",
-                        "[b, h_q, s_q, d_qk], [b, h_k, s_kv, d_qk] and [b, h_v, s_kv, d_v]",
-                        "give the logical shape batch, heads, sequence, head size; strides say how it lies in memory")
+            raise refused(
+                ValueError, self.where, "Q, K and V", f"dim={q}, dim={k} and dim={v}",
+                "[b, h_q, s_q, d_qk], [b, h_k, s_kv, d_qk] and [b, h_v, s_kv, d_v]",
+                "give the logical shape batch, heads, sequence, head size; strides say how it lies in memory"
             )  # fmt: skip
         scores = self.score_dim
         for port in ("Bias", "Dropout_mask"):
@@ -186,39 +186,30 @@ class Attention(Node):
 
     def _check_offsets(self, tensor: Tensor, offset: Tensor) -> None:
         if offset.dim[:1] != [tensor.dim[0] + 1] or offset.data_type not in (*OFFSET_TYPES, data_type.NOT_SET):
-            raise ValueError(
-                refusal(self.where, f"ragged_offset of tensor {tensor.name!r}",
-                        f"{offset.data_type.name} dim={offset.dim}",
-                        f"INT32 or INT64 [b + 1, 1, 1, 1] = {[tensor.dim[0] + 1, 1, 1, 1]}",
-                        "pass the start of every entry in elements, and the end of the last one")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, f"ragged_offset of tensor {tensor.name!r}",
+                          f"{offset.data_type.name} dim={offset.dim}",
+                          f"INT32 or INT64 [b + 1, 1, 1, 1] = {[tensor.dim[0] + 1, 1, 1, 1]}",
+                          "pass the start of every entry in elements, and the end of the last one")  # fmt: skip
 
     def check_integers(self, port: str, *kinds: data_type) -> None:
         """Refuses an input of another type than the integers allowed."""
         tensor = self.inputs[port]
         if tensor.data_type not in (*kinds, data_type.NOT_SET):
-            raise ValueError(
-                refusal(self.where, f"{port} (tensor {tensor.name!r})", tensor.data_type.name,
-                        " or ".join(kind.name for kind in kinds), "convert it")
-            )  # fmt: skip
+            raise refused(ValueError, self.where, f"{port} (tensor {tensor.name!r})", tensor.data_type.name,
+                          " or ".join(kind.name for kind in kinds), "convert it")  # fmt: skip
 
     def check_shape(self, port: str, fits: Callable[[list[int]], bool], allowed: str) -> None:
         """Refuses an input or output that has a shape, but not a fitting one."""
         tensor = self.inputs.get(port) or self.outputs[port]
         if tensor.dim and not fits(tensor.dim):
-            raise ValueError(
-                refusal(
-                    self.where, f"{port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed, "correct its shape"
-                )
-            )
+            raise refused(ValueError, self.where, f"{port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed,
+                          "correct its shape")  # fmt: skip
 
     def check_implementation(self, unified_obstacle: str) -> None:
         """Refuses an implementation that was asked for but cannot be used, cuDNN's one operation for a reason given."""
         if self.implementation is attention_implementation.UNIFIED and unified_obstacle:
-            raise cudnnGraphNotSupportedError(
-                refusal(self.where, "implementation", f"UNIFIED, but {unified_obstacle}", "AUTO or COMPOSITE",
-                        "leave it out")
-            )  # fmt: skip
+            raise refused(cudnnGraphNotSupportedError, self.where, "implementation", f"UNIFIED, but {unified_obstacle}",
+                          "AUTO or COMPOSITE", "leave it out")  # fmt: skip
         if self.implementation is attention_implementation.FUSED:
             from cudnn.pygraph import fused_engine  # which loads PyTorch
 
@@ -234,10 +225,9 @@ class Attention(Node):
         """Refuses to go on with the names of functions."""
         for function in self.functions:
             if isinstance(function, str):
-                raise cudnnGraphNotSupportedError(
-                    refusal(self.where, "score modifier", f"the name of a Python function, {function!r}, from a "
-                            "serialised graph", "the function", "build the graph anew with it, or restore its plan")
-                )  # fmt: skip
+                raise refused(cudnnGraphNotSupportedError, self.where, "score modifier",
+                              f"the name of a Python function, {function!r}, from a " "serialised graph",
+                              "the function", "build the graph anew with it, or restore its plan")  # fmt: skip
 
     def record(self, context: Context) -> None:
         """Runs the score modifiers once, to learn what tensors they use and to refuse what they do wrong.
@@ -358,10 +348,9 @@ class Attention(Node):
         """
         tensor = self.inputs[port]
         if tensor.is_virtual:
-            raise cudnnGraphNotSupportedError(
-                refusal(self.where, f"input {port} (tensor {tensor.name!r})", "a virtual tensor", "a tensor in memory",
-                        "call set_output(True) on it and run attention as a graph of its own")
-            )  # fmt: skip
+            raise refused(cudnnGraphNotSupportedError, self.where, f"input {port} (tensor {tensor.name!r})",
+                          "a virtual tensor", "a tensor in memory",
+                          "call set_output(True) on it and run attention as a graph of its own")  # fmt: skip
         view = swapped(tensor)
         lowering.alias(view, tensor, axes=[0, 1, 3, 2])
         return view
@@ -427,13 +416,11 @@ class ScoreGraph(SubGraph[Tensor]):
         """What a user's function makes of the scores."""
         if not callable(modifier):
             allowed = "a function (graph, scores) that returns a cudnn.tensor"
-            raise TypeError(refusal(self.node.where, "score_mod", repr(modifier), allowed))
+            raise refused(TypeError, self.node.where, "score_mod", repr(modifier), allowed)
         found = modifier(self, scores)
         if not isinstance(found, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                refusal(self.node.where, "score_mod", f"a function that returned {type(found).__name__}",
-                        "one that returns a cudnn.tensor", "return the result of its last operation")
-            )  # fmt: skip
+            raise refused(TypeError, self.node.where, "score_mod", f"a function that returned {type(found).__name__}",
+                          "one that returns a cudnn.tensor", "return the result of its last operation")  # fmt: skip
         return found if found is scores else self.scores(found)
 
     @staticmethod
