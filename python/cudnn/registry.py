@@ -1,7 +1,8 @@
 """The fused APIs, found by their folders: what serves all of them asks here.
 
 An API is a folder of the package with an ``api.py``, or one below a folder of a family. Its name is the folder's, its
-public names are the ``__all__`` of its ``__init__.py``, which is read and not run: nothing is loaded before it is used.
+public names are the ``__all__`` of its ``api.py``, or of its ``__init__.py`` where that has more. The file is read and
+not run: nothing is loaded before it is used.
 A folder that exports no wrapper of its own name, such as the parts of ``cudnn.NSA``, is not found here.
 """
 
@@ -141,10 +142,8 @@ def gemms() -> list[str]:
 def _exported(roots: tuple[str, ...], package: str) -> tuple[str, ...]:
     """The ``__all__`` of a package."""
     parts = package.split(".")[1:]
-    for root in map(Path, roots):
-        path = root.joinpath(*parts, "__init__.py")
-        if path.is_file():
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                    return tuple(ast.literal_eval(node.value))
+    for path in (Path(root, *parts, file) for root in roots for file in ("__init__.py", "api.py")):
+        for node in ast.parse(path.read_text()).body if path.is_file() else ():
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                return tuple(ast.literal_eval(node.value))
     return ()

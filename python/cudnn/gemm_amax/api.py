@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GemmAmax", "GemmAmaxSm100", "gemm_amax_wrapper", "gemm_amax_wrapper_sm100"]
+
 
 class GemmAmax(DenseGemm):
     """A GEMM, and the largest magnitude of its result.

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GemmDsrelu", "GemmDsreluSm100", "gemm_dsrelu_wrapper", "gemm_dsrelu_wrapper_sm100"]
+
 
 class GemmDsrelu(SquaredReluGemm):
     """A GEMM, and the backward pass of a squared ReLU times a probability for each row.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GemmDswiglu", "GemmDswigluSm100", "gemm_dswiglu_wrapper", "gemm_dswiglu_wrapper_sm100"]
+
 WIDE = Matrix("m", "columns", "mn")
 
 

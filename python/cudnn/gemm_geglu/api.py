@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GemmGeglu", "GemmGegluSm100", "gemm_geglu_wrapper", "gemm_geglu_wrapper_sm100"]
+
 
 class GemmGeglu(GatedGemm):
     """A GEMM, and GeGLU over pairs of 32 columns of its result, clamped, with a linear offset.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GemmRope", "GemmRopeSm100", "gemm_rope_wrapper", "gemm_rope_wrapper_sm100"]
+
 
 class GemmRope(DenseGemm):
     """A GEMM whose columns are heads, and rotary embeddings of some of them.

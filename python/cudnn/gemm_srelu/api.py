@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GemmSrelu", "GemmSreluSm100", "gemm_srelu_wrapper", "gemm_srelu_wrapper_sm100"]
+
 RESULT_TYPES = (*NARROW, "float32", *FLOAT8)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn import registry
 
 if TYPE_CHECKING:
-    from cudnn.fused.operators import *  # noqa: F403  # pyright: ignore[reportMissingModuleSource]  (a stub)
+    from cudnn.fused.operators import *  # pyright: ignore[reportMissingModuleSource]  (a stub)
     from cudnn.ops._causal_conv1d import causal_conv1d as causal_conv1d
     from cudnn.ops._moe_mlp import moe_mlp as moe_mlp
     from cudnn.ops._nsa_attention import nsa_attention as nsa_attention

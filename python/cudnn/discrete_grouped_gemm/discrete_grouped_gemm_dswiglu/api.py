@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "DiscreteGroupedGemmDswiglu",
+    "DiscreteGroupedGemmDswigluSm100",
+    "discrete_grouped_gemm_dswiglu_wrapper",
+    "discrete_grouped_gemm_dswiglu_wrapper_sm100",
+]
+
 
 class DiscreteGroupedGemmDswiglu(GatedExpertsBackward):
     """:class:`cudnn.GroupedGemmDglu` of weights behind addresses only, in the order of arguments of a class of its own.

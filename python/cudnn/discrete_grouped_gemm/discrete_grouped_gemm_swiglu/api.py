@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "DiscreteGroupedGemmSwiglu",
+    "DiscreteGroupedGemmSwigluSm100",
+    "discrete_grouped_gemm_swiglu_wrapper",
+    "discrete_grouped_gemm_swiglu_wrapper_sm100",
+]
+
 
 class DiscreteGroupedGemmSwiglu(GatedExperts):
     """:class:`cudnn.GroupedGemmGlu` of weights behind addresses only, in the order of arguments of a class of its own.

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GroupedGemm", "GroupedGemmSm100", "grouped_gemm_wrapper", "grouped_gemm_wrapper_sm100"]
+
 
 class GroupedGemm(ExpertsGemm):
     """A GEMM of the tokens of each expert with the expert's weights, weighted and biased.

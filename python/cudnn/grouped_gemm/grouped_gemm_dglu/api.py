@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GroupedGemmDglu", "GroupedGemmDgluSm100", "grouped_gemm_dglu_wrapper", "grouped_gemm_dglu_wrapper_sm100"]
+
 
 class GroupedGemmDglu(GatedExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a gated activation.

@@ -1,15 +1,3 @@
 """A GEMM of the tokens of several experts, and the backward pass of a squared ReLU, in one kernel."""
 
-from cudnn.grouped_gemm.grouped_gemm_dsrelu.api import (
-    GroupedGemmDsrelu,
-    GroupedGemmDsreluSm100,
-    grouped_gemm_dsrelu_wrapper,
-    grouped_gemm_dsrelu_wrapper_sm100,
-)
-
-__all__ = [
-    "GroupedGemmDsrelu",
-    "GroupedGemmDsreluSm100",
-    "grouped_gemm_dsrelu_wrapper",
-    "grouped_gemm_dsrelu_wrapper_sm100",
-]
+from cudnn.grouped_gemm.grouped_gemm_dsrelu.api import *

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmDsrelu",
+    "GroupedGemmDsreluSm100",
+    "grouped_gemm_dsrelu_wrapper",
+    "grouped_gemm_dsrelu_wrapper_sm100",
+]
+
 
 class GroupedGemmDsrelu(SquaredReluExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a squared ReLU.

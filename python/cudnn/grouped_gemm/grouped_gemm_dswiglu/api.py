@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmDswiglu",
+    "GroupedGemmDswigluSm100",
+    "grouped_gemm_dswiglu_wrapper",
+    "grouped_gemm_dswiglu_wrapper_sm100",
+]
+
 
 class GroupedGemmDswiglu(GatedExpertsBackward):
     """:class:`cudnn.GroupedGemmDglu` with SwiGLU, as older programs call it.

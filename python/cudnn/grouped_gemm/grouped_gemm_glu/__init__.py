@@ -1,10 +1,3 @@
 """A GEMM of the tokens of several experts, and a gated activation of its columns, in one kernel."""
 
-from cudnn.grouped_gemm.grouped_gemm_glu.api import (
-    GroupedGemmGlu,
-    GroupedGemmGluSm100,
-    grouped_gemm_glu_wrapper,
-    grouped_gemm_glu_wrapper_sm100,
-)
-
-__all__ = ["GroupedGemmGlu", "GroupedGemmGluSm100", "grouped_gemm_glu_wrapper", "grouped_gemm_glu_wrapper_sm100"]
+from cudnn.grouped_gemm.grouped_gemm_glu.api import *

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = ["GroupedGemmGlu", "GroupedGemmGluSm100", "grouped_gemm_glu_wrapper", "grouped_gemm_glu_wrapper_sm100"]
+
 
 class GroupedGemmGlu(GatedExperts):
     """A GEMM of the tokens of each expert with the expert's weights, and a gated activation of its columns, weighted.

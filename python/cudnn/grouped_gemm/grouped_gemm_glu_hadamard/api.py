@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmGluHadamard",
+    "GroupedGemmGluHadamardSm100",
+    "grouped_gemm_glu_hadamard_wrapper",
+    "grouped_gemm_glu_hadamard_wrapper_sm100",
+]
+
 ACTIVATIONS = {
     "swiglu": epilogue.Gated(epilogue.SWIGLU, gate_first=True),
     "geglu": epilogue.Gated(epilogue.GEGLU, gate_first=True),

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmGluHadamardQuant",
+    "GroupedGemmGluHadamardQuantSm100",
+    "grouped_gemm_glu_hadamard_quant_wrapper",
+    "grouped_gemm_glu_hadamard_quant_wrapper_sm100",
+]
+
 
 class GroupedGemmGluHadamardQuant(TransformedExperts):
     """A GEMM of the tokens of each expert with the expert's weights, a gated activation, its Hadamard transform of rows

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmQuant",
+    "GroupedGemmQuantSm100",
+    "grouped_gemm_quant_wrapper",
+    "grouped_gemm_quant_wrapper_sm100",
+]
+
 
 class GroupedGemmQuant(ExpertsGemm):
     """A GEMM of the tokens of each expert with the expert's weights, weighted and biased, rounded or quantised.

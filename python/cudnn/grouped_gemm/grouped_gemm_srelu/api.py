@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmSrelu",
+    "GroupedGemmSreluSm100",
+    "grouped_gemm_srelu_wrapper",
+    "grouped_gemm_srelu_wrapper_sm100",
+]
+
 
 class GroupedGemmSrelu(ExpertsGemm):
     """A GEMM of the tokens of each expert with the expert's weights, and the squared ReLU of it, weighted.

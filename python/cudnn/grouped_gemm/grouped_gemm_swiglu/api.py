@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmSwiglu",
+    "GroupedGemmSwigluSm100",
+    "grouped_gemm_swiglu_wrapper",
+    "grouped_gemm_swiglu_wrapper_sm100",
+]
+
 
 class GroupedGemmSwiglu(GatedExperts):
     """:class:`cudnn.GroupedGemmGlu` with SwiGLU and without a bias, as older programs call it.

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
     from cudnn.api_base import TupleDict
 
+__all__ = [
+    "GroupedGemmWgrad",
+    "GroupedGemmWgradSm100",
+    "get_grouped_gemm_wgrad_workspace_size",
+    "get_grouped_gemm_wgrad_workspace_size_sm100",
+    "grouped_gemm_wgrad_wrapper",
+    "grouped_gemm_wgrad_wrapper_sm100",
+]
+
 
 class GroupedGemmWgrad(ExpertGradients):
     """The gradients of the weights of all experts: products over the tokens of each.
