@@ -42,35 +42,17 @@ def scaled_dot_product_attention(
     cumulative_seq_len_q: Maybe = None,
     cumulative_seq_len_kv: Maybe = None,
 ) -> torch.Tensor:
-    """``softmax(scale * Q K^T, masked) V``: PyTorch's arguments, and bands and lengths. Differentiable.
+    """``softmax(scale * Q K^T, masked) V``: :func:`cudnn.ops.scaled_dot_product_attention` as it was first.
 
-    Where a row sees no key, its result and its gradients are 0. So are those of rows beyond an entry's length.
+    On Blackwell, our kernels of head size 256 compute what existing programs expect of them; all else is cuDNN's.
 
     Args:
-        query, key, value: ``[B, H_q, S_q, D]``, ``[B, H_kv, S_kv, D]``, ``[B, H_kv, S_kv, D_v]`` in one type, in any
-            strides; copied where cuDNN cannot read them in place. float16 or bfloat16 on CUDA; on the CPU also float32
-            and float64.
-        attn_mask, dropout_p: Only None and 0; :func:`cudnn.ops.scaled_dot_product_attention` takes others.
-        is_causal: ``right_bound=0``, unless a right bound is given.
-        scale: None: ``D ** -0.5``.
-        enable_gqa: Lets H_q be a multiple of H_kv.
-        diagonal_alignment: 0: the diagonal starts at the first row and key. 1: it ends at the last ones, of each entry
-            where lengths are given.
-        left_bound: A row sees keys greater than its diagonal less this; -1: no bound.
-        right_bound: A row sees keys up to its diagonal plus this; -1: no bound.
-        seq_len_q, seq_len_kv: Integers, B of them: the rows and keys of each entry. One alone: the other is full.
-        cumulative_seq_len_q, cumulative_seq_len_kv: Integers, B + 1 of them, from 0 up; both or none. All tensors are
-            packed: entry b has the tokens ``cumulative[b]`` to ``cumulative[b + 1] - 1`` of the B * S tokens that
-            ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
-
-    Returns:
-        ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
+        attn_mask, dropout_p: Only None and 0.
+        others: As there.
 
     Raises:
         NotImplementedError: attn_mask or dropout_p.
-        TypeError: no tensor where one is needed; a bound that is no integer.
-        ValueError: shapes, bounds or lengths.
-        cudnnGraphNotSupportedError: what cuDNN does not support.
+        TypeError, ValueError, cudnnGraphNotSupportedError: As there.
     """
     cure = "use cudnn.ops.scaled_dot_product_attention, which takes it"
     if attn_mask is not None:
