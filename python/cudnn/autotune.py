@@ -186,7 +186,7 @@ def _kept_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[None]:
                 continue
             if isinstance(data, int):
                 raise refused(TypeError, "autotune", f"output {tensor.name!r} (uid {tensor.get_uid()})", "an address",
-                              "a tensor, " "whose content is put back after the measurement",
+                              "a tensor, whose content is put back after the measurement",
                               "pass the tensor")  # fmt: skip
             view = data if _is_torch_tensor(data) else torch.from_dlpack(data)
             saved.append((view, view.detach().clone()))

@@ -259,7 +259,7 @@ class Graph(Operations):
             raise AttributeError(name)
         if name in _LIFE_CYCLE:
             raise refused(RuntimeError, "Graph", name, "a call",
-                          "operations, tensors and queries: a cudnn.Graph goes through its life " "cycle by itself",
+                          "operations, tensors and queries: a cudnn.Graph goes through its life cycle by itself",
                           "use cudnn.pygraph for the single steps")  # fmt: skip
         if not callable(getattr(pygraph, name, None)):
             alike = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
@@ -400,7 +400,7 @@ class Graph(Operations):
                 why = " (a virtual tensor; set_output(True) makes it an output)" if tensor in self._tensors else ""
                 listing = self._listing([*self._all_inputs, *self._outputs])
                 raise refused(ValueError, "Graph", "key", f"{_shown(key)}{why}",
-                              f"{listing}, or their assigned names, uids or " "tensors", "correct the key")  # fmt: skip
+                              f"{listing}, or their assigned names, uids or tensors", "correct the key")  # fmt: skip
             if tensor in given:
                 got = f"{_shown(key)}, another key for {self._name(tensor)!r}"
                 raise refused(ValueError, "Graph", "key", got, "one key for each tensor", "drop one")
@@ -423,7 +423,7 @@ class Graph(Operations):
             kind = _cudnn_to_torch_data_type(tensor.data_type)
             if kind is None or tensor.data_type is data_type.FP4_E2M1:
                 raise refused(NotImplementedError, "Graph", f"output {self._name(tensor)!r}", tensor.data_type.name,
-                              "a type of which PyTorch " "can allocate single elements",
+                              "a type of which PyTorch can allocate single elements",
                               "call with a dict that holds memory for this output")  # fmt: skip
             made[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=kind, device=device)
         return made

@@ -61,7 +61,7 @@ class BlockScaleDequantize(Node):
         x, scale = self.inputs["X"], self.inputs["scale"]
         if not 0 < len(self.block_size) <= len(x.dim) or any(size < 1 for size in self.block_size):
             raise refused(ValueError, self.where, "block_size", self.block_size,
-                          f"1 to {len(x.dim)} positive numbers, for the last " "dimensions of the input",
+                          f"1 to {len(x.dim)} positive numbers, for the last dimensions of the input",
                           "pass [1, 32] for blocks of 32 along the last of them")  # fmt: skip
         needed = blocks(x.dim, self._sizes())
         if not _fits(scale, needed):
@@ -118,7 +118,7 @@ class BlockScaleQuantize(Node):
             raise refused(ValueError, self.where, "axis", self.axis, f"0 to {len(x.dim) - 1}", "count from 0")
         if self.block_size < 1 or x.dim[self._axis] % self.block_size:
             raise refused(ValueError, self.where, "block_size", self.block_size,
-                          f"a divisor of {x.dim[self._axis]}, the extent of " f"the input along dimension {self._axis}",
+                          f"a divisor of {x.dim[self._axis]}, the extent of the input along dimension {self._axis}",
                           "pad the input, or take another axis")  # fmt: skip
         order = stride_order(x.dim, x.stride)
         if self.transpose:

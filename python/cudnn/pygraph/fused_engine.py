@@ -232,7 +232,7 @@ def memory(address: int, size: int, device: int) -> Any:
     made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
     if made.data_ptr() != address:
         raise refused(ValueError, "execute", "data", f"memory of another device at {address:#x}",
-                      f"memory of device {device}, the " "handle's",
+                      f"memory of device {device}, the handle's",
                       'copy it there, or build the graph with implementation=UNIFIED')  # fmt: skip
     return made
 

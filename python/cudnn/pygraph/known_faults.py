@@ -48,7 +48,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
             _refuse_pooling(node, version)
         if isinstance(node, MoeGroupedMatmul) and node.mode is moe_grouped_matmul_mode.GATHER:
             raise refused(cudnnGraphNotSupportedError, node.where, "mode",
-                          f"GATHER with cuDNN {format_version(version)}, which accesses memory that " "is not its own",
+                          f"GATHER with cuDNN {format_version(version)}, which accesses memory that is not its own",
                           f"NONE, or {_NEWER}", "gather the tokens with PyTorch")  # fmt: skip
         if isinstance(node, BlockScaleDequantize) and node.is_negative_scale:
             raise refused(cudnnGraphNotSupportedError, node.where, "is_negative_scale",

@@ -77,7 +77,7 @@ class Pointwise(Node):
         if out.is_virtual and len(first.dim) == len(out.dim):
             return strides_like(first.stride, first.dim, out.dim)
         raise refused(ValueError, self.where, f"output (tensor {out.name!r})", "no strides",
-                      "strides that an input of the output's " "shape has",
+                      "strides that an input of the output's shape has",
                       f"call set_stride() on it, for dim={out.dim}")  # fmt: skip
 
     def lower(self, lowering: Lowering) -> None:

@@ -98,7 +98,7 @@ def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
     if hasattr(data, "__dlpack__"):
         return data_pointer(data)
     raise refused(TypeError, "execute", label(), type(data).__name__,
-                  "a torch.Tensor, an object with __dlpack__, or an address " "(int)", "pass one of these")  # fmt: skip
+                  "a torch.Tensor, an object with __dlpack__, or an address (int)", "pass one of these")  # fmt: skip
 
 
 class Before(NamedTuple):
@@ -310,7 +310,7 @@ class CudnnProgram:
             plan = self.bound(self.plans.native(plan.workspace_size))
         if self.before:
             raise refused(cudnnGraphNotSupportedError, "populate_cuda_graph", "graph",
-                          f"one that runs {self.before[0].node} in a plan of its " "own", "graphs of one plan",
+                          f"one that runs {self.before[0].node} in a plan of its own", "graphs of one plan",
                           "capture execute() in a stream instead")  # fmt: skip
         pointers, space = self._addresses(variant_pack, workspace, used, plan)
         if self.is_off(pointers):
@@ -437,7 +437,7 @@ class CudnnProgram:
             if uid in self.by_value:
                 if value.get_device() >= 0:  # cuDNN would read the address of a device on the host
                     raise refused(ValueError, "execute", self._label(uid), f"a tensor on {value.device}",
-                                  "the CPU, for a " "scalar that is passed by value", "pass tensor.cpu()")  # fmt: skip
+                                  "the CPU, for a scalar that is passed by value", "pass tensor.cpu()")  # fmt: skip
             elif value.get_device() != handle.device:
                 raise refused(ValueError, "execute", self._label(uid), f"a tensor on {value.device}",
                               f"cuda:{handle.device}, the device of the handle",

@@ -106,7 +106,7 @@ class Tensor:
             kind = dlpack_to_data_type(code, bits)
         else:
             raise refused(ValueError, "tensor_like", "source", f"{type(source).__name__}",
-                          "a cudnn.tensor, a torch.Tensor or any " "object with __dlpack__",
+                          "a cudnn.tensor, a torch.Tensor or any object with __dlpack__",
                           "pass such a tensor, or describe it with graph.tensor(dim=, stride=)")  # fmt: skip
         scalar = on_cpu and all(extent == 1 for extent in dims)
         return cls(dims or [1], strides or [1], kind, is_pass_by_value=scalar, name=name)

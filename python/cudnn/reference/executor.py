@@ -100,7 +100,7 @@ class ReferenceProgram:
                 if not _is_torch_tensor(data) and not hasattr(data, "__dlpack__"):
                     got = "an address" if isinstance(data, int) else type(data).__name__
                     raise refused(TypeError, "execute", f"{kind} tensor {tensor.name!r} (uid {uid})", got,
-                                  "a torch.Tensor or an " "object with __dlpack__; addresses on a GPU only",
+                                  "a torch.Tensor or an object with __dlpack__; addresses on a GPU only",
                                   "pass one of these")  # fmt: skip
         big = [
             (uid, buffers[uid])
@@ -127,15 +127,15 @@ class ReferenceProgram:
             raw[uid] = memory(buffers[uid], nbytes, where)
             if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment and not self._any_address:
                 raise refused(ValueError, "execute", where, f"address {raw[uid].data_ptr():#x}",
-                              f"a multiple of {tensor.alignment} " "bytes, the tensor's alignment",
-                              "pass a copy, or call set_alignment() before the graph is " "built")  # fmt: skip
+                              f"a multiple of {tensor.alignment} bytes, the tensor's alignment",
+                              "pass a copy, or call set_alignment() before the graph is built")  # fmt: skip
         for uid in self._outputs.keys() & raw.keys():
             for other in raw.keys() - {uid}:
                 if self._collide(uid, other, raw):
                     its = self._inputs.get(other) or self._outputs[other]
                     raise refused(ValueError, "execute", f"output tensor {self._outputs[uid].name!r} (uid {uid})",
                                   f"memory that tensor {its.name!r} (uid {other}) uses",
-                                  "memory of its own, or that of " "one whole input, to work in place",
+                                  "memory of its own, or that of one whole input, to work in place",
                                   "allocate another tensor")  # fmt: skip
 
     def _collide(self, uid: int, other: int, raw: Mapping[int, Any]) -> bool:

@@ -226,7 +226,7 @@ class Attention(Node):
         for function in self.functions:
             if isinstance(function, str):
                 raise refused(cudnnGraphNotSupportedError, self.where, "score modifier",
-                              f"the name of a Python function, {function!r}, from a " "serialised graph",
+                              f"the name of a Python function, {function!r}, from a serialised graph",
                               "the function", "build the graph anew with it, or restore its plan")  # fmt: skip
 
     def record(self, context: Context) -> None:
