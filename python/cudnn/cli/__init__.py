@@ -10,7 +10,7 @@ import typer
 import cudnn
 from cudnn.cli.bench import main as _bench
 from cudnn.cli.cache import app as _cache
-from cudnn.cli.commands import Command, Group
+from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
 from cudnn.cli.explain import main as _explain
 from cudnn.cli.programs import PROGRAMS
 
@@ -54,8 +54,7 @@ def _demo(
     """Build and run real graphs and check each against plain PyTorch. Exit code 1 if any is wrong."""
     from cudnn.cli.demo import run
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise typer.BadParameter(f"got {device!r}; allowed: auto, cpu, cuda.", param_hint="--device")
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
     raise typer.Exit(run(device))
 
 
@@ -95,24 +94,20 @@ def _emulate(
     from cudnn.launch.warm import architectures
     from ptx_emulator.machine import SCHEDULERS
 
-    def check(got: str, allowed: tuple[str, ...], hint: str) -> None:
-        if got not in allowed:
-            raise typer.BadParameter(f"got {got!r}; allowed: {', '.join(allowed)}.", param_hint=hint)
-
-    check(arch, architectures(), "--arch")
-    check(scheduler, SCHEDULERS, "--scheduler")
+    check_choice("--arch", arch, architectures())
+    check_choice("--scheduler", scheduler, SCHEDULERS)
     is_script = target.endswith(".py")
     if is_script and not Path(target).is_file():
-        raise typer.BadParameter(f"got {target!r}; allowed: a file that exists.", param_hint="TARGET")
+        raise refused("TARGET", repr(target), "a file that exists")
     if not is_script:
-        check(target, (*PROGRAMS, "or a script (*.py), for everything else"), "TARGET")
+        check_choice("TARGET", target, (*PROGRAMS, "or a script (*.py), for everything else"))
     if is_script and shape:
-        raise typer.BadParameter(f"got {shape!r}; allowed: only with a fused API.", param_hint="--shape")
+        raise refused("--shape", repr(shape), "only with a fused API")
     if not is_script and arguments:
-        raise typer.BadParameter(f"got {' '.join(arguments)!r}; allowed: only with a script.", param_hint="ARGUMENTS")
-    sizes = _sizes(shape, programs.find(target).dimensions) if shape else None
+        raise refused("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
+    problem = _problem(shape, programs.find(target).dimensions) if shape else None
     options = emulate.Options(arch, races, scheduler, seed, load_waits)
-    raise typer.Exit(emulate.run(target, arguments or (), options, sizes, json, ptx))
+    raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))
 
 
 @app.command("selftest", cls=Command)
@@ -128,8 +123,7 @@ def _selftest(
     from cudnn.launch.warm import architectures
     from cudnn.lazy import torch
 
-    if arch not in architectures():
-        raise typer.BadParameter(f"got {arch!r}; allowed: {', '.join(architectures())}.", param_hint="--arch")
+    check_choice("--arch", arch, architectures())
     if not emulate:
         here = device_architecture(0) if torch.cuda.is_available() else "no GPU"
         if here != arch:
@@ -137,12 +131,9 @@ def _selftest(
     raise typer.Exit(selftest.run(arch, emulate, full, json))
 
 
-def _sizes(text: str, dimensions: tuple[str, ...]) -> tuple[int, ...]:
-    sizes = tuple(int(size) if size.isdigit() else 0 for size in text.split("x"))
-    if len(sizes) != len(dimensions) or min(sizes) < 1:
-        allowed = f"{' x '.join(dimensions)} such as {'x'.join(['512'] * len(dimensions))}"
-        raise typer.BadParameter(f"got {text!r}; allowed: {allowed}.", param_hint="--shape")
-    return sizes
+def _problem(text: str, dimensions: tuple[str, ...]) -> tuple[int, ...]:
+    count = len(dimensions)
+    return sizes(text, f"{' x '.join(dimensions)} such as {'x'.join(['512'] * count)}", count)
 
 
 def main() -> None:

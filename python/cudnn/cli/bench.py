@@ -19,6 +19,7 @@ from cudnn import bench
 from cudnn.bench import report as reports
 from cudnn.bench.monitor import Monitor, command
 from cudnn.cli import progress
+from cudnn.cli.commands import check_choice, refused
 from cudnn.lazy import torch
 
 _BAR = 4  # characters of a bar of ratio 1
@@ -72,23 +73,19 @@ def main(
         raise typer.BadParameter(f"matplotlib is missing: {cure}.", param_hint="--plot")
     if clock < 0 or (clock and (not model or from_csv is not None)):
         allowed = "a positive number, with --model and without --from-csv, whose runs have their own clocks"
-        raise typer.BadParameter(f"got {clock:g}; allowed: {allowed}.", param_hint="--clock")
+        raise refused("--clock", f"{clock:g}", allowed)
     if model and (csv is not None or plot is not None):
-        raise typer.BadParameter("got --csv or --plot; allowed: neither, nothing is measured.", param_hint="--model")
+        raise refused("--model", "--csv or --plot", "neither, nothing is measured")
     if from_csv is not None:
         raise typer.Exit(_model().compare(from_csv) if model else _show(from_csv, plot))
     if name not in bench.BENCHMARKS:
-        got = repr(name) if name else "nothing"
-        raise typer.BadParameter(f"got {got}; allowed: {', '.join(bench.BENCHMARKS)}.", param_hint="NAME")
+        raise refused("NAME", repr(name) if name else "nothing", ", ".join(bench.BENCHMARKS))
     benchmark = bench.find(name)
     dtype = dtype or benchmark.dtypes[0]
-    if dtype not in benchmark.dtypes:
-        raise typer.BadParameter(f"got {dtype!r}; allowed: {', '.join(benchmark.dtypes)}.", param_hint="--dtype")
+    check_choice("--dtype", dtype, benchmark.dtypes)
     if no_ab12 and benchmark.optional != "ab12":
-        raise typer.BadParameter(f"got {name}; allowed: only with results that have ab12.", param_hint="--no-ab12")
-    if routing not in benchmark.routings:
-        allowed = ", ".join(benchmark.routings)
-        raise typer.BadParameter(f"got {routing!r}; allowed: {allowed}.", param_hint="--routing")
+        raise refused("--no-ab12", name, "only with results that have ab12")
+    check_choice("--routing", routing, benchmark.routings)
     try:
         wanted = benchmark.shapes(shapes) if shapes else ()
     except ValueError as error:
@@ -101,8 +98,7 @@ def main(
         wanted = benchmark.quick
     if sonicmoe is not None:
         if not benchmark.outside or not (sonicmoe / "bench" / "moe-cute.py").is_file():
-            allowed = "with moe, a folder that has bench/moe-cute.py"
-            raise typer.BadParameter(f"got {sonicmoe}; allowed: {allowed}.", param_hint="--sonicmoe")
+            raise refused("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
         benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.outside))
     if ranks:
         raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or every or sonicmoe or plot or model)))
@@ -115,8 +111,7 @@ def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, others: bo
     from cudnn.cli import ranks as over
 
     if name != "moe" or others or not 2 <= ranks <= 16:
-        allowed = "2 to 16, with moe, --quick and --csv alone"
-        raise typer.BadParameter(f"got {ranks}; allowed: {allowed}.", param_hint="--ranks")
+        raise refused("--ranks", ranks, "2 to 16, with moe, --quick and --csv alone")
     return over.run(ranks, quick, csv)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cudnn.cli.commands import Command, Group
+from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
 from cudnn.registry import compiled
 
 if TYPE_CHECKING:
@@ -100,20 +100,17 @@ def _warm(
     """
     from cudnn.launch import cache, warm
 
-    def check(given: list[str], allowed: tuple[str, ...], hint: str) -> None:
+    for option, given, allowed in (("--arch", arch, warm.architectures()), ("--api", api or [], tuple(compiled()))):
         for one in given:
-            if one not in allowed:
-                raise typer.BadParameter(f"got {one!r}; allowed: {', '.join(allowed)}.", param_hint=hint)
-
-    check(arch, warm.architectures(), "--arch")
-    check(api or [], tuple(compiled()), "--api")
+            check_choice(option, one, allowed)
     store = cache.system(system) if system else cache.user()
     assert store is not None
     if os.getuid() != store.owner:
         allowed = "root, because files of other users are refused when kernels are loaded"
-        raise typer.BadParameter(f"got user {os.getuid()}; allowed: {allowed}.", param_hint="--system")
+        raise refused("--system", f"user {os.getuid()}", allowed)
     try:
-        kernels = warm.wanted(arch, api or (), dtype or (), [_sizes(text) for text in shape or ()])
+        shapes = [sizes(text, "sizes such as 4096x4096x4096") for text in shape or ()]
+        kernels = warm.wanted(arch, api or (), dtype or (), shapes)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error), param_hint="--shape, --dtype") from None
     try:
@@ -121,13 +118,6 @@ def _warm(
     except (OSError, cache.UntrustedFileError) as error:
         typer.echo(f"cudnn cache warm: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
-    if min(sizes) < 1:
-        raise typer.BadParameter(f"got {text!r}; allowed: sizes such as 4096x4096x4096.", param_hint="--shape")
-    return sizes
 
 
 def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:

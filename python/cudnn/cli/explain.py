@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from rich.console import Console
 import cudnn
 from cudnn.backend.handle import gpu_available
 from cudnn.cli import progress
+from cudnn.cli.commands import check_choice, refused
 from cudnn.errors import CudnnError, CudnnLibraryError
 
 EXAMPLES = {
@@ -55,18 +57,17 @@ def main(
 
     Exit code 1 if a graph is refused.
     """
-    if form not in FORMATS:
-        raise typer.BadParameter(f"got {form!r}; allowed: {', '.join(FORMATS)}.", param_hint="--format")
+    check_choice("--format", form, FORMATS)
     if bool(target) == bool(example):
         raise typer.BadParameter("allowed: a file or --example, one of the two.", param_hint="FILE")
-    if example and example not in EXAMPLES:
-        raise typer.BadParameter(f"got {example!r}; allowed: {', '.join(EXAMPLES)}.", param_hint="--example")
+    if example:
+        check_choice("--example", example, EXAMPLES)
     properties = None if device_properties is None else _properties(device_properties)
     with progress.shown(f"running {target}" if target.partition(":")[0].endswith(".py") else "reading the graph"):
         graphs = [_example(example)] if example else _load(target)
     if form == "svg" and len(graphs) > 1:
         allowed = "one graph for an SVG file; FILE.py:NAME takes one"
-        raise typer.BadParameter(f"got {len(graphs)} graphs; allowed: {allowed}.", param_hint="FILE")
+        raise refused("FILE", f"{len(graphs)} graphs", allowed)
     explanations = []
     with progress.shown("building plans", len(graphs)) as steps:
         for graph in graphs:
@@ -88,10 +89,7 @@ def main(
 
 def _properties(path: Path) -> Any:
     """The described device."""
-
-    def refuse(got: str, allowed: str) -> typer.BadParameter:
-        return typer.BadParameter(f"got {got}; allowed: {allowed}.", param_hint="--device-properties")
-
+    refuse = functools.partial(refused, "--device-properties")
     if gpu_available():
         # Beside a real device cuDNN loads what it builds for the described one into the driver.
         raise refuse("a described device beside a GPU", "a machine without a GPU; leave it out to plan for this GPU")
@@ -113,11 +111,11 @@ def _example(name: str) -> Any:
 def _load(target: str) -> list[Any]:
     path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
     if not Path(path).is_file():
-        raise typer.BadParameter(f"got {target!r}; allowed: a file that exists.", param_hint="FILE")
+        raise refused("FILE", repr(target), "a file that exists")
     graphs = _of_program(Path(path), name) if path.endswith(".py") else [_restored(Path(path))]
     if not graphs:
         allowed = "a program with a graph in a variable, or FILE.py:NAME with a function that returns one"
-        raise typer.BadParameter(f"got {target!r}, without a graph; allowed: {allowed}.", param_hint="FILE")
+        raise refused("FILE", f"{target!r}, without a graph", allowed)
     return graphs
 
 
@@ -146,7 +144,7 @@ def _of_program(path: Path, name: str) -> list[Any]:
         if not name:
             return _graphs(namespace.values())
         if name not in namespace:
-            raise typer.BadParameter(f"got {name!r}; allowed: a name in {path.name}.", param_hint="FILE.py:NAME")
+            raise refused("FILE.py:NAME", repr(name), f"a name in {path.name}")
         found = namespace[name]
         return _graphs([found() if callable(found) and not _graphs([found]) else found])
     except REFUSALS as error:
