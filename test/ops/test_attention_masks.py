@@ -230,6 +230,34 @@ def test_a_bias_with_gradient_stands_alone() -> None:
     assert k.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
+@pytest.mark.parametrize("given", ["nothing", "is_causal", "seen", "lengths", "bias", "sink"])
+def test_gradients_of_one_row_and_one_key(given: str, dtype: torch.dtype) -> None:
+    """cuDNN has no engine for them."""
+    seen = torch.tensor([True, False, True]).view(3, 1, 1, 1)
+    options: dict[str, dict[str, Any]] = {
+        "is_causal": {"is_causal": True},
+        "seen": {"attn_mask": seen},
+        "lengths": {"seq_len_q": torch.ones(3).int(), "seq_len_kv": seen.flatten().int()},
+    }
+    torch.manual_seed(0)
+    drawn = [torch.randn(3, heads, 1, d) for heads, d in ((4, 16), (2, 16), (2, 24))]
+    drawn += [torch.randn(shape) for shape in {"bias": [(1, 4, 1, 1)], "sink": [(4,)]}.get(given, [])]
+    leaves = [x.to(dtype) for x in (*drawn, torch.randn(3, 4, 1, 24))]
+
+    def found(*x: torch.Tensor) -> torch.Tensor:
+        more = dict(zip(["sinks" if given == "sink" else "attn_mask"], x[3:], strict=False))
+        return scaled_dot_product_attention(*x[:3], enable_gqa=True, **more, **options.get(given, {}))
+
+    def expected(*x: torch.Tensor) -> torch.Tensor:
+        more: dict[str, Any] = dict(zip([given], x[3:], strict=False))
+        return attend(*x[:3], seen if given in ("seen", "lengths") else None, **more).o
+
+    slack, wide = 1e-10 if dtype is F64 else 3e-2, [x.double() for x in leaves]
+    for one, other in zip(with_gradients(found, leaves), with_gradients(expected, wide), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=slack, rtol=slack)
+
+
 def test_no_tokens() -> None:
     q, k, v, d_out = tensors()
     bias = torch.zeros(S_Q, S_KV, dtype=F64)

@@ -138,8 +138,6 @@ def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        ((1, 1), {}),
-        ((1, 1), {"is_causal": True}),
         ((30, 20), {"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}),
         ((30, 20), {"left_bound": 4, "right_bound": 2}),
     ],

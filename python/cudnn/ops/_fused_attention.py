@@ -42,7 +42,7 @@ def is_chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.
     """Whether the kernels compute it where nobody says what is to."""
     rows, keys = q.shape[2], k.shape[2]
     causal = bounds[0] or bounds[3] == 0
-    if is_needed(rows, keys, bounds, has_gradients(q, k, v)):
+    if is_needed(rows, keys, bounds):
         return True
     return choice.is_timed(rows, keys, bounds) and is_faster(q, k, v, causal)
 
@@ -56,13 +56,13 @@ def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]), causal, passes)
 
 
-def is_needed(rows: int, keys: int, bounds: choice.Bounds, differentiated: bool) -> bool:
-    """Whether cuDNN has nothing for such sizes and bounds: a single score with a gradient, or more rows than keys where
-    the diagonal ends at the last ones or there is a left bound.
+def is_needed(rows: int, keys: int, bounds: choice.Bounds) -> bool:
+    """Whether cuDNN has nothing for such sizes and bounds: more rows than keys where the diagonal ends at the last ones
+    or there is a left bound.
     """
     is_causal, alignment, left, right = bounds
     if rows <= keys:
-        return differentiated and rows == keys == 1
+        return False
     return left != -1 or (alignment == 1 and (is_causal or right != -1))
 
 

@@ -12,6 +12,7 @@ from cudnn.api_base import check_tensor
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import checked_number, refused
 from cudnn.experimental.ops._graphs import GraphCache, Tensors, run
+from cudnn.gemm.formats import wide
 from cudnn.ops._memory import aligned, is_readable
 from cudnn.ops._registration import custom_op
 from cudnn.ops._vmap import in_front, one_by_one
@@ -405,6 +406,15 @@ def _gradients(
     dq, dk, dv = (_gradient(x, packed) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
+    if q.shape[2] == k.shape[2] == 1 and not packed and seed is None:
+        *found, of_score = _of_one_key(do, tensors, options["attn_scale"], bias)
+        for gradient, x in zip((dq, dk, dv), found, strict=True):
+            gradient.copy_(x)
+        if dbias is not None:
+            dbias.copy_(of_score.sum_to_size(dbias.shape))
+        rows.clear(dq)
+        keys.clear(dk, dv)
+        return dq, dk, dv
     q, k, v, o = rows.readable(q), keys.readable(k), keys.readable(v), rows.readable(o)
     do = rows.readable(do) if do.stride() == o.stride() else _new(o, o.shape, packed).copy_(do)
     inputs = {
@@ -416,6 +426,21 @@ def _gradients(
     rows.clear(dq)
     keys.clear(dk, dv)
     return dq, dk, dv
+
+
+def _of_one_key(do: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float, bias: Maybe) -> list[torch.Tensor]:
+    """The gradients of q, k and v of one row and one key each, and of the score, which cuDNN has no engine for."""
+    q, k, v, o, stats = map(wide, tensors)
+    heads = (k.shape[1], -1)
+    q, o, do, stats = (x.unflatten(1, heads) for x in (q, o, wide(do), stats))  # of the heads that share one of k
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
+    score = scale * (q * k).sum(-1, keepdim=True)
+    if bias is not None:
+        score = score + bias.expand(-1, q.shape[1] * q.shape[2], -1, -1).unflatten(1, heads)
+    p = (score - stats).exp().where(stats > -torch.inf, 0)
+    of_score = p * (do * (v - o)).sum(-1, keepdim=True)
+    d_q, d_k, d_v = scale * of_score * k, scale * of_score * q, p * do
+    return [d_q.flatten(1, 2), d_k.sum(2), d_v.sum(2), of_score.flatten(1, 2)]
 
 
 @custom_op("sdpa_bwd")
