@@ -93,6 +93,38 @@ def test_selection_backward(arch: str, is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
+def test_selection_of_sequences_of_one_length(arch: str) -> None:
+    """(b, h, s, ..), in both orders in memory, as packed ones; offsets do not count."""
+    call, batch, rows = selection_call(), 2, 25
+    size = {n: x for n, x in call.items() if not isinstance(x, torch.Tensor)}
+    given = {n: x for n, x in call.items() if n not in size and not n.startswith("cum_seqlen")}
+    views = {n: x.unflatten(0, (batch, rows)).transpose(1, 2) for n, x in given.items()}
+    ends = torch.arange(batch + 1, dtype=torch.int32) * rows
+    packed = {**given, "cum_seqlen_q_tensor": ends}
+    expected = there(arch, NSA.selection_attention_wrapper, **packed, **size)
+    for given in (views, {n: x.contiguous() for n, x in views.items()}, views | {"cum_seqlen_q_tensor": ends + 7}):
+        found = there(arch, NSA.selection_attention_wrapper, **given, **size)
+        assert found[1].shape == (batch, 4, rows, 1)
+        for mine, other in zip(found, expected, strict=True):
+            assert torch.equal(mine.transpose(1, 2).flatten(0, 1), other)
+    o, sums, maxima = expected
+    own = {"o_tensor": o, "do_tensor": o + 1, "lse_tensor": maxima + sums.log()}
+    turned = {n: x.unflatten(0, (batch, rows)).transpose(1, 2) for n, x in own.items()}
+    gradients = there(arch, NSA.selection_attention_backward_wrapper, **packed, **own, **size)
+    for given in (turned, turned | {"lse_tensor": turned["lse_tensor"].squeeze(-1)}):
+        found = there(arch, NSA.selection_attention_backward_wrapper, **views, **given, **size)
+        for mine, other in zip(found, gradients, strict=True):
+            assert torch.equal(mine.transpose(1, 2).flatten(0, 1), other)
+    with pytest.raises(
+        ValueError,
+        match=r"SelectionAttention: k tensor: got the shape \(2, 2, 24, 64\); allowed: .* 2 sequences of 25 rows",
+    ):
+        NSA.selection_attention_wrapper(**{**views, "k_tensor": views["k_tensor"][:, :, 1:]})
+    with pytest.raises(NotImplementedError, match="or call the wrapper"):
+        NSA.SelectionAttention(*(views[f"{x}_tensor"] for x in "qkvqqq"), *[views["block_counts_tensor"]] * 2)
+
+
+@pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
 def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences with 3, 0 and 5 rows, blocks of 2; lists with blocks twice, of the future, and none at all."""
     indices = torch.tensor([[0, 0], [1, -1], [1, 0], [2, 0], [7, 1], [0, 1], [0, 2], [2, 1]], dtype=torch.int32)[
@@ -160,7 +192,7 @@ def test_what_a_list_may_say() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q_tensor": torch.zeros(1, 4, 50, 64).half()}, NotImplementedError, "q tensor"),
+        ({"q_tensor": torch.zeros(1, 4, 50, 64).half()}, ValueError, "k tensor: got the shape"),
         ({"max_s_q": 64, "max_s_k": 50}, NotImplementedError, "max_s_q and max_s_k"),
         ({"cum_seqlen_k_tensor": ENDS + 1}, NotImplementedError, "cum_seqlen_k"),
         ({"cum_seqlen_q_tensor": None}, ValueError, "cum_seqlen_q tensor"),

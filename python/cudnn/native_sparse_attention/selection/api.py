@@ -13,7 +13,7 @@ from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.selection.base import LISTS, Selected
+from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import APART, SelectionConfiguration
 
@@ -79,7 +79,7 @@ class SelectionAttention(Selected):
     ) -> None:  # fmt: skip
         if getattr(sample_q, "ndim", 3) == 4:
             got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), packed sequences, with cum_seqlen_q"
-            cure = "pass q.transpose(1, 2).flatten(0, 1)"
+            cure = "pass q.transpose(1, 2).flatten(0, 1), or call the wrapper"
             raise NotImplementedError(refusal(self._title(), "q tensor", got, allowed, cure))
         super().__init__(locals())
         if max_s_q != max_s_k:
@@ -115,6 +115,7 @@ class SelectionAttention(Selected):
         reference.selection(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)
 
 
+@of_one_length
 def selection_attention_wrapper(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, block_indices_tensor: Tensor, block_counts_tensor: Tensor,
     cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, block_size: int = 64,
@@ -123,8 +124,9 @@ def selection_attention_wrapper(
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, l_tensor, m_tensor``.
 
-    Arguments and errors as those of :class:`SelectionAttention`. l and m are (t, hq, 1). o has
-    ``o_dtype``, or the type of q.
+    Arguments and errors as those of :class:`SelectionAttention`, but that tensors may be (b, h, s, d) too, without
+    offsets: sequences of one length, best in the memory order (b, s, h, d). l and m are (t, hq, 1), or (b, hq, s, 1).
+    o has ``o_dtype``, or the type of q.
     """
     max_s_q = max_s_q if max_s_q is not None else max_s_k
     max_s_k = max_s_k if max_s_k is not None else max_s_q

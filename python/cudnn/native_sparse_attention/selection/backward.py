@@ -13,7 +13,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues
-from cudnn.native_sparse_attention.selection.base import LISTS, Selected
+from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn.sdpa.base import checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import PART, SelectionBackwardConfiguration
@@ -122,17 +122,19 @@ def turned_around(indices: Any, counts: Any, ends: Any, block_size: int, is_caus
     return part, *choosing_rows(indices, counts, ends, block_size, is_causal, part)
 
 
+@of_one_length
 def selection_attention_backward_wrapper(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
-    block_indices_tensor: Tensor, block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor, block_size: int = 64,
-    scale_softmax: float | None = None, is_causal: bool = False, stream: Any = None,
+    block_indices_tensor: Tensor, block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
+    block_size: int = 64, scale_softmax: float | None = None, is_causal: bool = False, stream: Any = None,
     added_to: tuple[Tensor, Tensor, Tensor] | None = None, chosen_by: tuple[int, Tensor, Tensor] | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``dq_tensor, dk_tensor, dv_tensor``: those that they are ``added_to``, if given. ``chosen_by``: what
-    :func:`turned_around` returned for the lists, unless that is to be called here. Arguments and errors as those of
-    :class:`SelectionAttentionBackward`.
+    :func:`turned_around` returned for the lists, unless that is to be called here; both are of packed tensors.
+    Arguments and errors as those of :class:`SelectionAttentionBackward`, but that tensors may be (b, h, s, d) too,
+    without offsets.
     """
     SelectionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
     dq, dk, dv = added_to or map(torch.empty_like, (q_tensor, k_tensor, v_tensor))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec
 
+from cudnn.api_base import TupleDict
+from cudnn.errors import refusal
+from cudnn.fused.call import say
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec, Vector
+from cudnn.lazy import torch
 from cudnn.native_sparse_attention.base import Sparse
 from cudnn.sdpa.layouts import Heads
 
@@ -15,6 +21,42 @@ LISTS = (
     TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
     TensorSpec("cum_seqlen_q", Vector("ends", alignment=4), ("int32",)),
 )
+
+
+P = ParamSpec("P")
+
+
+def of_one_length(wrapper: Callable[P, TupleDict]) -> Callable[P, TupleDict]:
+    """Lets a wrapper that takes packed sequences take some of one length too, (b, h, s, ..), without offsets.
+
+    Tensors in the memory order (b, s, h, ..) are not copied; results have it.
+    """
+    signature = inspect.signature(wrapper)
+    title = wrapper.__name__.removesuffix("_wrapper").title().replace("_", "")
+
+    @functools.wraps(wrapper)
+    def call(*args: P.args, **kwargs: P.kwargs) -> TupleDict:
+        q: Any = args[0] if args else kwargs.get("q_tensor")
+        if not isinstance(q, torch.Tensor) or q.ndim != 4:
+            return wrapper(*args, **kwargs)
+        given: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
+        offsets = [given.pop(f"cum_seqlen_{x}_tensor", None) for x in "qk"]
+        if any(x is not None for x in offsets):
+            say(title, "the offsets are ignored: tensors (b, h, s, d) have sequences of one length")
+        batch, _, rows, _ = q.shape
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor):
+                least = 3 if name in ("block_counts_tensor", "lse_tensor") else 4
+                if not least <= x.ndim <= 4 or (x.shape[0], x.shape[2]) != (batch, rows):
+                    got = f"the shape {tuple(x.shape)}"
+                    allowed = f"(b, h, s{', d' * (least == 4)}), of {batch} sequences of {rows} rows, as q"
+                    raise ValueError(refusal(title, name.replace("_", " "), got, allowed))
+                given[name] = x.transpose(1, 2).flatten(0, 1)
+        given["cum_seqlen_q_tensor"] = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+        found = wrapper(**given)  # pyright: ignore[reportCallIssue]
+        return TupleDict({x: y.unflatten(0, (batch, rows)).transpose(1, 2) for x, y in found.items()})
+
+    return call
 
 
 class Selected(Sparse):
