@@ -103,10 +103,9 @@ def ring() -> Case:
       CONSUME: mov.b32 %r15, 0;
       CW: mbarrier.try_wait.parity.shared.b64 %p6, [%r1], %r11; @%p6 bra CD; bra CW;
       CD: xor.b32 %r16, %r5, 1; shl.b32 %r16, %r16, 2; add.s32 %r16, %r16, %r2; ld.shared.b32 %r17, [%r16];
-      mad.lo.s32 %r15, %r15, 31, %r17; add.s32 %r20, %r20, 1; mbarrier.arrive.shared.b64 %rd20, [%r1+8];
+      mad.lo.s32 %r15, %r15, 31, %r17; mbarrier.arrive.shared.b64 %rd20, [%r1+8];
       xor.b32 %r11, %r11, 1; add.s32 %r10, %r10, 1; setp.eq.s32 %p7, %r10, 12; @%p7 bra OUT; bra CW;
       OUT: sub.s32 %r99, %r99, 32; {store_words("%r", 15, 1, 0)}"""
-    body = body.replace("add.s32 %r20, %r20, 1; ", "")
     return Case("mbarrier", "ring", body, (), (np.zeros(32, np.uint32),), block=64, shared=SHARED)
 
 
