@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.moe import reference
 from cudnn.moe._run import architecture, has_kernel, kernel
 from cudnn.ops._memory import placed
@@ -45,7 +45,7 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
 
 
 def _refuse(what: str, got: object, allowed: str, cure: str = "") -> None:
-    raise ValueError(refusal("combine", what, got, allowed, cure))
+    raise refused(ValueError, "combine", what, got, allowed, cure)
 
 
 def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:

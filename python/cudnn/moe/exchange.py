@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refusal, refused
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
@@ -115,7 +115,7 @@ class Exchange:
             ("max_rows", max_rows, max_rows is None or max_rows > 0, "1 or more, or None"),
         ):
             if not is_right:
-                raise ValueError(refusal(_WHERE, what, got, allowed))
+                raise refused(ValueError, _WHERE, what, got, allowed)
         self.layers: set[Any] = set()  # those that all ranks have called
         self.milliseconds = min(max(1, int(1000 * time_limit)), 2**31 - 1)
         self.local_experts = experts // self.ranks
@@ -132,7 +132,7 @@ class Exchange:
         """The process group, which does not live longer for this."""
         group = self._group()
         if group is None:
-            raise RuntimeError(refusal(_WHERE, "group", "one that was destroyed", "a process group that is in use"))
+            raise refused(RuntimeError, _WHERE, "group", "one that was destroyed", "a process group that is in use")
         return group
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> Received:
@@ -148,7 +148,7 @@ class Exchange:
         self._check("weights", weights, self.top_k, torch.float32)
         if not len(x) == len(indices) == len(weights):
             got = f"{len(x)}, {len(indices)} and {len(weights)}"
-            raise ValueError(refusal(_WHERE, "tokens of x, indices and weights", got, "the same number"))
+            raise refused(ValueError, _WHERE, "tokens of x, indices and weights", got, "the same number")
         return Received(*_Dispatch.apply(x, weights, indices, self))
 
     def combine(self, rows: Tensor, row_of_choice: Tensor, received: Received) -> Tensor:
@@ -163,17 +163,17 @@ class Exchange:
         """
         if rows.ndim != 2 or rows.shape[1] != self.hidden or rows.dtype != self.dtype:
             got = f"{rows.dtype} of the shape {tuple(rows.shape)}"
-            raise ValueError(refusal(_WHERE, "rows", got, f"{self.dtype} of the shape (rows, {self.hidden})"))
+            raise refused(ValueError, _WHERE, "rows", got, f"{self.dtype} of the shape (rows, {self.hidden})")
         if row_of_choice.shape != received.indices.shape or row_of_choice.dtype != torch.int32:
             got = f"{row_of_choice.dtype} of the shape {tuple(row_of_choice.shape)}"
             allowed = f"torch.int32 of the shape {tuple(received.indices.shape)}"
-            raise ValueError(refusal(_WHERE, "row_of_choice", got, allowed))
+            raise refused(ValueError, _WHERE, "row_of_choice", got, allowed)
         return _Combine.apply(rows, received.weights, row_of_choice.contiguous(), received.sent, self)
 
     def _check(self, name: str, tensor: Tensor, columns: int, dtype: torch.dtype) -> None:
         if tensor.ndim != 2 or tensor.shape[1] != columns or tensor.dtype != dtype or tensor.device != self.device:
             got = f"{tensor.dtype} of the shape {tuple(tensor.shape)} on {tensor.device}"
-            raise ValueError(refusal(_WHERE, name, got, f"{dtype} of the shape (T, {columns}) on {self.device}"))
+            raise refused(ValueError, _WHERE, name, got, f"{dtype} of the shape (T, {columns}) on {self.device}")
 
     def is_sent(self, indices: Tensor) -> Tensor:
         """Which tokens have experts on which ranks, bool (T, ranks)."""
@@ -202,7 +202,7 @@ def size_of(where: str, group: Any) -> int:
     if not isinstance(group, dist.ProcessGroup):
         got = "no initialised torch.distributed" if group is None else repr(group)
         allowed = "a process group of torch.distributed that this rank belongs to, or a cudnn.moe.Exchange"
-        raise TypeError(refusal(where, "group", got, allowed))
+        raise refused(TypeError, where, "group", got, allowed)
     return dist.get_world_size(group)
 
 
@@ -275,7 +275,7 @@ def agree(group: Any, words: str, number: int, time_limit: float, where: str) ->
         RuntimeError: a rank did not come within ``time_limit`` seconds.
     """
     if checked_number(where, "time_limit", time_limit) <= 0:
-        raise ValueError(refusal(where, "time_limit", time_limit, "seconds, above 0"))
+        raise refused(ValueError, where, "time_limit", time_limit, "seconds, above 0")
     rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), store_of(group)
     turn = _TOLD[group] = _TOLD.get(group, 0) + 1
     keys = [f"cudnn/{turn}/{each}" for each in range(ranks)]
@@ -293,7 +293,7 @@ def agree(group: Any, words: str, number: int, time_limit: float, where: str) ->
     others = [each for each in range(ranks) if theirs[each] != words]
     if others:
         got = f"another one on the ranks {', '.join(map(str, others))} than here: {words}"
-        raise ValueError(refusal(where, "layer", got, "the same sizes, type and activation on all ranks"))
+        raise refused(ValueError, where, "layer", got, "the same sizes, type and activation on all ranks")
     return [int(each) for each in numbers]
 
 
@@ -397,7 +397,7 @@ def capture_of(device: torch.device) -> int:
     found = ctypes.byref(status), ctypes.byref(number), None, None, None
     error = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(stream, *found)
     if error:
-        raise RuntimeError(refusal(_WHERE, "stream", f"error {error} of CUDA", "a stream in capture"))
+        raise refused(RuntimeError, _WHERE, "stream", f"error {error} of CUDA", "a stream in capture")
     return number.value
 
 
@@ -431,7 +431,7 @@ class InHost:
         e, count = self.e, len(x)
         if count > e.max_tokens:
             cure = "make the Exchange, which a layer takes as its group, with a larger max_tokens"
-            raise ValueError(refusal(_WHERE, "tokens of x", count, f"max_tokens={e.max_tokens}", cure))
+            raise refused(ValueError, _WHERE, "tokens of x", count, f"max_tokens={e.max_tokens}", cure)
         self._free(self.choices, self.tokens)
         row_of_rank = indices.new_empty(max(1, count), e.ranks)
         x, sent = x.contiguous(), Sent(indices.contiguous(), row_of_rank[:count], e.max_rows)

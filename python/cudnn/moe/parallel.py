@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, agree, size_of
 from cudnn.moe.experts import Experts, Rows, is_list, products, shape_of
@@ -70,7 +70,7 @@ def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_lim
         its, wanted = (group.experts, group.top_k, group.hidden, group.dtype, group.device), (*sizes, x.device)
         if its != wanted:
             allowed = f"one of {wanted}, as the layer has: experts, top_k, hidden size, type, device"
-            raise ValueError(refusal(where, "group, an Exchange", its, allowed))
+            raise refused(ValueError, where, "group, an Exchange", its, allowed)
         agree(group.group, words, 0, group.time_limit, where)
         return
     most = max(1, *agree(group, words, len(x), time_limit, where))

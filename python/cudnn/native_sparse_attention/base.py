@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cudnn.api_base import lies_apart
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
@@ -46,7 +46,7 @@ class Sparse(FusedAPI):
         q = given["sample_q"]
         if q.ndim not in (3, 4):
             allowed = "(t, h, d) or (b, h, s, d)"
-            raise ValueError(refusal(self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed))
+            raise refused(ValueError, self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed)
         self.packed = q.ndim == 3
         samples = {name: self.taken(name.removeprefix("sample_"), value) for name, value in given.items()}
         scale = checked_scale(self, given["scale_softmax"], positive=False)
@@ -68,7 +68,7 @@ class Sparse(FusedAPI):
             if len(shapes[name]) != (3 if packed else 4):
                 allowed = "(t, h, d), as q" if packed else "(b, h, s, d), as q"
                 got = f"the shape {tuple(shapes[name])}"
-                raise ValueError(refusal(cls._title(), f"{name} tensor", got, allowed))
+                raise refused(ValueError, cls._title(), f"{name} tensor", got, allowed)
         (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
         if packed:
             first, hq, sq, hk, sk = [0], sq, hq, sk, hk

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.fused import kinds
 from cudnn.fused.gated import LAYOUTS
 from cudnn.gemm.formats import wide
@@ -96,7 +96,7 @@ class _Router(torch.nn.Linear):
             got = f"{tokens.dtype} [..., {tokens.shape[-1]}]"
             allowed = f"{' or '.join(map(str, types))} [..., {weight.shape[1]}]"
             cure = "" if fits else "use x.to(layer.up.dtype), or torch.autocast"
-            raise ValueError(refusal("MoE", "x", got, allowed, cure))
+            raise refused(ValueError, "MoE", "x", got, allowed, cure)
 
     @property
     def is_altered(self) -> bool:
@@ -164,30 +164,29 @@ class MoE(torch.nn.Module):
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in _TYPES:
-            raise ValueError(refusal("MoE", "dtype", dtype, ", ".join(map(str, _TYPES))))
+            raise refused(ValueError, "MoE", "dtype", dtype, ", ".join(map(str, _TYPES)))
         if activation not in ACTIVATIONS:
-            raise ValueError(refusal("MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS))))
+            raise refused(ValueError, "MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
         if hidden % 8 or intermediate % 32 or min(hidden, intermediate, experts) < 1:
             got = f"hidden={hidden}, intermediate={intermediate}, experts={experts}"
-            raise ValueError(
-                refusal("MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more")
-            )
+            raise refused(ValueError, "MoE", "sizes", got,
+                          "hidden a multiple of 8, intermediate of 32, one expert or more")  # fmt: skip
         if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
             got = f"{glu_layout!r} with {activation!r}"
-            raise ValueError(refusal("MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates"))
+            raise refused(ValueError, "MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates")
         if fp8 and (activation not in GATED or glu_layout != LAYOUTS[0] or hidden % 128 or intermediate % 128):
             got = f"{activation!r}, {glu_layout!r}, hidden={hidden}, intermediate={intermediate}"
-            raise ValueError(refusal("MoE", "fp8", got, "gates, interleaved, multiples of 128", "leave fp8 out"))
+            raise refused(ValueError, "MoE", "fp8", got, "gates, interleaved, multiples of 128", "leave fp8 out")
         if shared_experts < 0 or (shared_gate and not shared_experts):
             got = f"{shared_experts}{', with shared_gate' * shared_gate}"
-            raise ValueError(refusal("MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more"))
+            raise refused(ValueError, "MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more")
         rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
         check_rule("MoE", experts, rule, correction_bias)
         if top_k + shared_experts > MOST_SUMMED or experts + shared_experts > MOST_EXPERTS:
             got = f"{experts} and {shared_experts} shared ones, top_k {top_k}"
             allowed = f"{MOST_EXPERTS} with shared ones, of which a token sees {MOST_SUMMED} at most"
             cure = "one shared expert of S times the size does what S do: make it a layer of its own"
-            raise ValueError(refusal("MoE", "experts", got, allowed, cure if shared_experts else ""))
+            raise refused(ValueError, "MoE", "experts", got, allowed, cure if shared_experts else "")
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
@@ -200,7 +199,7 @@ class MoE(torch.nn.Module):
         if experts % ranks or (group is not None and shared_experts):
             got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
             allowed = "as many experts on each rank, and no shared ones with a group"
-            raise ValueError(refusal("MoE", "experts", got, allowed, "make the shared experts a layer of their own"))
+            raise refused(ValueError, "MoE", "experts", got, allowed, "make the shared experts a layer of their own")
         self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
         self._agreed = group is None
         count, wide = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
@@ -241,7 +240,7 @@ class MoE(torch.nn.Module):
         """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: halves, gates first."""
         if self.activation not in GATED or gate_up.shape != self.up.shape:
             got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
-            raise ValueError(refusal("MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one"))
+            raise refused(ValueError, "MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one")
         if self.glu_layout == "interleaved":
             gate_up = gate_up.detach().unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
         with torch.no_grad():
@@ -271,7 +270,7 @@ class MoE(torch.nn.Module):
             self._agree(tokens)
         if self.into_main_grad and torch.is_grad_enabled() and self._main_grads() is None:
             cure = "set both, or call the layer under torch.no_grad()"
-            raise ValueError(refusal("MoE", "main_grad of up and down", None, "float32 tensors of their shapes", cure))
+            raise refused(ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", cure)
         parameters = (self.up, self.down, self.up_bias, self.down_bias)
         if routing is None and self._is_unseen(tokens, parameters):
             self.router.check(tokens)

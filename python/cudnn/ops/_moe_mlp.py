@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
@@ -119,7 +119,7 @@ def moe_mlp(
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
     elif routing.offsets.shape[0] != shape_of(up)[0]:
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, as many as up has"
-        raise ValueError(refusal(_WHERE, "routing", got, allowed))
+        raise refused(ValueError, _WHERE, "routing", got, allowed)
     given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8)
     return _on_one_rank(tokens, routing, *given).view(x.shape)
 
@@ -170,14 +170,14 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or not x.ndim:
         got = "a tensor of no dimension" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(refusal(where, "x", got, "a tensor [..., H]"))
+        raise refused(ValueError, where, "x", got, "a tensor [..., H]")
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
     found = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
     if not found:
-        raise ValueError(refusal(_WHERE, name, weights, "a tensor, or a list of the experts'"))
+        raise refused(ValueError, _WHERE, name, weights, "a tensor, or a list of the experts'")
     for each in found:
         check_tensor(_WHERE, name, each)
     return found
@@ -186,71 +186,71 @@ def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
 def _pair(name: str, given: Any, allowed: str) -> tuple[Any, Any]:
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
-        raise ValueError(refusal(_WHERE, name, got, allowed))
+        raise refused(ValueError, _WHERE, name, got, allowed)
     return given[0], given[1]
 
 
 def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
     shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
     if indices.ndim != 2 or indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
-        raise ValueError(refusal(_WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]"))
+        raise refused(ValueError, _WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]")
     kind = torch.float64 if x.dtype is torch.float64 else torch.float32
     if indices.dtype not in _INTEGERS or weights.dtype is not kind:
         name, got = str(kind).removeprefix("torch."), f"{indices.dtype} and {weights.dtype}"
         fits = weights.is_floating_point() and indices.dtype in _INTEGERS
         cure = f"pass weights.{'float' if kind is torch.float32 else 'double'}()" if fits else ""
-        raise ValueError(refusal(_WHERE, "types of indices and weights", got, f"integers and {name}", cure))
+        raise refused(ValueError, _WHERE, "types of indices and weights", got, f"integers and {name}", cure)
 
 
 def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Sequence[Any]) -> None:
     if e.activation not in ACTIVATIONS:
         allowed = " or ".join(map(repr, ACTIVATIONS))
-        raise ValueError(refusal(_WHERE, "activation", repr(e.activation), allowed))
+        raise refused(ValueError, _WHERE, "activation", repr(e.activation), allowed)
     if e.glu_layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
-        raise ValueError(refusal(_WHERE, "glu_layout", repr(e.glu_layout), allowed))
+        raise refused(ValueError, _WHERE, "glu_layout", repr(e.glu_layout), allowed)
     if e.glu_layout == LAYOUTS[1] and (is_list(e.up) or e.activation not in GATED):
         gated = e.activation in GATED
         got = "a list of tensors" if gated else f"the activation {e.activation!r}"
         cure = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
-        raise ValueError(refusal(_WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", cure))
+        raise refused(ValueError, _WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", cure)
     _check_choices(x, indices, weights)
     for name, given in (("up", e.up), ("down", e.down)):
         shapes = {tuple(w.shape) for w in given}
         if len(shapes) != 1 or given[0].ndim not in (2, 3) or (given[0].ndim == 3 and len(given) > 1):
-            raise ValueError(refusal(_WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]"))
+            raise refused(ValueError, _WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
         if any(not w.is_contiguous() for w in given):
             cure = f"pass {name}.contiguous(), made once"
-            raise ValueError(refusal(_WHERE, f"strides of {name}", given[0].stride(), "contiguous tensors", cure))
+            raise refused(ValueError, _WHERE, f"strides of {name}", given[0].stride(), "contiguous tensors", cure)
     up, down, h = shape_of(e.up), shape_of(e.down), x.shape[1]
     wide = down[2] * (2 if e.activation in GATED else 1)
     if up != (down[0], wide, h) or down[1] != h:
         got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if wide > down[2] else "N = I"
-        raise ValueError(refusal(_WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}"))
+        raise refused(ValueError, _WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
     if e.fp8 and (e.activation not in GATED or e.glu_layout != LAYOUTS[0] or h % 128 or down[2] % 128):
         got, allowed = f"{e.activation!r}, {e.glu_layout!r}, H {h}, I {down[2]}", "gates, interleaved, multiples of 128"
-        raise ValueError(refusal(_WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once"))
+        raise refused(ValueError, _WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once")
     for name, bias, shape in (("up_bias", e.up_bias, up[:2]), ("down_bias", e.down_bias, down[:2])):
         if bias is not None and tuple(bias.shape) != shape:
-            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(bias.shape), str(shape)))
+            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(bias.shape), str(shape))
         if bias is not None and not bias.is_contiguous():
             cure = f"pass {name}.contiguous()"
-            raise ValueError(refusal(_WHERE, f"strides of {name}", bias.stride(), "a contiguous tensor", cure))
+            raise refused(ValueError, _WHERE, f"strides of {name}", bias.stride(), "a contiguous tensor", cure)
     biases = [bias for bias in (e.up_bias, e.down_bias) if bias is not None]
     types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
     is_wide = x.dtype in WIDE
     if len(types) > 1 or (x.dtype not in _TYPES and (not is_wide or e.fp8 or architecture(x))):
         got, allowed = sorted(map(str, types)), f"one of {', '.join(map(str, _TYPES))} for all but weights"
         cure = "use that, or torch.autocast; others are for the reference, on the CPU, without fp8" if is_wide else ""
-        raise ValueError(refusal(_WHERE, "types", ", ".join(got), allowed, cure))
+        raise refused(ValueError, _WHERE, "types", ", ".join(got), allowed, cure)
     devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *sums[0], *sums[1])}
     if len(devices) > 1:
-        raise ValueError(refusal(_WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one"))
+        raise refused(ValueError, _WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one")
     for name, given, like in (("up", sums[0], e.up), ("down", sums[1], e.down)):
         wrong = [w for w in given if w.dtype is not torch.float32 or not w.is_contiguous()]
         if wrong or (given and (shape_of(given) != shape_of(like))):
             got = f"{given[0].dtype} {shape_of(given)}"
-            raise ValueError(refusal(_WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}"))
+            raise refused(ValueError, _WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
 
 
 def _check_addresses(e: Experts, sums: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -258,7 +258,7 @@ def _check_addresses(e: Experts, sums: Sequence[Sequence[torch.Tensor]]) -> None
     for name, given in zip(names, (e.up, e.down, *sums), strict=True):
         if address := next((w.data_ptr() for w in given if w.data_ptr() % ALIGNMENT), 0):
             allowed, cure = f"multiples of {ALIGNMENT} bytes", "pass copies, made once"
-            raise ValueError(refusal(_WHERE, f"address of {name}", f"{address:#x}", allowed, cure))
+            raise refused(ValueError, _WHERE, f"address of {name}", f"{address:#x}", allowed, cure)
 
 
 _KINDS: dict[Any, Products] = {}

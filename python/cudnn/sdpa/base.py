@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
@@ -108,12 +108,12 @@ class Attention(FusedAPI):
         packed = given["sample_cum_seqlen_q"] is not None
         if packed != (given["sample_cum_seqlen_k"] is not None):
             got = "cum_seqlen_k alone" if not packed else "cum_seqlen_q alone"
-            raise ValueError(refusal(self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither"))
+            raise refused(ValueError, self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither")
         self.packed = packed
         samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in given.items()}
         ends = given["window_size"]
         if not isinstance(ends, Sequence) or isinstance(ends, str) or len(ends) != 2:
-            raise TypeError(refusal(self._title(), "window_size", repr(ends), "a pair of ints"))
+            raise refused(TypeError, self._title(), "window_size", repr(ends), "a pair of ints")
         left, right = (
             checked_number(self._title(), "window_size", end, "a pair of ints", integer=True) for end in ends
         )
@@ -157,7 +157,7 @@ class Attention(FusedAPI):
         for name, shape in shapes.items():
             if len(shape) != dims:
                 allowed = "(t, h, d), with offsets" if packed else "(b, h, s, d), without offsets"
-                raise ValueError(refusal(cls._title(), f"{name} tensor", f"the shape {tuple(shape)}", allowed))
+                raise refused(ValueError, cls._title(), f"{name} tensor", f"the shape {tuple(shape)}", allowed)
         (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
         if packed:
             first, hq, sq, hk, sk = [options["sequences"]], sq, hq, sk, hk

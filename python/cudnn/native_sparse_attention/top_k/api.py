@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.objects import written
@@ -48,13 +48,13 @@ def check_choice(
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):  # torch.compile traces this
             checked_number(where, name, value, integer=True)
     if window_size < 1:
-        raise ValueError(refusal(where, "window_size", window_size, "1 and more"))
+        raise refused(ValueError, where, "window_size", window_size, "1 and more")
     if block_size < 1 or (not has_lists and (compress_stride < 1 or block_size % compress_stride)):
         got = f"{block_size} and {compress_stride}"
-        raise ValueError(refusal(where, "block_size and compress_stride", got, "a block that is a multiple"))
+        raise refused(ValueError, where, "block_size and compress_stride", got, "a block that is a multiple")
     if not has_lists and (selected_blocks <= ALWAYS or (most is not None and selected_blocks > most)):
         allowed = f"more than {ALWAYS}" if most is None else f"{ALWAYS + 1} to {most}"
-        raise ValueError(refusal(where, "selected_blocks", selected_blocks, allowed))
+        raise refused(ValueError, where, "selected_blocks", selected_blocks, allowed)
 
 
 class TopKReduction(Compressed):
