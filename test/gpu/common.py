@@ -11,7 +11,6 @@ import torch
 
 import cudnn
 from cudnn.backend import library
-from cudnn.experimental.ops import _graphs, sdpa
 from cudnn.pygraph import known_faults
 from support.graphs import FLOAT, HALF, buffer, configurations
 
@@ -50,17 +49,6 @@ def assert_accurate(result: torch.Tensor, formula: Callable[[torch.dtype], torch
     typed = torch.where(torch.isfinite(typed), typed, exact)
     allowed = 2 * (typed - exact).abs().max().item() + _ROUNDING[kind] * exact.abs().max().item()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
-
-
-def outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the memory that attention's operators write to, before they do."""
-
-    def run(cache: Any, describe: Any, inputs: Any, outputs: dict[str, torch.Tensor], options: Any) -> None:
-        for x in outputs.values():
-            x.fill_(torch.nan)
-        _graphs.run(cache, describe, inputs, outputs, options)
-
-    monkeypatch.setattr(sdpa, "run", run)
 
 
 def gpu_graph(io: object, intermediate: object = FLOAT, compute: object = FLOAT) -> cudnn.pygraph:

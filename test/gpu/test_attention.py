@@ -16,7 +16,6 @@ from cudnn.backend import library
 from support.attention import BACKWARD_CASES, CASES, DROPOUT_CASES, Described, Problem, attention, describe
 from support.graphs import FLOAT, MODES
 
-pytestmark = pytest.mark.gpu
 AUTO, COMPOSITE = cudnn.attention_implementation.AUTO, cudnn.attention_implementation.COMPOSITE
 
 

@@ -10,7 +10,6 @@ from support.attention import Described, Problem
 from support.attention_fp8 import CASES, E4M3, E5M2, SCALES, attention_fp8, describe_fp8, new_graph, tensors
 from support.fuzz.approx import Approx
 
-pytestmark = pytest.mark.gpu
 BACKWARD = [name for name, problem in CASES.items() if not problem.statistics and not problem.dropout]
 
 

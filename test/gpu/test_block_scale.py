@@ -12,7 +12,6 @@ from gpu.common import assert_accurate, gpu_graph
 from support.gemms import in_atoms
 from support.graphs import HALF, like, run
 
-pytestmark = pytest.mark.gpu
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 M, N, K = 256, 128, 512
 

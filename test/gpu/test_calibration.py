@@ -9,7 +9,6 @@ from emulator.golden.kernels import FILE, KERNELS, Kernel
 from ptx_emulator import calibration
 from ptx_emulator.calibration import Case
 
-pytestmark = pytest.mark.gpu
 ARCH = "sm_90a"
 CASES = calibration.cases(ARCH)
 Results = tuple[dict[str, list[np.ndarray]], dict[str, str]]

@@ -12,7 +12,6 @@ import cudnn
 from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
 from support.graphs import evaluate, like
 
-pytestmark = pytest.mark.gpu
 INT32 = cudnn.data_type.INT32
 
 

@@ -25,8 +25,6 @@ from gpu.common import (
 )
 from support.graphs import FLOAT, HALF, MODES
 
-pytestmark = pytest.mark.gpu
-
 
 def built(**options: Any) -> cudnn.pygraph:
     graph = product(**options)

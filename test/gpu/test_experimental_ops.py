@@ -13,11 +13,10 @@ import cudnn
 from cudnn.experimental.ops import moe_grouped_matmul, scaled_dot_product_attention
 from cudnn.experimental.ops.sdpa import _bprop_cache, _fprop_cache
 from cudnn.ops import causal_conv1d
-from gpu.common import assert_accurate, outputs_hold_nan
+from gpu.common import assert_accurate
 from support.dense_attention import with_gradients
 from support.torch_attention import CASES, Varying
 
-pytestmark = pytest.mark.gpu
 UNSUPPORTED = cudnn.cudnnGraphNotSupportedError
 
 
@@ -40,12 +39,7 @@ def attend(problem: Varying, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def _outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs_hold_nan(monkeypatch)
-
-
-@pytest.mark.usefixtures("_outputs_hold_nan")
+@pytest.mark.usefixtures("outputs_hold_nan")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, dtype: torch.dtype) -> None:
@@ -53,7 +47,7 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], tensors, attend(CASES[name], tensors))
 
 
-@pytest.mark.usefixtures("_outputs_hold_nan")
+@pytest.mark.usefixtures("outputs_hold_nan")
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True])
 def test_head_sizes(d: int, packed: bool) -> None:

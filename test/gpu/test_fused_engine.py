@@ -13,7 +13,6 @@ import cudnn
 from support.attention import Problem, attention, describe
 from support.graphs import FLOAT, MODES
 
-pytestmark = pytest.mark.gpu
 FUSED = cudnn.attention_implementation.FUSED
 CAUSAL = {"use_causal_mask": True}
 PROBLEM = Problem(h_q=4, h_k=2, h_v=2, s_q=300, s_kv=300, d_qk=128, d_v=128, scale=0.09, options=CAUSAL)

@@ -25,7 +25,6 @@ def chunks() -> Iterator[object]:
             yield pytest.param(name, start, id=f"{name}-{start}", marks=marks)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "start"), [*chunks()])
 def test_random_graphs(family: str, start: int) -> None:
     outcomes = [run(FAMILIES[family].draw(seed), "cuda", "cudnn") for seed in range(start, start + _CHUNK)]

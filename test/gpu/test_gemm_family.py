@@ -18,7 +18,6 @@ from support.gemm_families import BY_NAME, FAMILIES, Case, case, check, options,
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.threads import together
 
-pytestmark = pytest.mark.gpu
 NAMES = [family.name for family in FAMILIES]
 GUARD = 4096  # elements around a result that must stay as they are
 

@@ -11,7 +11,6 @@ import cudnn
 from support import grouped
 from support.gemms import BF16, E4M3, F16, F32, FP4
 
-pytestmark = pytest.mark.gpu
 I32 = torch.int32
 
 REPEATED: list[dict[str, Any]] = [

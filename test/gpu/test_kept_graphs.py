@@ -13,7 +13,6 @@ from support.gemm_families import Case, case, options
 from support.gemms import E4M3, E8M0
 from support.threads import together
 
-pytestmark = pytest.mark.gpu
 KINDS: dict[str, dict[str, Any]] = {"gemm_swiglu": {}, "gemm_amax": {"dtype": E4M3, "scale": E8M0, "vector": 32}}
 
 

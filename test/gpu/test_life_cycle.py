@@ -18,7 +18,6 @@ from cudnn.backend.plan import Pack
 from gpu.common import BATCH, FP16, K, M, N, check, data, product, workspace
 from support.graphs import FLOAT, HALF, MODES
 
-pytestmark = pytest.mark.gpu
 NATIVE = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
 
 

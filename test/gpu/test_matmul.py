@@ -11,8 +11,6 @@ import cudnn
 from gpu.common import gpu_graph
 from support.graphs import HALF, MODES, like
 
-pytestmark = pytest.mark.gpu
-
 
 def at(offset: int, *dims: int) -> torch.Tensor:
     """A packed tensor of float16, so many elements from an address that 16 bytes divide."""

@@ -11,7 +11,6 @@ from cudnn.pygraph.known_faults import SEEN_IN
 from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
 from support.graphs import evaluate, like, run
 
-pytestmark = pytest.mark.gpu
 MODE = cudnn.moe_grouped_matmul_mode
 # Segments that are empty, of one row, off every tile's edge, and to the end.
 OFFSETS = {"even": [0, 128, 256, 384], "uneven": [0, 1, 1, 333], "first empty": [0, 0, 200, 511]}

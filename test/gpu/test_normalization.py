@@ -14,7 +14,6 @@ import cudnn
 from gpu.common import gpu_graph
 from support.graphs import HALF, evaluate, outputs, run
 
-pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
 SEED = torch.seed()  # inputs are fresh in every run; failures print it

@@ -11,17 +11,11 @@ from torch.nn import functional as F
 
 import cudnn
 from cudnn.ops import scaled_dot_product_attention
-from gpu.common import outputs_hold_nan
 from support.dense_attention import attend, with_gradients
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("outputs_hold_nan")
 UNSUPPORTED = cudnn.cudnnGraphNotSupportedError
 B, H, D = 2, 4, 64
-
-
-@pytest.fixture(autouse=True)
-def _outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs_hold_nan(monkeypatch)
 
 
 def tensors(dtype: torch.dtype, s_q: int, s_kv: int) -> list[torch.Tensor]:

@@ -9,8 +9,6 @@ import cudnn
 from gpu.common import gpu_graph
 from support.patterns import PATTERNS, assert_computes
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name != "logic"])  # its masks are bits here
 def test_pattern(name: str) -> None:

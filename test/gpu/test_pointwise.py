@@ -13,7 +13,6 @@ from gpu.common import IO_TYPES, assert_accurate, gpu_graph
 from support.fuzz.chain import OPS
 from support.graphs import MODES, like, run
 
-pytestmark = pytest.mark.gpu
 BOOLEAN = cudnn.data_type.BOOLEAN
 
 

@@ -12,7 +12,6 @@ import cudnn
 from gpu.common import assert_accurate, gpu_graph
 from support.graphs import FLOAT, evaluate, like, run
 
-pytestmark = pytest.mark.gpu
 FORMULAS: dict[str, Callable[[torch.Tensor, list[int]], torch.Tensor]] = {
     "ADD": lambda x, axes: x.sum(axes, keepdim=True),
     "MIN": lambda x, axes: x.amin(axes, keepdim=True),

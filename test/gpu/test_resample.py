@@ -12,7 +12,6 @@ import cudnn
 from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
 from support.graphs import like
 
-pytestmark = pytest.mark.gpu
 MODE, PAD = cudnn.resample_mode, cudnn.padding_mode
 LARGEST = {"resampling_mode": MODE.MAXPOOL, "padding_mode": PAD.NEG_INF_PAD}
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, best_num_threads, rmsnorm_rht
 from gpu.common import assert_allocates_nothing_and_waits_for_nothing
 from support.rmsnorm import assert_right
 
-pytestmark = pytest.mark.gpu
 GUARD = 4096  # elements around a result that must stay as they are
 
 

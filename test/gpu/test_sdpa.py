@@ -14,10 +14,6 @@ from cudnn.sdpa import SdpaBackward, SdpaForward, sdpa_bwd_wrapper_sm100_d256, s
 from cudnn_kernels.attention import DESCALES
 from support.dense_attention import Attended, attend, band
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
 
 

@@ -8,7 +8,6 @@ import cudnn
 from support.seed_programs import PROGRAMS, check_program, reference_cells, reference_prelude
 from support.seed_reference import REFERENCE, REFUSED_BY_CUDNN
 
-pytestmark = pytest.mark.gpu
 CELLS = reference_cells()
 
 

@@ -11,8 +11,6 @@ from cudnn.pygraph import known_faults
 from gpu.common import assert_accurate, gpu_graph
 from support.graphs import FLOAT, HALF, like, run
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("start", [1, 2, 3, 4, 8])
 def test_slices_off_the_alignment(start: int) -> None:

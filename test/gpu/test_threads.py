@@ -11,7 +11,6 @@ from gpu.common import compare, data, product, workspace
 from support.graphs import MODES
 from support.threads import together
 
-pytestmark = pytest.mark.gpu
 ROUNDS = 50
 
 

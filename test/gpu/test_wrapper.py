@@ -9,7 +9,6 @@ import torch
 
 import cudnn
 
-pytestmark = pytest.mark.gpu
 HALF: Any = {"dtype": torch.float16, "device": "cuda"}
 
 
