@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pathlib
 import weakref
@@ -39,18 +40,21 @@ def parameters(bias: bool) -> list[torch.Tensor]:
     return [each.bfloat16() for each in found]
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def nearly(found: torch.Tensor, expected: torch.Tensor) -> None:
     """The sums over ranks were rounded once more."""
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
 def same_as_alone(
-    rank: int, ranks: int, group: Any, most: int = 41, *, bias: bool = False, lists: bool = False
-) -> None:
-    """Forward and backward, twice: memory is used again."""
+    rank: int, ranks: int, group: Any, most: int = 41, *, bias: bool = False, lists: bool = False,
+    double: bool = False,
+) -> None:  # fmt: skip
+    """Forward and backward, twice: memory is used again. ``double``: in float64."""
     every = [tokens(other, most) for other in range(ranks)]
     x, indices, scores, gradient = (torch.cat(parts) for parts in zip(*every, strict=True))
-    alone = [t.clone().requires_grad_() for t in (x, scores, *parameters(bias))]
+    alone = [t.double() if double else t.clone() for t in (x, scores, *parameters(bias))]
+    alone, gradient = [t.requires_grad_() for t in alone], gradient.to(alone[0].dtype)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12) if double else nearly
     y = moe_mlp(alone[0], (indices, alone[1]), *alone[2:])
     y.backward(gradient)
     start, share = sum(len(t[0]) for t in every[:rank]), EXPERTS // ranks
@@ -93,7 +97,7 @@ def main_grads(rank: int, ranks: int) -> None:
     assert down.grad is None
     moe_mlp(x, (indices, scores), up, down, **given).backward(gradient)
     for total, weight in zip(sums, (up, down), strict=True):
-        close(total - 1, weight.grad)
+        nearly(total - 1, weight.grad)
 
 
 def refused(rank: int, ranks: int) -> None:
@@ -173,6 +177,7 @@ def test_e4m3_on_one_rank() -> None:
 def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
     def rank(number: int) -> None:
         same_as_alone(number, ranks, dist.group.WORLD, bias=ranks == 4, lists=ranks == 8)
+        same_as_alone(number, ranks, dist.group.WORLD, bias=True, double=True)
         main_grads(number, ranks)
         in_autocast(number, ranks)
         if ranks == 2:

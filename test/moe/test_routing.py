@@ -232,6 +232,10 @@ def test_losses() -> None:
     s = uneven[0].sigmoid()
     found = load_balance_loss(uneven, route(uneven, 1, score="sigmoid"), score="sigmoid")
     torch.testing.assert_close(found, 4 * s[2] / s.sum())
+    low = torch.full((2, 4), -200.0, requires_grad=True)  # whose scores are 0 in float32
+    found = load_balance_loss(low, route(low, 1, score="sigmoid"), score="sigmoid")
+    torch.testing.assert_close(found, torch.tensor(1.0))
+    assert torch.autograd.grad(found, low)[0].isfinite().all()
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log() ** 2)
     none = torch.zeros(0, 4, requires_grad=True)
     (load_balance_loss(none, route(none, 1)) + z_loss(none)).backward()

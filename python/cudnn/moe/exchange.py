@@ -79,7 +79,8 @@ class Exchange:
         max_rows: Choices of experts of one rank, of all tokens, that a layer has memory for between its products, where
             it does not wait for the host. None: as many as can come, ranks * max_tokens * top_k where a rank has so
             many experts. More of them than ``max_rows`` end the program, with an assertion on the device.
-        dtype: Of the tokens: bfloat16, float16 or float32.
+        dtype: Of the tokens: bfloat16, float16 or float32, with ``all_to_all_single`` on the CPU also float64, in which
+            weights and sums are then.
         device: None: the current CUDA device, or the CPU where there is none.
         symmetric: None: with CUDA where all ranks are in one host.
         time_limit: Seconds to wait for the other ranks. After that a kernel that waits in symmetric memory stops the
@@ -104,13 +105,14 @@ class Exchange:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
+        types = _TYPES if symmetric or self.device.type != "cpu" else (*_TYPES, torch.float64)
         self.max_tokens, self.time_limit = max_tokens, checked_number(_WHERE, "time_limit", time_limit)
         for what, got, is_right, allowed in (
             ("group", f"{self.ranks} ranks", self.ranks <= MOST_CHOICES, f"at most {MOST_CHOICES} ranks"),
             ("experts", experts, experts > 0 and not experts % self.ranks, f"multiples of {self.ranks} ranks"),
             ("top_k", top_k, 0 < top_k <= MOST_CHOICES, f"1 to {MOST_CHOICES}"),
             ("hidden", hidden, hidden > 0 and not hidden % 8, "multiples of 8"),
-            ("dtype", dtype, dtype in _TYPES, ", ".join(map(str, _TYPES))),
+            ("dtype", dtype, dtype in types, ", ".join(map(str, types))),
             ("max_tokens", max_tokens, max_tokens > 0, "1 or more"),
             ("max_rows", max_rows, max_rows is None or max_rows > 0, "1 or more, or None"),
         ):
@@ -141,11 +143,11 @@ class Exchange:
         Args:
             x: (T, hidden), T up to ``max_tokens``.
             indices: int32 (T, K), of experts of all ranks.
-            weights: float32 (T, K).
+            weights: float32 (T, K), or float64 beside tokens of float64.
         """
         self._check("x", x, self.hidden, self.dtype)
         self._check("indices", indices, self.top_k, torch.int32)
-        self._check("weights", weights, self.top_k, torch.float32)
+        self._check("weights", weights, self.top_k, self.dtype if self.dtype is torch.float64 else torch.float32)
         if not len(x) == len(indices) == len(weights):
             got = f"{len(x)}, {len(indices)} and {len(weights)}"
             raise refused(ValueError, _WHERE, "tokens of x, indices and weights", got, "the same number")
@@ -329,10 +331,10 @@ class AllToAll:
         (out, _), (come, choices) = out.T.tolist(), come.T.tolist()
         sent = Sent(indices, row_of_rank, sum(choices), token, out, come)
         both = self.scatter(torch.cat([indices, weights.view(torch.int32)], 1), sent)
-        local, chosen = both.chunk(2, 1)
+        local, chosen = both.split([e.top_k, both.shape[1] - e.top_k], 1)
         local = local - e.rank * e.local_experts
         local = local.where((local >= 0) & (local < e.local_experts), -1)
-        return self.scatter(x, sent), local, chosen.contiguous().view(torch.float32), sent
+        return self.scatter(x, sent), local, chosen.contiguous().view(weights.dtype), sent
 
     def _wait(self, work: Any) -> None:
         """Until it is done: NCCL's own limit is that of the group, ten minutes."""

@@ -157,11 +157,9 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
     values = wide(logits)
     if not values.shape[0]:
         return values.sum()
-    if score == "softmax":
-        probabilities = values.softmax(-1)
-    else:
-        scores = values.sigmoid()
-        probabilities = scores / scores.sum(-1, keepdim=True)
+    if score == "sigmoid":
+        values = torch.nn.functional.logsigmoid(values)  # exp of it over their sum, where all scores are near 0 too
+    probabilities = values.softmax(-1)
     counts = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
     shares = counts.to(values.dtype) / routing.indices.numel()
     return logits.shape[1] * (shares * probabilities.mean(0)).sum()
