@@ -45,10 +45,10 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
     )
 
 
-def operations(api: Any, kind: OperandType, keep: bool = True, shape: tuple[int, ...] = (256, 256, 256)) -> Any:
+def operations(api: Any, kind: OperandType, keep: bool = True) -> Any:
     """The epilogue for operands of a type; without ``keep``, without the results that are optional."""
     optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
-    tensors = blank(api, (*shape, 1), kind, "meta", without=() if keep else optional)
+    tensors = blank(api, (256, 256, 256, 1), kind, "meta", without=() if keep else optional)
     options = {"sf_vec_size": kind.vector} if kind.scale else {}
     return api(**api.samples(tensors), **options).operations()
 

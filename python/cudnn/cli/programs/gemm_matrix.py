@@ -86,12 +86,12 @@ def sample(arch: str, count: int) -> list[Variant]:
     return every[3 :: max(1, len(every) // count)]
 
 
-def _variant(api: str, tiling: Tiling, dtype: str, *, k: int = 0, **given: object) -> Variant:
+def _variant(api: str, tiling: Tiling, dtype: str, **given: object) -> Variant:
     """On what one cluster computes at a time, but four tiles where that is one, with some k tiles."""
     (rows, columns), (across, down) = tile, cluster = tiling
     batch = 2 if cluster == (1, 1) else 1
-    deep = {FP4: 512, BYTES: 512, E4M3: 256, E5M2: 256, F32: 96}.get(dtype, 160)
-    shape = (128 * across, columns * down, k or deep, batch)
+    k = {FP4: 512, BYTES: 512, E4M3: 256, E5M2: 256, F32: 96}.get(dtype, 160)
+    shape = (128 * across, columns * down, k, batch)
     assert shape[0] % rows == 0
     return Variant(api, shape, dtype, tile=tile, cluster=cluster, **given)  # type: ignore[arg-type]
 
