@@ -68,7 +68,6 @@ class FusedGemm(FusedAPI):
     default_cluster: ClassVar[tuple[int, int]] = (1, 1)  # for a tile of 256 rows
     schedule: Any  # of the kernels: dense, or grouped
     sized_by = multiplied = ("a", "b")
-    multiples = ("columns",)
     columns_in: tuple[int, str] = (1, "")  # how many columns of the product belong together, as an error says it
     packs = True
     vectors: ClassVar[Sequence[int]] = (16, 32)  # elements that may share a scale factor

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
-from cudnn.api_base import TensorDesc, ceil_div, check_rank
+from cudnn.api_base import ceil_div, check_rank
 from cudnn.errors import refused
 from cudnn.fused import addresses
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
@@ -189,7 +189,6 @@ class ExpertsGemm(FusedGemm):
     scale factors in atoms, or results have some, multiples of 256.
     """
 
-    sized_by = multiplied = ("a", "b")
     counted_by = ("a_index",)
     largest_cluster = 4
     default_cluster = (2, 1)
@@ -723,12 +722,6 @@ class ExpertsGemm(FusedGemm):
             return super().shapes_of(given, options)
         weights = (*options["b_shape"], options["num_experts"])
         return {"a": cls.shape_of(given["a"]), "b": weights} | cls.counts(given)
-
-    @classmethod
-    def shape_of(cls, tensor: Any) -> tuple[int, ...]:
-        if name_of(tensor.dtype) == FLOAT4:
-            return TensorDesc.of(tensor, interpret_uint8_as_fp4x2=True).shape
-        return tensor.shape
 
 
 def bias_gradient(columns: str) -> TensorSpec:

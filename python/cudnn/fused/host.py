@@ -32,8 +32,8 @@ class FusedAPI(APIBase):
 
     - ``tensors``: every tensor of a call; ``returns``: those that the wrapper allocates and returns, in order
     - ``scalars``: numbers that the kernel takes, arguments of the constructor or, None for that, of ``execute``
-    - ``sized_by``: the tensors whose shapes tell all sizes, by :meth:`sizes_of`; ``multiples``: sizes that are
-      multiples or shares of others, which a kernel cannot relate; ``fixed``: sizes that are always those of the samples
+    - ``sized_by``: the tensors whose shapes tell all sizes, by :meth:`sizes_of`; ``fixed``: sizes that are
+      always those of the samples
     - :meth:`check_rules`: what the API does not take; :meth:`plan`: which kernel runs; :meth:`reference`: what it
       computes; :meth:`results`: types of what the wrapper allocates
     """
@@ -45,7 +45,6 @@ class FusedAPI(APIBase):
     integers: ClassVar[Sequence[str]] = ()  # scalars that are; the others are floats
     limits: ClassVar[Sequence[str]] = ()  # scalars that may be infinite
     sized_by: ClassVar[Sequence[str]]
-    multiples: ClassVar[Sequence[str]] = ()
     fixed: ClassVar[Sequence[str]] = ()
     counted_by: ClassVar[Sequence[str]] = ()  # optional tensors that tell sizes too, where they are given
     architectures: ClassVar[Sequence[str]] = tuple(ARCHITECTURES)

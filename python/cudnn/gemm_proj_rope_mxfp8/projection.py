@@ -41,8 +41,6 @@ RESULTS = tuple(
 class ProjectionPlan(KernelPlan):
     """The kernels of the projection on an architecture."""
 
-    notice = ""
-
     def __init__(self, arch: str, dtype: str, w_out_in: bool, sizes: Sizes) -> None:
         architecture = ARCHITECTURES[arch]
         gemm = architecture.configure(problem(dtype, w_out_in, sizes["n"], sizes["k"]))
@@ -56,8 +54,6 @@ class Projection(FusedAPI):
     """What both forms share."""
 
     returns = tuple(spec.name for spec in RESULTS)
-    multiples = ("heads", "groups", "blocks", "n")
-    architectures = tuple(ARCHITECTURES)
     example = (("m", "n", "k"), (TOKENS, 2 * HEAD, 128))
     usual_shapes = ((4096, 16 * HEAD, 1536),)
     kind: ClassVar[str]

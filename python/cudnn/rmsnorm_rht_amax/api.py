@@ -69,7 +69,6 @@ class RmsNormRhtAmax(FusedAPI):
     returns = ("o", "amax")
     scalars = ("eps",)
     sized_by = ("x",)
-    multiples = ("groups",)
     fixed = ("n",)
     hints = ("num_threads",)
     example = (("m", "n"), (16, 512))
