@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cudnn import launch, settings
 from cudnn.alike import current_device, like
@@ -22,45 +22,25 @@ if TYPE_CHECKING:
     from cudnn.fused.host import FusedAPI
 
 
-class Plan(Protocol):
+class Plan:
     """How an API runs on an architecture: a kernel, not loaded yet, and the slots of its arguments, in order.
 
-    Slots are named after the API's tensors and scalars, and ``workspace``, ``multiprocessors``, ``stream``.
-    ``cluster_size`` CTAs start together. ``notice`` is said in the log, once for each API.
+    Slots are named after the API's tensors and scalars, and ``workspace``, ``multiprocessors``, ``stream``. The CTAs of
+    a ``cluster`` start together. ``notice`` is said in the log, once for each API.
     """
 
-    @property
-    def source(self) -> str: ...
-    @property
-    def configuration(self) -> Any: ...
-    @property
-    def slots(self) -> Sequence[Any]: ...
-    @property
-    def cluster_size(self) -> int: ...
-    @property
-    def notice(self) -> str: ...
+    def __init__(self, source: str, configuration: Any, cluster: tuple[int, int] = (1, 1), notice: str = "") -> None:
+        self.source, self.configuration, self.slots = source, configuration, configuration.slots()
+        self.cluster_size, self.notice = cluster[0] * cluster[1], notice
+
     def workspace_size(self, sizes: Any) -> int:
         """Bytes that the kernel needs beside its tensors."""
-        ...
-
-
-class KernelPlan:
-    """One kernel on tensors as they are."""
-
-    cluster_size = 1
-    notice = ""
-
-    def __init__(self, source: str, configuration: Any) -> None:
-        self.source, self.configuration, self.slots = source, configuration, configuration.slots()
-
-    def workspace_size(self, sizes: Any) -> int:
-        """Bytes of the workspace for a call's sizes."""
         return workspace_size(self.slots, sizes)
 
 
-def kernel_plan(arch: str, configuration: Any) -> KernelPlan:
+def kernel_plan(arch: str, configuration: Any, cluster: tuple[int, int] = (1, 1), notice: str = "") -> Plan:
     """The plan of the one kernel that an architecture has for a configuration."""
-    return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
+    return Plan(ARCHITECTURES[arch].source(configuration), configuration, cluster, notice)
 
 
 _TEMPLATE = '''

@@ -9,18 +9,22 @@ from typing import Any, ClassVar
 
 from cudnn.api_base import TensorDesc, is_power_of_2
 from cudnn.errors import refused
-from cudnn.fused.call import Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
-from cudnn.gemm.plans import GemmPlan
 from cudnn.gemm.reference import evaluate, product, woven
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
+from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 
 NARROW = ("float16", "bfloat16")
 ONE = Contiguous(1, alignment=4)
+_DEQUANTISED = {
+    "sm_90a": "block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know no block scales",
+    "sm_100a": "block-scaled operands are dequantised to bfloat16 on sm_100a if each expert's are a matrix of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -265,11 +269,14 @@ class FusedGemm(FusedAPI):
         return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
+        """Operands that tensor cores or the copy engine cannot read are prepared in a workspace, in the same call."""
         problem = GemmProblem(
             self.operand("a"), self.operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
             self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate), self.weaves(), sizes.get("experts", 1),
         )  # fmt: skip
-        return GemmPlan(arch, problem)
+        chosen = ARCHITECTURES[arch].configure(problem)
+        dequantised = any(step.source.scale for _, step in chosen.prepared)
+        return kernel_plan(arch, chosen, chosen.cluster, _DEQUANTISED[arch] if dequantised else "")
 
     def weaves(self) -> bool:
         """Whether blocks of 32 columns of the product come in turn from the two halves of B's rows."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
-from cudnn.fused.call import KernelPlan, Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import keep
@@ -36,18 +36,6 @@ RESULTS = tuple(
         (f"out_scales_{side}", groups, each, "uint8", 1),
     )
 )
-
-
-class ProjectionPlan(KernelPlan):
-    """The kernels of the projection on an architecture."""
-
-    def __init__(self, arch: str, dtype: str, w_out_in: bool, sizes: Sizes) -> None:
-        architecture = ARCHITECTURES[arch]
-        gemm = architecture.configure(problem(dtype, w_out_in, sizes["n"], sizes["k"]))
-        configuration = ProjectionConfiguration.of(gemm)
-        super().__init__(architecture.source(configuration), configuration)
-        m, n = gemm.cluster
-        self.cluster_size = m * n
 
 
 class Projection(FusedAPI):
@@ -87,7 +75,8 @@ class Projection(FusedAPI):
         """Sizes are all that there is to refuse."""
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
-        return ProjectionPlan(arch, self.kind, self.w_out_in, sizes)
+        gemm = ARCHITECTURES[arch].configure(problem(self.kind, self.w_out_in, sizes["n"], sizes["k"]))
+        return kernel_plan(arch, ProjectionConfiguration.of(gemm), gemm.cluster)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         q = self.product(tensors)

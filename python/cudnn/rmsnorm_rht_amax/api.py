@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.errors import refused
-from cudnn.fused.call import KernelPlan, Plan
+from cudnn.fused.call import Plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Rows, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
@@ -126,7 +126,7 @@ class RmsNormRhtAmax(FusedAPI):
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         configuration = configure_rmsnorm_rht_amax(name_of(self.dtype("x")), sizes["n"], self._chosen_threads)
-        return KernelPlan(_KERNELS[arch], configuration)
+        return Plan(_KERNELS[arch], configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         o, amax = reference.rmsnorm_rht_amax(tensors["x"], tensors["w"], tensors["eps"], self.rows_per_cta)
