@@ -35,7 +35,7 @@ class _Side(ctypes.Structure):
 
 
 class Copy(ctypes.Structure):
-    """A copy as a node wants it: CUDA_MEMCPY3D of cuda.h."""
+    """CUDA_MEMCPY3D of cuda.h."""
 
     _fields_ = (
         ("source", _Side), ("target", _Side), ("width_bytes", c_size_t), ("height", c_size_t), ("depth", c_size_t)
@@ -50,7 +50,7 @@ def words_to_device(target: int, words: ctypes.Array[Any]) -> Copy:
 
 
 def upper_halves(target: int, source: int, count: int) -> Copy:
-    """``count`` FLOAT numbers to BFLOAT16, as ``memory.copy_upper_halves`` does it."""
+    """``count`` FLOAT numbers to BFLOAT16: their upper halves, which come second in memory, so rounded towards zero."""
     wide = _Side(x_bytes=2, memory_type=_DEVICE, device=source, pitch=4)
     return Copy(wide, _Side(memory_type=_DEVICE, device=target, pitch=2), 2, count, 1)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int, c_size_t, c_uint64, c_void_p
+from ctypes import c_size_t, c_uint64, c_void_p
 from typing import Any
 
+from cudnn.backend.cuda_graph import unchecked, upper_halves
 from cudnn.backend.handle import Handle, on_device
 
 
@@ -15,28 +16,6 @@ def _copy_function() -> Any:
     function = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
     function.argtypes = (c_uint64, c_void_p, c_size_t, c_void_p)
     return function
-
-
-@functools.cache
-def _copy_2d_function() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
-    function.argtypes = (c_void_p, c_void_p)
-    return function
-
-
-class _Side(ctypes.Structure):
-    """Half of CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("x_bytes", c_size_t), ("y", c_size_t), ("memory_type", c_int), ("host", c_void_p), ("device", c_uint64),
-        ("array", c_void_p), ("pitch", c_size_t),
-    )  # fmt: skip
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of cuda.h."""
-
-    _fields_ = (("source", _Side), ("target", _Side), ("width_bytes", c_size_t), ("height", c_size_t))
 
 
 def copy_to_device(target: int, source: ctypes.Array[Any], handle: Handle) -> None:
@@ -60,14 +39,8 @@ def copy_upper_halves(target: int, source: int, count: int, handle: Handle) -> N
     Raises:
         RuntimeError: the driver refuses the copy.
     """
-    device = 2  # CU_MEMORYTYPE_DEVICE
-    copy = _Copy2D(
-        _Side(x_bytes=2, memory_type=device, device=source, pitch=4),  # little endian: the upper half comes second
-        _Side(memory_type=device, device=target, pitch=2),
-        2,
-        count,
-    )
-    _queue(_copy_2d_function(), (ctypes.addressof(copy), handle.stream), handle, f"{count} FLOAT numbers to BFLOAT16")
+    arguments = ctypes.byref(upper_halves(target, source, count)), c_void_p(handle.stream)
+    _queue(unchecked("cuMemcpy3DAsync_v2"), arguments, handle, f"{count} FLOAT numbers to BFLOAT16")
 
 
 def _queue(copy: Any, arguments: tuple[Any, ...], handle: Handle, what: str) -> None:
