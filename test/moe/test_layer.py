@@ -183,9 +183,13 @@ def test_the_kernels_of_one_expert_in_a_list() -> None:
 FP8 = 0.05  # of the norm: what e4m3 leaves of sums of products
 
 
+@pytest.mark.parametrize("many", [1, operands.MANY])
 @pytest.mark.parametrize("where", ["reference", *(pytest.param(a, marks=pytest.mark.full) for a in ARCHS), GPU])
-def test_forward_products_of_e4m3(where: str) -> None:
-    """Experts end anywhere, and some choices are dropped; gradients are those of the pre-activation that was found."""
+def test_forward_products_of_e4m3(where: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts end anywhere, and some choices are dropped; gradients are those of the pre-activation that was found.
+    Tokens are quantised in the experts' order, or where experts have ``many`` rows once, and read by number.
+    """
+    monkeypatch.setattr(operands, "MANY", many)
     device = "cuda" if where == "gpu" else "cpu"
     c = case(70, 128, 128, bias=True, dropped=True)
     c = Case({n: t.to(device) for n, t in c.tensors.items()}, c.indices.to(device), c.activation, c.out.to(device))

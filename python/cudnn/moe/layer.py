@@ -77,7 +77,9 @@ def forward(
     up, down = (_narrow(w, keeps) if e.fp8 else operand(w) for w in (e.up, e.down))
     tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": saved, "d": matrix(activated)}
     if e.fp8:
-        tensors |= _narrow_rows(*quantized(x, rows.of_choice, count))
+        by_number = rows.by_number(x, wide * columns >= COPIED_FORWARD)
+        tensors["a_index"] = rows.token if by_number else None
+        tensors |= _narrow_rows(*(quantized(x) if by_number else quantized(x, rows.of_choice, count)))
         tensors["sfd_row"] = None if factors is None else factors.unsqueeze(2)
     else:
         of_tokens, tensors["a_index"] = rows.read(x, wide * columns >= COPIED_FORWARD)
