@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from cudnn_kernels.attention.sparse import (
     CompressionTopKConfiguration,
     GatedSelectionConfiguration,
     SelectionBackwardConfiguration,
+    SelectionByBlocksConfiguration,
     SelectionConfiguration,
     TopKConfiguration,
 )
@@ -224,6 +225,53 @@ def test_scores_that_exceed_what_was_subtracted(apart: int) -> None:
     given["block_counts"].fill_(3)
     run(c, given)
     assert_selected(given, c)
+
+
+def by_blocks_inputs(c: SelectionByBlocksConfiguration, choice: Choice, first: int, some: int) -> dict[str, Any]:
+    """Those of selection, its lists turned around, and memory of NaN for what rows have of blocks of some heads."""
+    given = selection_inputs(SelectionConfiguration(*astuple(c)[:6], causal=c.causal), choice)
+    lists = [given[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
+    entries = lists[0].shape[0] * lists[0].shape[2] * some
+    turned = choosing_rows(*lists, c.block, c.causal, c.part, True)
+    return given | dict(zip(("choosing", "choosing_ends", "chosen_places"), turned, strict=True)) | {
+        "of_chosen": torch.full((entries, c.group, c.head_v), math.nan, dtype=given["o"].dtype),
+        "chosen_values": torch.full((entries, c.group, 2), math.nan), "first_head": first, "some_heads": some,
+    }  # fmt: skip
+
+
+def assert_by_blocks(given: dict[str, Any], c: SelectionByBlocksConfiguration, *_: Any) -> None:
+    """As selection by rows, of the heads that the call has; others are left alone."""
+    first, some = given["first_head"], given["some_heads"]
+    heads = slice(first * c.group, (first + some) * c.group)
+    for name in "olm":
+        assert given[name][:, : heads.start].isnan().all()
+        assert given[name][:, heads.stop :].isnan().all()
+    keys = {x: given[x][:, first : first + some] for x in ("k", "v", "block_indices", "block_counts")}
+    own = {**given, **{x: given[x][:, heads] for x in "qolm"}, **keys}
+    plain = SelectionConfiguration(c.dtype, some * c.group, some, *astuple(c)[3:7])
+    assert_selected(own, plain)
+
+
+@pytest.mark.parametrize(
+    ("c", "choice", "heads"),
+    brief(
+        [
+            (SelectionByBlocksConfiguration("float16", 6, 3, 64, 64, 16, part=16), Choice((2, 0, 30), 7), (1, 1)),
+            (SelectionByBlocksConfiguration("bfloat16", 8, 2, 128, 128, 64, True, part=64), Choice((100,), 3), (0, 2)),
+            (SelectionByBlocksConfiguration("bfloat16", 2, 2, 64, 64, 64, True), Choice((3, 130), 40), (0, 2)),
+            (SelectionByBlocksConfiguration("float16", 3, 1, 64, 64, 32, True, part=32), Choice((70, 7), 5), (0, 1)),
+        ],
+        0,
+        1,
+    ),
+)  # fmt: skip
+def test_selection_by_blocks(
+    c: SelectionByBlocksConfiguration, choice: Choice, heads: tuple[int, int]
+) -> None:  # fmt: skip
+    """Of heads of K from one on, so many."""
+    given = by_blocks_inputs(c, choice, *heads)
+    run(c, given)
+    assert_by_blocks(given, c)
 
 
 @pytest.mark.parametrize("shared", [False, True])

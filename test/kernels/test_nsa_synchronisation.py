@@ -22,6 +22,7 @@ from cudnn_kernels.attention.sparse import (  # noqa: E402
     CompressionTopKConfiguration,
     InverseConfiguration,
     SelectionBackwardConfiguration,
+    SelectionByBlocksConfiguration,
     SelectionConfiguration,
     SparseDecodeConfiguration,
     TopKConfiguration,
@@ -113,6 +114,7 @@ ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]]
     # what makes a kernel's arguments, and what judges its results
     CompressionTopKConfiguration: (one_cta(nsa.one_pass_inputs), nsa.assert_one_pass),
     SelectionConfiguration: (selection_inputs, nsa.assert_selected),
+    SelectionByBlocksConfiguration: (lambda c, choice: nsa.by_blocks_inputs(c, choice, 1, 1), nsa.assert_by_blocks),
     SelectionBackwardConfiguration: (one_cta(nsa.selection_backward_inputs), nsa.assert_differentiated),
     TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
     InverseConfiguration: (sorted_rows, assert_sorted),
@@ -144,6 +146,9 @@ CASES: dict[str, tuple[Any, Any]] = {
             *[(0, 1)] * 4, (), (), (0,), (),
         )),
     ),
+    "selection by blocks": (
+        SelectionByBlocksConfiguration("float16", 6, 3, 64, 64, 16, True, part=16), Choice((2, 0, 40), 7)
+    ),
     "gradients by rows": (BACKWARD, Choice((1, 2, 90), 3, spare=0)),
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
     "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
@@ -174,6 +179,7 @@ NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruc
         "wgmma.fence.sync.aligned": (5, "no register of a product was written since the one before"),
         "wgmma.wait_group.sync.aligned": (6, "all was waited for with the scores, but before the second of two rows"),
     },
+    "selection by blocks": {"bar.sync": (1, QUERIES)},
     "gradients by rows": {
         "bar.warp.sync": (8, LANES),
         "wait_loop.mbarrier.try_wait.parity.shared.b64": AGAIN,

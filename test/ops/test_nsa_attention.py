@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.moe._run import run
+from cudnn.native_sparse_attention.selection import by_blocks
 from cudnn.ops import _nsa_attention, _nsa_decode, _nsa_gates, _streams, nsa_attention, nsa_decode
+from cudnn.ops._nsa_attention import nsa_selection
 from cudnn.ops._nsa_gates import nsa_gates, selection_takes_gates
 from support.dense_attention import attend, band
 from support.selection import ALONE, ARCHES, brief
@@ -129,7 +132,7 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (80, 80), (2, 1), 64, torch.float16, stride=1).items() if "seqlens" not in name}  # fmt: skip
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
     monkeypatch.setattr(_nsa_attention, "selection_takes_gates", lambda *_: True)
-    monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[-2]))
+    monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[3]))
     monkeypatch.setattr(_nsa_attention, "gated_selection", noted("both, and selection's", lambda *given: given[8]))
     assert run(call) == [*one, "both"]
     leaves(call)
@@ -274,15 +277,64 @@ def test_gates_by_the_kernel(heads: int, d: int, dtype: torch.dtype, gates: torc
     torch.library.opcheck(nsa_gates, [x.detach() for x in given])
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", GPU])
+def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some rows on, blocks of keys are outermost, a few heads at a time, in operators and in the wrapper."""
+    monkeypatch.setattr(by_blocks, "FROM", {2: 100})
+    monkeypatch.setattr(by_blocks, "HEADS", ((64, 64),))
+    monkeypatch.setattr(by_blocks, "MEMORY", 1)  # fewer bytes than one head of K takes
+    call = tensors((70, 40), (4, 2), 64, torch.bfloat16, 16)
+    call["lists"] = torch.randint(-1, 2, (110, 2, 3)).int()
+    expected, done = nsa_selection(*(call[x] for x in ("query", "key", "value", "lists", "cu_seqlens")), 0.1, 64), []
+    q, k, v, lists, ends = (moved(call, arch)[x] for x in ("query", "key", "value", "lists", "cu_seqlens"))
+    monkeypatch.setattr(by_blocks, "run", lambda *given: (done.append(given[-2:]), run(*given)))
+    with within(arch):
+        nsa_selection(q[:99], k[:99], v[:99], lists[:99], ends.clamp(max=99), 0.1, 64)
+        assert not done
+        found = nsa_selection(q, k, v, lists, ends, 0.1, 64)
+        wrapped = cudnn.NSA.selection_attention_wrapper(
+            q, k, v, lists.sort(-1, descending=True).values, (lists >= 0).sum(-1, dtype=torch.int32), ends,
+            scale_softmax=0.1, is_causal=True,
+        )  # fmt: skip
+        none = nsa_selection(q, k, v, lists[..., :0].contiguous(), ends, 0.1, 64)
+    assert done == [(0, 1), (1, 1)] * 2
+    assert not none[0].any()
+    for mine in (found, (wrapped["o_tensor"], (wrapped["m_tensor"] + wrapped["l_tensor"].log()).squeeze(-1))):
+        torch.testing.assert_close(mine[0].cpu(), expected[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(mine[1].cpu(), expected[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_branches_with_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks of keys are outermost, no kernel adds up the branches. Blackwell goes by rows."""
+    options = {**OPTIONS, "block_size": 64, "compress_stride": 16}
+    call = tensors((140,), (2, 2), 64, torch.bfloat16, 16)
+    expected, done = (
+        nsa_attention(**{n: x.double() if x.is_floating_point() else x for n, x in call.items()}, **options),
+        [],
+    )
+    monkeypatch.setattr(by_blocks, "FROM", {1: 100})
+    monkeypatch.setattr(by_blocks, "HEADS", ((64, 64),))
+    attend = by_blocks.attend
+    monkeypatch.setattr(by_blocks, "attend", lambda *given: (done.append(1), attend(*given)))
+    with cudnn.emulation(arch):
+        inferred = nsa_attention(**call, **options)
+        leaves(call)
+        kept = nsa_attention(**call, **options)
+    assert len(done) == (2 if arch == "sm_90a" else 0)
+    for found in (inferred, kept):
+        torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+
+
 def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the type of the branches, which autocast gave them, not that of the caller's tensors."""
     taken: list[Any] = []
     monkeypatch.setattr(_nsa_gates, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
     q, k, v = (torch.zeros(8, heads, 64).half() for heads in (2, 1, 1))
     branch, gates = torch.zeros(8, 2, 64).bfloat16(), torch.zeros(8, 2, 3).half()
-    rest = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int(), 0.1, 16, 5, branch, gates
+    lists, ends = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int()
     with cudnn.emulation("sm_90a"), torch.autocast("cpu", torch.bfloat16):
-        out = _nsa_gates.nsa_gated_selection(q, k, v, *rest)
+        out = _nsa_attention.nsa_gated_selection(q, k, v, branch, gates, lists, ends, None, 0.1, 16, 5, 8)
     ((kind, *given),) = taken
     assert kind == "bfloat16"
     assert {x.dtype for x in (out, *given)} == {torch.bfloat16}

@@ -30,7 +30,8 @@ class Inverse(Kernel):
         indices = given["block_indices"]
         warps = cute.ceil_div(indices.shape[0], self.c.rows)
         self.kernel(
-            indices, given["block_counts"], given["cum_seqlen"], given["places"], given.get("choosing")
+            indices, given["block_counts"], given["cum_seqlen"], given["places"], given.get("choosing"),
+            given.get("chosen_places"),
         ).launch(
             grid=[cute.ceil_div(warps, WARPS), indices.shape[1], 1], block=[WARP * WARPS, 1, 1],
             stream=given["stream"],
@@ -38,8 +39,9 @@ class Inverse(Kernel):
 
     @cute.kernel
     def kernel(
-        self, indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, places: cute.Tensor, choosing: Any
-    ) -> None:
+        self, indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, places: cute.Tensor, choosing: Any,
+        chosen_places: Any,
+    ) -> None:  # fmt: skip
         """``places``: of every block and warp a count, or where its rows begin."""
         thread, _, _ = cute.arch.thread_idx()
         cta, head, _ = cute.arch.block_idx()
@@ -78,6 +80,8 @@ class Inverse(Kernel):
                     at = places[number, mine]
                     if const_expr(choosing is not None):
                         choosing[at + before] = row
+                    if const_expr(chosen_places is not None):
+                        chosen_places[row, head, place + lane] = at + before
                 cute.arch.sync_warp()
                 if (block >= 0) & (before == 0):
                     number = head * numbers + begin // c.block + sequence + block

@@ -241,23 +241,54 @@ class SelectionBackwardConfiguration(Selected):
 
 
 @dataclass(frozen=True)
+class SelectionByBlocksConfiguration(Selected):
+    """Forward, with blocks of keys outermost: a CTA has up to 64 keys and up to ``part`` of the rows that chose them.
+
+    A call computes ``some_heads`` heads of K from ``first_head`` on. Lists are as those of
+    :class:`SelectionBackwardConfiguration`. ``of_chosen`` is memory for O of every entry of their lists, and
+    ``chosen_values`` for the largest score and the sum of exponentials. ``chosen_places``: where in the lists of all
+    heads the entries of a row are.
+    """
+
+    tile: tuple[int, int] = (64, 64)
+    stages: int = 2
+    part: int = PART
+
+    kernel = "selection_by_blocks:SelectionByBlocks"
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernels."""
+        return (
+            *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), vector("cum_seqlen_q", "int32", "ends"),
+            vector("choosing", "int32", "choices"), Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
+            Tensor("chosen_places", "int32", ("s", self.key_heads, "chosen"), (None, None, 1), align=4),
+            Tensor("of_chosen", self.dtype, ("entries", self.group, self.head_v), (None, None, 1)),
+            Tensor("chosen_values", "float32", ("entries", self.group, 2), (None, None, 1), align=4),
+            Scalar("scale_softmax", "float32"), Scalar("first_head", "int32"), Scalar("some_heads", "int32"), Stream(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class InverseConfiguration:
     """A pass of turning lists around, with ``rows`` to a warp: with ``causal``, without blocks behind a row.
 
     ``places`` are, for every block as :class:`SelectionBackwardConfiguration` numbers them and every warp, counts, 0
-    before, or, where it ``puts`` rows in order, where those begin.
+    before, or, where it ``puts`` rows in order, where those begin. With ``tells``, it writes where in ``choosing`` each
+    entry of the lists went.
     """
 
     block: int
     causal: bool
     puts: bool
     rows: int
+    tells: bool = False
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
             *lists("hk", "cum_seqlen"), Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
-            *[vector("choosing", "int32", "choices")] * self.puts, Stream(),
+            *[vector("choosing", "int32", "choices")] * self.puts,
+            *[Tensor("chosen_places", "int32", ("s", "hk", "chosen"), (None, None, 1), align=4)] * self.tells, Stream(),
         )  # fmt: skip
 
 

@@ -19,11 +19,13 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
+from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.copy import partition
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
+from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward
 
 WARP = 32
@@ -677,3 +679,27 @@ class SelectedRows(AttentionForward):
         row = group * self.s.together + own
         exists = (row < mine.rows) & (head < mine.heads) & (own < self.s.together)
         return mine.row + row, mine.first_head + head, exists
+
+    def columns(self, thread: Int32) -> list[Any]:
+        """The vectors of a row that a thread has once neighbours have exchanged theirs."""
+        return [4 * i + thread % 4 for i in range(self.s.head_v // (4 * VECTOR))]
+
+    def neighbours(self, acc: cute.Tensor, slot: int, factor: Float32) -> cute.Tensor:
+        """A row's values, times a factor, rounded: of every 32 of a row, each of its four threads gets 8 that are next
+        to each other, (8, 32s). It had every fourth pair.
+        """
+        order = self.score_rows.order(self.s.head_v, slot)
+        rounded = cute.make_rmem_tensor((VECTOR, len(order) // VECTOR), self.dtype)
+        for place, i in enumerate(order):
+            rounded[place] = (acc[i] * factor).to(self.dtype)
+        pairs = cute.recast_tensor(rounded, Int32)
+        for first in range(0, len(order) // 2, 4):
+            for distance in (1, 2):
+                upper = upper_lane(distance)
+                for lower in range(first, first + 4):
+                    if not lower & distance:
+                        a, b = pairs[lower], pairs[lower + distance]
+                        got = cute.arch.shuffle_sync_bfly(Int32(select_(upper, a, b)), distance)
+                        pairs[lower] = Int32(select_(upper, got, a))
+                        pairs[lower + distance] = Int32(select_(upper, b, got))
+        return rounded

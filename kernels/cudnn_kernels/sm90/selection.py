@@ -17,7 +17,6 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.attention import softmax
 from cudnn_kernels.attention.sparse import BRANCHES
-from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import vectors
 from cudnn_kernels.pipeline.arrange import turned
@@ -217,10 +216,6 @@ class GatedSelection(Selection):
                     if (w.thread % 4 == 0) & (place < near_lse.shape[2]):
                         near_lse[mine.sequence, head, place] = log_sum
 
-    def columns(self, thread: Int32) -> list[Any]:
-        """The vectors of a row that a thread has once neighbours have exchanged theirs."""
-        return [4 * i + thread % 4 for i in range(self.s.head_v // (4 * VECTOR))]
-
     @cute.jit
     def write(self, w: Warpgroup, part: Part, mine: Tile) -> None:
         """The sum of the branches, from values that are rounded as each branch's O is.
@@ -246,26 +241,6 @@ class GatedSelection(Selection):
                         vectors.store(own[None, i].load(), selected[row, head, None], columns[i])
                 if const_expr(self.s.keeps):
                     self.write_sums([lse], (row, head), state, slot, total, w.thread)
-
-    def neighbours(self, acc: cute.Tensor, slot: int, factor: Float32) -> cute.Tensor:
-        """A row's values, times a factor, rounded: of every 32 of a row, each of its four threads gets 8 that are next
-        to each other, (8, 32s). It had every fourth pair.
-        """
-        order = self.score_rows.order(self.s.head_v, slot)
-        rounded = cute.make_rmem_tensor((VECTOR, len(order) // VECTOR), self.dtype)
-        for place, i in enumerate(order):
-            rounded[place] = (acc[i] * factor).to(self.dtype)
-        pairs = cute.recast_tensor(rounded, Int32)
-        for first in range(0, len(order) // 2, 4):
-            for distance in (1, 2):
-                upper = upper_lane(distance)
-                for lower in range(first, first + 4):
-                    if not lower & distance:
-                        a, b = pairs[lower], pairs[lower + distance]
-                        got = cute.arch.shuffle_sync_bfly(Int32(select_(upper, a, b)), distance)
-                        pairs[lower] = Int32(select_(upper, got, a))
-                        pairs[lower + distance] = Int32(select_(upper, b, got))
-        return rounded
 
     @cute.jit
     def write_parts(self, w: Warpgroup, mine: Tile, rounded: Sequence[cute.Tensor]) -> None:

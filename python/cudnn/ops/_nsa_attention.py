@@ -11,12 +11,12 @@ from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.fused.objects import run
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.compression import top_k as one_pass
+from cudnn.native_sparse_attention.selection import by_blocks
 from cudnn.native_sparse_attention.selection.backward import turned_around
 from cudnn.native_sparse_attention.top_k.api import MOST, check_choice
 from cudnn.ops._memory import aligned, placed
 from cudnn.ops._nsa_gates import (
     gated_selection,
-    nsa_gated_selection,
     nsa_gates,
     nsa_gates_bwd,
     say,
@@ -135,7 +135,8 @@ def nsa_attention(
     )
     if not differentiated and selection_takes_gates(q, v, block_size):
         compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
-        out = nsa_gated_selection(q, k, v, lists, ends, factor, block_size, window_size, compressed, g)
+        rest = (factor, block_size, window_size, longest)
+        out = nsa_gated_selection(q, k, v, compressed, g, lists, ends, ends if packed else None, *rest)
         if packed:
             _clear_rest(out, ends)
     else:
@@ -366,13 +367,16 @@ def nsa_selection(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Packed (O, log-sum-exp ``[T, H_q]``) of causal attention to the blocks of lists ``[T, H_kv, n]``."""
-    o, sums = _results(q, k, v)
-    if selection_takes_gates(q, v, block_size):
+    (o, sums), by_block = _results(q, k, v), by_blocks.is_faster(q, k, v, lists, block_size)
+    if selection_takes_gates(q, v, block_size) and not by_block:
         selection(q, k, v, o, sums, lists, ends, scale, block_size)
         return o, sums
     maxima = _row_values(q)
     tensors = {"q": q, "k": k, "v": v, "o": o, "l": sums, "m": maxima, **_lists(lists, ends)}
-    if _by_kernels(q):
+    if by_block:
+        chosen = (lists, tensors["block_counts"], ends)
+        by_blocks.attend((q, k, v), (o, sums, maxima), chosen, block_size, scale, True)
+    elif _by_kernels(q):
         options = {"block_size": block_size, "scale_softmax": scale, "is_causal": True}
         _run(NSA.SelectionAttention, tensors, options)
     else:
@@ -487,6 +491,33 @@ nsa_window_bwd.register_fake(_gradients)
 _differentiable(nsa_window, nsa_window_bwd, 1, 4)
 
 
+def _in_one_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, block_size: int
+) -> bool:  # fmt: skip
+    """Whether selection's kernel computes the window too, and adds up the branches."""
+    return selection_takes_gates(q, v, block_size) and not by_blocks.is_faster(q, k, v, lists, block_size)
+
+
+@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"))
+def nsa_gated_selection(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compressed: torch.Tensor, gates: torch.Tensor,
+    lists: torch.Tensor, ends: torch.Tensor, ends_window: Maybe, scale: float, block_size: int, window: int,
+    longest: int,
+) -> torch.Tensor:  # fmt: skip
+    """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel where that is fastest. It has no
+    gradient.
+    """
+    if _in_one_kernel(q, k, v, lists, block_size):
+        near = torch.empty_like(compressed)
+        return gated_selection(q, k, v, lists, ends, scale, block_size, window, compressed, near, gates)
+    near, _ = nsa_window(q, k, v, ends_window, scale, window, longest)
+    selected, _ = nsa_selection(q, k, v, lists, ends, scale, block_size)
+    return nsa_gates(compressed, selected, near, gates)
+
+
+nsa_gated_selection.register_fake(lambda q, k, v, compressed, *_: _like(compressed))
+
+
 @custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"))
 def nsa_branches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
@@ -500,7 +531,7 @@ def nsa_branches(
     """
     sizes = (count, block_size, compress_stride, most_keys)
     o, lse, lists = _compressed(q, ck, cv, given_lists, ends, ends_compressed, scale, *sizes)
-    if selection_takes_gates(q, v, block_size):
+    if _in_one_kernel(q, k, v, lists, block_size):
         near, stats = _window_results(q, v, ends_window, longest)
         selected, selected_lse = torch.empty_like(o), _row_values(q)
         kept = (stats.squeeze(-1), selected, selected_lse)

@@ -105,7 +105,7 @@ nsa_gates.register_autograd(_differentiate, setup_context=_setup)
 
 
 def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> bool:
-    """Whether there are kernels of :func:`selection` and :func:`nsa_gated_selection` for tensors like these. What is
+    """Whether there are kernels of :func:`selection` and :func:`gated_selection` for tensors like these. What is
     compiled for the CPU has none: the emulator may not be there when it runs.
     """
     heads = (q.shape[-1], v.shape[-1])
@@ -113,25 +113,17 @@ def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> 
     return by_kernel and q.element_size() == 2 and q.numel() > 0 and heads in TILES and block_size in BLOCKS
 
 
-@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"))
-def nsa_gated_selection(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
-    block_size: int, window: int, compressed: torch.Tensor, gates: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel. It has no gradient."""
-    say("one kernel computes selection and the window, and adds up the branches, each times its gate")
-    near = torch.empty_like(compressed)
-    return gated_selection(q, k, v, lists, ends, scale, block_size, window, compressed, near, gates)
-
-
 def gated_selection(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
     block_size: int, window: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
     *kept: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The same, with memory for the window's O, and ``kept``: for the window's log-sum-exp ``[B, H_q, longest]``,
-    selection's O and its log-sum-exp.
+    """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel.
+
+    ``near`` is memory for the window's O, and ``kept`` for its log-sum-exp ``[B, H_q, longest]``, selection's O and
+    its log-sum-exp.
     """
+    say("one kernel computes selection and the window, and adds up the branches, each times its gate")
     out, own = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "keeps": bool(kept)}
     tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *kept, lists, ends]
     _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, own)
@@ -162,8 +154,3 @@ def _select(
     multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
     workspace = torch.empty(workspace_size([DRAWN], {}), dtype=torch.uint8, device=q.device)
     run(architecture.source(configuration), configuration, *tensors, *numbers, multiprocessors, workspace)
-
-
-nsa_gated_selection.register_fake(
-    lambda q, k, v, lists, ends, scale, block_size, window, compressed, gates: like(compressed)
-)

@@ -9,10 +9,11 @@ from cudnn.api_base import TupleDict
 from cudnn.errors import refusal
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.objects import keep, written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.selection import by_blocks
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import APART, SelectionConfiguration
@@ -127,6 +128,7 @@ def selection_attention_wrapper(
     Arguments and errors as those of :class:`SelectionAttention`, but that tensors may be (b, h, s, d) too, without
     offsets: sequences of one length, best in the memory order (b, s, h, d). l and m are (t, hq, 1), or (b, hq, s, 1).
     o has ``o_dtype``, or the type of q.
+    Where few heads of q share one of k, other kernels compute it if they were faster, which take up to 1 GB more.
     """
     max_s_q = max_s_q if max_s_q is not None else max_s_k
     max_s_k = max_s_k if max_s_k is not None else max_s_q
@@ -134,4 +136,17 @@ def selection_attention_wrapper(
     rows = q_tensor.shape[:-1]
     o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     sums, maxima = (torch.empty((*rows, 1), dtype=torch.float32, device=q_tensor.device) for _ in range(2))
+    given, lists = (q_tensor, k_tensor, v_tensor), (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
+    if stream is None and o.dtype == q_tensor.dtype and by_blocks.is_faster(*given, block_indices_tensor, block_size):
+        tensors, objects = (*given, o, sums, maxima, *lists, cum_seqlen_k_tensor), SelectionAttention.objects
+        options = (max_s_q, max_s_k, acc_dtype, block_size, scale_softmax)
+        named = dict(zip(SelectionAttention.names, tensors, strict=True))
+        key = ("by blocks", SelectionAttention.kinds_of(named), options)
+        if key not in objects:
+            checked = SelectionAttention(*tensors, *options)
+            checked.check_support()
+            keep(objects, key, checked)
+        results, scale = (o, sums.squeeze(-1), maxima.squeeze(-1)), objects[key].scale_softmax
+        by_blocks.attend(given, results, lists, block_size, scale, is_causal)
+        return TupleDict(o_tensor=o, l_tensor=sums, m_tensor=maxima)
     return written(SelectionAttention, locals(), o=o, l=sums, m=maxima)
