@@ -656,6 +656,9 @@ def test_the_correction_stays_float32() -> None:
     assert torch.equal(layer.correction, before)
     layer.to("meta", torch.bfloat16).to_empty(device="cpu")
     assert layer.correction.dtype is torch.float32
+    layer.correction.fill_(torch.nan)  # as memory may be that is only allocated
+    layer.reset_parameters()
+    assert torch.equal(layer.correction, torch.zeros(4))
 
 
 def test_a_subclass_routes_its_own_way() -> None:

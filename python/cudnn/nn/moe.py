@@ -214,12 +214,14 @@ class MoE(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the experts' parameters as those of ``torch.nn.Linear`` are."""
+        """Draws the experts' parameters as those of ``torch.nn.Linear`` are; ``correction`` is 0 then."""
         for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
             bound = weight.shape[-1] ** -0.5
             for parameter in (weight, bias):
                 if parameter is not None:
                     torch.nn.init.uniform_(parameter, -bound, bound)
+        if self.correction is not None:
+            self.correction.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """A layer with parameters of its own and the same group."""
