@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import checked_number, refused
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.fused.objects import run
@@ -100,11 +100,11 @@ def nsa_attention(
     packed = query.ndim == 3
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
     if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
-        raise ValueError(refusal(_WHERE, "scale", scale, "a number above 0, or None"))
+        raise refused(ValueError, _WHERE, "scale", scale, "a number above 0, or None")
     for name, given in (("cu_seqlens", cu_seqlens), ("cu_seqlens_compressed", cu_seqlens_compressed),
                         ("block_indices", block_indices)):  # fmt: skip
         if given is not None and given.dtype not in (torch.int32, torch.int64):
-            raise ValueError(refusal(_WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64"))
+            raise refused(ValueError, _WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64")
     most = ALWAYS + MOST if query.dtype in _NARROW else None
     sizes = (block_size, compress_stride)
     check_choice(_WHERE, *sizes, selected_blocks, window_size, most, block_indices is not None)
@@ -127,7 +127,7 @@ def nsa_attention(
         expected = (*key.shape[:-1], max(lists.shape[-1], 1) if lists.ndim else 1)
         if lists.shape != expected:
             allowed = f"({', '.join(map(str, key.shape[:-1]))}, n), n of 1 and more"
-            raise ValueError(refusal(_WHERE, "shape of block_indices", tuple(lists.shape), allowed))
+            raise refused(ValueError, _WHERE, "shape of block_indices", tuple(lists.shape), allowed)
         lists = (lists if packed else lists.transpose(1, 2).flatten(0, 1)).int().contiguous()
     g = g if g.element_size() <= q.element_size() else g.float()
     differentiated = torch.is_grad_enabled() and any(
@@ -159,17 +159,17 @@ def _check(
     if packed != (ends[0] is not None) or packed != (ends[1] is not None):
         got = tuple(None if x is None else tuple(x.shape) for x in ends)
         allowed = "both, for [T, H, D]" if packed else "None, for [B, H, S, D]"
-        raise ValueError(refusal(_WHERE, "cu_seqlens, cu_seqlens_compressed", got, allowed))
+        raise refused(ValueError, _WHERE, "cu_seqlens, cu_seqlens_compressed", got, allowed)
     if ends[0] is not None and ends[1] is not None and (ends[0].ndim != 1 or ends[0].shape != ends[1].shape):
         got = [tuple(x.shape) for x in (ends[0], ends[1])]
-        raise ValueError(refusal(_WHERE, "shapes of cu_seqlens, cu_seqlens_compressed", got, "(sequences + 1,), both"))
+        raise refused(ValueError, _WHERE, "shapes of cu_seqlens, cu_seqlens_compressed", got, "(sequences + 1,), both")
     if any(x.ndim != q.ndim for x in (k, v, ck, cv, gates)) or q.ndim not in (3, 4):
         got = [tuple(x.shape) for x in (q, k, v, ck, cv, gates)]
-        raise ValueError(refusal(_WHERE, "shapes", got, "[B, H, S, D], or [T, H, D], for all tensors"))
+        raise refused(ValueError, _WHERE, "shapes", got, "[B, H, S, D], or [T, H, D], for all tensors")
     row, head = (0, 1) if packed else (2, 1)
     hq, hk, d, dv = q.shape[head], k.shape[head], q.shape[-1], v.shape[-1]
     if hk == 0 or hq % hk:
-        raise ValueError(refusal(_WHERE, "heads of query", hq, f"multiples of the {hk} heads of key"))
+        raise refused(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
     first = q.shape[:1] if not packed else ()
     wanted = {
         "key": (k, q.shape[row], hk, d), "value": (v, q.shape[row], hk, dv), "gates": (gates, q.shape[row], hq, 3),
@@ -178,7 +178,7 @@ def _check(
     for name, (x, rows, heads, width) in wanted.items():
         shape = (rows, heads, width) if packed else (*first, heads, rows, width)
         if x.shape != shape:
-            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(x.shape), str(shape)))
+            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
     kinds = {
         "query": q.dtype,
         "key": k.dtype,
@@ -187,7 +187,7 @@ def _check(
         "compressed_value": cv.dtype,
     }
     if len(set(kinds.values())) > 1:
-        raise ValueError(refusal(_WHERE, "types", kinds, "one type for all but gates", "call .to(query.dtype)"))
+        raise refused(ValueError, _WHERE, "types", kinds, "one type for all but gates", "call .to(query.dtype)")
 
 
 def _ends(x: torch.Tensor) -> torch.Tensor:
@@ -435,7 +435,7 @@ def _window(
     else:
         if ends.device.type == "cpu" and int(ends.diff().max()) > longest:  # on a GPU the host would have to wait
             got, allowed = longest, f"at least {int(ends.diff().max())}, the longest sequence"
-            raise ValueError(refusal(_WHERE, "max_seqlen", got, allowed, "leave it out"))
+            raise refused(ValueError, _WHERE, "max_seqlen", got, allowed, "leave it out")
         lengths, starts = ends.diff().view(-1, 1, 1, 1), ends.long().view(-1, 1, 1, 1)
         first = {step: starts * step for step in {x.stride(0) for x in rows.values()}}
         inputs = {**inputs, "seq_len_q": lengths, "seq_len_kv": lengths}

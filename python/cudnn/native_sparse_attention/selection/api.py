@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import refusal
+from cudnn.errors import refused
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import keep, written
@@ -81,7 +81,7 @@ class SelectionAttention(Selected):
         if getattr(sample_q, "ndim", 3) == 4:
             got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), packed sequences, with cum_seqlen_q"
             cure = "pass q.transpose(1, 2).flatten(0, 1), or call the wrapper"
-            raise NotImplementedError(refusal(self._title(), "q tensor", got, allowed, cure))
+            raise refused(NotImplementedError, self._title(), "q tensor", got, allowed, cure)
         super().__init__(locals())
         if max_s_q != max_s_k:
             raise self.unsupported("max_s_q and max_s_k", (max_s_q, max_s_k), "the same number")
