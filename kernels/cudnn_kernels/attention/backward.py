@@ -99,15 +99,17 @@ def work_of(
 
 @cute.jit
 def part_of(c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, last_first: bool) -> Block:
-    """What a CTA, or a pair, has where the last blocks of keys are split."""
+    """What a CTA, or a pair, has where the last blocks of keys are split: some of the steps. Where CTAs take turns with
+    a mask that makes steps fewer, it is some of the heads of Q: else parts would wait for each other.
+    """
     number, part, parts, item = index - work.whole, Int32(0), Int32(1), index
     if number >= 0:
         number, part = divmod(number, work.parts)
         parts, item = work.parts.divisor, work.whole + number
     block = block_of(c, work, item, size, step, False, last_first)
-    total = block.steps
-    block.first, block.part, block.number = total * part // parts, part, number
-    block.steps = total * (part + 1) // parts - block.first
+    total, unit = (block.heads, block.blocks) if const_expr(c.deterministic and c.right) else (block.steps, 1)
+    block.first, block.part, block.number = total * part // parts * unit, part, number
+    block.steps = total * (part + 1) // parts * unit - block.first
     return block
 
 

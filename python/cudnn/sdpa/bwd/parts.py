@@ -18,21 +18,23 @@ IN_TURNS = (64, 64), (192, 128), (192, 192), (256, 256)
 LONG = 32  # steps
 
 
-def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiprocessors: int) -> dict[str, int]:
+def chosen(
+    c: BackwardConfiguration, lengths: list[int], heads: int, multiprocessors: int, share: int = 1
+) -> dict[str, int]:
     """How many of the last blocks are ``split``, and in how many ``parts``, for a GPU of so many multiprocessors.
 
     Every head has blocks of these numbers of steps. CTAs, or pairs, take blocks as they come, first ones first. Where
-    they take turns and start with the shortest blocks, none is split: parts would wait for each other.
+    they take turns with a right end, parts have whole heads of Q, of which so many ``share`` one of K.
     """
     places, count = max(multiprocessors // (1 + c.pair), 1), heads * len(lengths)
     even = len(set(lengths)) < 2
     split = count % places if even else count
-    if (c.deterministic and c.right) or not split or count >= (EVEN if even else UNEVEN) * places:
+    if not split or count >= (EVEN if even else UNEVEN) * places:
         return {"split": 0, "parts": 1}
     blocks = [steps for steps in lengths for _ in range(heads)][count - split :]  # whole turns before change nothing
     took = {(0, 1): makespan(blocks, places)}
     for parts in PARTS:
-        if split * parts <= MOST * places:
+        if split * parts <= MOST * places and not (c.deterministic and c.right and share % parts):
             work = [x * (i + 1) // parts - x * i // parts for x in blocks for i in range(parts)]
             took[split, parts] = makespan(work, places) + SUMMING + split * parts * PART
     return dict(zip(("split", "parts"), min(took, key=lambda key: took[key]), strict=True))
@@ -40,7 +42,8 @@ def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiproces
 
 def of_window(c: BackwardConfiguration, sizes: Sizes, window: Window, multiprocessors: int) -> dict[str, int]:
     """:func:`chosen` for sequences of one length and the keys that their rows see."""
-    return chosen(c, lengths(c, sizes, window), sizes["b"] * sizes["hk"], multiprocessors)
+    share = sizes["hq"] // max(sizes["hk"], 1)
+    return chosen(c, lengths(c, sizes, window), sizes["b"] * sizes["hk"], multiprocessors, share)
 
 
 def lengths(c: BackwardConfiguration, sizes: Sizes, window: Window) -> list[int]:
