@@ -317,19 +317,24 @@ def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, head_v: int, 
 
 
 @pytest.mark.parametrize(
-    ("options", "lengths", "heads", "split"),
+    ("options", "lengths", "heads", "share", "split"),
     [
-        ({}, [512] * 26, 8, (10, 6)), ({}, [64] * 26, 32, (40, 3)), ({}, [64] * 26, 33, (0, 1)), ({}, [], 8, (0, 1)),
-        ({"right": True}, [*range(64, 12, -2)], 32, (0, 1)), ({"right": True}, [*range(512, 96, -16)], 8, (208, 2)),
-        ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 8, (0, 1)), ({}, [64] * 26, 64, (0, 1)),
+        ({}, [512] * 26, 8, 1, (10, 6)), ({}, [64] * 26, 32, 1, (40, 3)), ({}, [64] * 26, 33, 1, (0, 1)),
+        ({}, [], 8, 1, (0, 1)), ({}, [64] * 26, 64, 1, (0, 1)), ({"right": True}, [*range(64, 12, -2)], 32, 1, (0, 1)),
+        ({"right": True}, [*range(512, 96, -16)], 8, 1, (208, 2)),
+        ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 8, 1, (0, 1)),
+        ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 8, 2, (208, 2)),
+        ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 2, 9, (52, 3)),
     ],
 )  # fmt: skip
 def test_last_blocks_of_keys_are_split(
-    options: dict[str, bool], lengths: list[int], heads: int, split: tuple[int, int]
+    options: dict[str, bool], lengths: list[int], heads: int, share: int, split: tuple[int, int]
 ) -> None:
-    """In 66 pairs of CTAs, of which 208 blocks leave 10 for a fourth turn, and 858 none."""
+    """In 66 pairs of CTAs, of which 208 blocks leave 10 for a fourth turn, and 858 none. Where they take turns with a
+    right end, parts have whole ones of the heads that share one of K.
+    """
     c = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True, **options)
-    assert parts.chosen(c, lengths, heads, 132) == dict(zip(("split", "parts"), split, strict=True))
+    assert parts.chosen(c, lengths, heads, 132, share) == dict(zip(("split", "parts"), split, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -417,6 +417,7 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", replace(BACKWARD, tile=(64, 128), split=True), replace(WINDOW, top_left=True)),
             ("sm_90a", replace(LONG_QUEUE, deterministic=True), UNSEEN),
             ("sm_90a", replace(LONG_QUEUE, split=True), replace(WINDOW, heads=(4, 2))),
+            ("sm_90a", replace(LONG_QUEUE, deterministic=True, split=True), Problem(((150, 290),), (4, 1), right=0)),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, top_left=True)),
             ("sm_90a", WIDE, replace(CAUSAL, heads=(3, 3))),  # last keys first, but in the last section
             ("sm_90a", QUEUE, replace(CAUSAL, heads=(9, 9))),
