@@ -14,6 +14,7 @@ from cudnn.experimental.ops import scaled_dot_product_attention as experimental
 from cudnn.experimental.ops import sdpa as graphs
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import scaled_dot_product_attention as attention
+from cudnn.sdpa import SdpaBackward
 from support.dense_attention import with_gradients
 
 BOTTOM_RIGHT = 1
@@ -99,25 +100,21 @@ def test_float32_in_autocast_is_its_type() -> None:
 def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.launch, "device_architecture", lambda index: "sm_90a")
 
-    def tensor(head: int, rows: int = 4096, device: int | None = 0, grad: bool = False) -> Any:
+    def tensor(head: int, rows: int = 4096, device: int | None = 0) -> Any:
         shape = torch.Size((4, 8, rows, head))
-        return SimpleNamespace(
-            shape=shape, requires_grad=grad, is_cuda=device is not None, device=SimpleNamespace(index=device)
-        )
+        return SimpleNamespace(shape=shape, is_cuda=device is not None, device=SimpleNamespace(index=device))
 
-    def chosen(head: int, causal: bool, head_v: int = 0, **options: Any) -> bool:
+    def chosen(head: int, head_v: int = 0, **options: Any) -> bool:
         x = tensor(head, **options)
-        return fused.is_faster(x, x, tensor(head_v or head, **options), causal)
+        return fused.is_faster(x, x, tensor(head_v or head, **options))
 
-    assert chosen(256, False, grad=True)
-    assert chosen(192, True, head_v=128, grad=True)
-    assert not chosen(192, True)
-    assert not chosen(64, True)
-    assert not chosen(128, False)
-    assert not chosen(256, False, rows=2048)
-    assert not chosen(256, False, device=None)
+    for heads in SdpaBackward.head_sizes:
+        assert chosen(*heads)
+    assert not chosen(80)
+    assert not chosen(256, rows=2048)
+    assert not chosen(256, device=None)
     monkeypatch.setattr(fused.launch, "device_architecture", lambda index: "sm_100a")
-    assert not chosen(256, False)
+    assert not chosen(256)
 
 
 def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,19 +41,17 @@ def obstacle(
 def is_chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds) -> bool:
     """Whether the kernels compute it where nobody says what is to."""
     rows, keys = q.shape[2], k.shape[2]
-    causal = bounds[0] or bounds[3] == 0
     if is_needed(rows, keys, bounds):
         return True
-    return choice.is_timed(rows, keys, bounds) and is_faster(q, k, v, causal)
+    return choice.is_timed(rows, keys, bounds) and is_faster(q, k, v)
 
 
-def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
+def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether docs/performance.md has the kernels faster than cuDNN, on this chip and at such sizes."""
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
     arch, rows = launch.device_architecture(q.device.index), q.shape[0] * q.shape[1] * q.shape[2]
-    passes = choice.BOTH if has_gradients(q, k, v) else choice.FORWARD
-    return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]), causal, passes)
+    return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]))
 
 
 def is_needed(rows: int, keys: int, bounds: choice.Bounds) -> bool:

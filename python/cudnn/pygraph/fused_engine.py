@@ -149,9 +149,7 @@ def _measured_faster(node: Any, arch: str) -> str:
     q, k, v = (node.inputs[port].dim for port in "QKV")
     if not choice.is_timed(q[2], k[2], _bounds(node)):
         return ""
-    backward = choice.DETERMINISTIC if getattr(node, "use_deterministic_algorithm", False) else choice.BACKWARD
-    passes = choice.FORWARD if node.tag == "SDPA" else backward
-    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), node.right_bound == 0, passes)
+    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]))
     return f"measured faster than cuDNN's on {arch}, at such sizes" if faster else ""
 
 

@@ -7,14 +7,8 @@ from typing import Any
 
 from cudnn.sdpa.base import Attention
 
-FORWARD, BACKWARD, DETERMINISTIC, BOTH = "forward", "backward", "deterministic backward", "both"
-_SIZES = frozenset({(128, 128, True), *((*x, causal) for x in ((192, 128), (256, 256)) for causal in (False, True))})
-FASTER = {
-    "sm_90a": {
-        FORWARD: _SIZES, BACKWARD: _SIZES, DETERMINISTIC: _SIZES - {(192, 128, True)}, BOTH: _SIZES
-    }
-}  # fmt: skip
-"""Where docs/performance.md has these kernels faster than cuDNN's, by passes: d, dv, whether causal."""
+FASTER = {"sm_90a": frozenset({(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)})}
+"""Where docs/performance.md has these kernels faster than cuDNN's, in all passes, with a causal mask and without."""
 _LARGE = 4096 * 32, 4096
 """Rows of all heads, and keys: what the measurements had at least."""
 
@@ -40,15 +34,12 @@ def obstacle(
     return ""
 
 
-def is_faster(
-    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, passes: str
-) -> bool:  # fmt: skip
-    """Whether docs/performance.md has the kernels faster than cuDNN's, on this architecture, in the passes named.
+def is_faster(arch: str, rows: int, keys: int, heads: tuple[int, int]) -> bool:
+    """Whether docs/performance.md has the kernels faster than cuDNN's, on this architecture.
 
     ``rows`` are those of all heads and batches.
     """
-    large = rows >= _LARGE[0] and keys >= _LARGE[1]
-    return large and (*heads, is_causal) in FASTER.get(arch, {}).get(passes, ())
+    return rows >= _LARGE[0] and keys >= _LARGE[1] and heads in FASTER.get(arch, ())
 
 
 def is_timed(rows: int, keys: int, bounds: Bounds) -> bool:
