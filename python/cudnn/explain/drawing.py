@@ -19,6 +19,17 @@ LEGEND = {
 }
 """Kinds of boxes."""
 
+COLOURS = {
+    "operation": ("#d7ecd9", "#2e7d32"),
+    "refused": ("#f8d7d7", "#b71c1c"),
+    "view": ("#eeeeee", "#757575"),
+    "input": ("#dbe9f9", "#1565c0"),
+    "output": ("#dbe9f9", "#1565c0"),
+    "virtual": ("#ffffff", "#757575"),
+    "scalar": ("#fff4d6", "#b08900"),
+}
+"""What boxes are filled with, and their edges, by kind."""
+
 _WIDE = 44  # characters of a line in a box
 _CAPTION = 110
 

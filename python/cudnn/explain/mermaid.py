@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from cudnn.explain.drawing import Box, drawing
+from cudnn.explain.drawing import COLOURS, Box, drawing
 from cudnn.explain.model import Explanation
 
 _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "scalar": ("{{", "}}"), "virtual": ("(", ")")}
+_BORDERS = {"output": "stroke-width:3px,", "virtual": "stroke-dasharray:4 3,"}
 _STYLES = {
-    "operation": "fill:#d7ecd9,stroke:#2e7d32,color:#111",
-    "refused": "fill:#f8d7d7,stroke:#b71c1c,color:#111",
-    "view": "fill:#eeeeee,stroke:#757575,color:#111",
-    "input": "fill:#dbe9f9,stroke:#1565c0,color:#111",
-    "output": "fill:#dbe9f9,stroke:#1565c0,stroke-width:3px,color:#111",
-    "virtual": "fill:#ffffff,stroke:#757575,stroke-dasharray:4 3,color:#111",
-    "scalar": "fill:#fff4d6,stroke:#b08900,color:#111",
+    kind: f"fill:{fill},stroke:{edge},{_BORDERS.get(kind, '')}color:#111" for kind, (fill, edge) in COLOURS.items()
 }
 
 

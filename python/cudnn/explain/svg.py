@@ -11,21 +11,12 @@ from html import escape
 from itertools import pairwise
 from statistics import fmean
 
-from cudnn.explain.drawing import LEGEND, Arrow, Box, Drawing, drawing
+from cudnn.explain.drawing import COLOURS, LEGEND, Arrow, Box, Drawing, drawing
 from cudnn.explain.model import Explanation
 
 _CHARACTER, _LINE, _PAD, _GAP, _BETWEEN = 6.7, 15.0, 8.0, 22.0, 46.0  # pixels, of a monospaced font of 11
 _BEND = 8.0  # width that an arrow takes where it passes a layer
 _SWEEPS = 8
-_COLOURS = {
-    "operation": ("#d7ecd9", "#2e7d32"),
-    "refused": ("#f8d7d7", "#b71c1c"),
-    "view": ("#eeeeee", "#757575"),
-    "input": ("#dbe9f9", "#1565c0"),
-    "output": ("#dbe9f9", "#1565c0"),
-    "virtual": ("#ffffff", "#757575"),
-    "scalar": ("#fff4d6", "#b08900"),
-}
 
 
 def render(explained: Explanation) -> str:
@@ -195,7 +186,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "n
 
 
 def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> str:
-    fill, stroke = _COLOURS[kind]
+    fill, stroke = COLOURS[kind]
     radius = 3 if kind in ("operation", "refused", "view") else 10
     dashes = ' stroke-dasharray="4 3"' if kind == "virtual" else ""
     thick = 2.5 if kind == "output" else 1.2
