@@ -95,6 +95,7 @@ def forward(
     if e.fp8:
         tensors |= _narrow_rows(*(quantized(activated) if factors is None else (activated, factors)))
     kind.run("down", "grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, down[1])
+    del tensors, activated, factors  # whose memory the sums take
     y = sum_rows(made, rows.of_choice, weights) if summed else made
     return y, hidden if keeps and hidden is not None else x.new_empty(0)
 
