@@ -70,6 +70,31 @@ def test_the_forward_pass_copies_tokens_where_experts_are_large(monkeypatch: pyt
     assert alive == [0]
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_activations_are_gone_before_rows_are_summed(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    """The forward pass has most memory then: the sums may take theirs."""
+    weights, indices = torch.rand(20, 2), torch.randint(4, (20, 2))
+    x, up, down = (torch.randn(*sizes).bfloat16() for sizes in ((20, 128), (4, 256, 128), (4, 128, 128)))
+    read: list[StorageWeakRef] = []
+    alive: list[int] = []
+    run, summed = operands.Products.run, passes.sum_rows
+
+    def runs(kind: Any, place: Any, name: str, tensors: dict[str, Any], *options: Any) -> None:
+        run(kind, place, name, tensors, *options)
+        if place == "down":
+            read.extend(StorageWeakRef(tensors[each].untyped_storage()) for each in ("a", "sfa") if each in tensors)
+
+    def combine(made: torch.Tensor, *rest: Any) -> torch.Tensor:
+        alive.append(sum(not each.expired() for each in read))
+        return summed(made, *rest)
+
+    monkeypatch.setattr(operands.Products, "run", runs)
+    monkeypatch.setattr(passes, "sum_rows", combine)
+    moe_mlp(x, (indices, weights), up, down, fp8=fp8)
+    assert len(read) == 1 + fp8
+    assert alive == [0]
+
+
 def test_addresses_last_as_long_as_the_weights() -> None:
     """However many others there are: a CUDA graph that reads them cannot make them."""
     weights = [torch.ones(2) for _ in range(1100)]
