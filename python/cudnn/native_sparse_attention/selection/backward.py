@@ -114,14 +114,12 @@ class SelectionAttentionBackward(Selected):
             reference.selection_backward(own, *rest)
 
 
-def turned_around(
-    indices: Any, counts: Any, ends: Any, block_size: int, is_causal: bool, tells: bool = False
-) -> tuple[Any, ...]:  # fmt: skip
+def turned_around(indices: Any, counts: Any, ends: Any, block_size: int, is_causal: bool) -> tuple[int, Any, Any]:
     """A number of rows of a part that fills the GPU, and what ``choosing_rows`` makes of lists with it."""
     part = PART
     while part > LEAST_PART and part * PARTS > indices.numel():
         part //= 2
-    return part, *choosing_rows(indices, counts, ends, block_size, is_causal, part, tells)
+    return part, *choosing_rows(indices, counts, ends, block_size, is_causal, part)
 
 
 @of_one_length
