@@ -16,7 +16,7 @@ from cudnn_kernels.attention.sparse import SelectionByBlocksConfiguration
 
 ARCH, HEADS, BLOCK = "sm_90a", ((128, 128),), 64
 """Where it was timed: elements of heads, keys of a block."""
-FROM = {1: 4096, 2: 8192, 4: 65536}
+FROM = {1: 2048, 2: 4096, 4: 8192}
 """From how many rows on it was faster there, by the heads of q that share one of k, rounded up to a power of two."""
 STEPS = 32
 """Products of 64 heads of rows that a CTA has of a block at most."""
