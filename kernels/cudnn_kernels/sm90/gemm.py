@@ -229,7 +229,7 @@ class Gemm(Mainloop):
             cursor, first = self.feed.in_turn(group)
             position = group * first.k_tiles(self.tile_k)
             if group == 1 and first.valid != 0:
-                self.give_turn(group)
+                barriers.arrive(Barrier.TURN, CONSUMERS * GROUP)
         else:
             cursor = self.feed.first()
         while self.feed.more(cursor):
@@ -242,17 +242,22 @@ class Gemm(Mainloop):
                 self.take_turn(group)
             if const_expr(self.promotes):
                 self.promote(acc, position, k_tiles, share, thread)
+                self.give_turn(group, cursor)
             elif const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
                 if cute.arch.make_warp_uniform(tile.row) < work.end:
                     self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
+                    self.give_turn(group, cursor)
+                    self.settle(position, k_tiles)
                 else:
                     self.pass_over(position, k_tiles)
+                    self.give_turn(group, cursor)
             else:
                 self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
+                self.give_turn(group, cursor)
+                self.settle(position, k_tiles)
             position += k_tiles
             if const_expr(c.pingpong):
                 if self.feed.more(cursor):
-                    self.give_turn(group)
                     position += self.feed.work(cursor).k_tiles(self.tile_k)
             self.finish(acc, tile)
             count += 1
@@ -265,16 +270,20 @@ class Gemm(Mainloop):
         barriers.wait(Barrier.TURN + group, CONSUMERS * GROUP)
 
     @cute.jit
-    def give_turn(self, group: Int32) -> None:
-        """Lets the other warpgroup multiply."""
-        barriers.arrive(Barrier.TURN + 1 - group, CONSUMERS * GROUP)
+    def give_turn(self, group: Int32, cursor: Any) -> None:
+        """Lets the other warpgroup multiply, if it has a tile, at the cursor: the tensor cores still have the last
+        products of this one before them.
+        """
+        if const_expr(self.c.pingpong):
+            if self.feed.more(cursor):
+                barriers.arrive(Barrier.TURN + 1 - group, CONSUMERS * GROUP)
 
     @cute.jit
     def multiply(
         self, mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, position: Int32,
         k_tiles: Int32,
     ) -> None:  # fmt: skip
-        """The products of a tile. One k tile's are in flight while the next one's are issued."""
+        """Issues the products of a tile. One k tile's are in flight while the next one's are issued, and at the end."""
         ring = self.ring
         stage, phase = position % ring.stages, position // ring.stages % 2
         last = stage
@@ -296,12 +305,16 @@ class Gemm(Mainloop):
                 release(self.cluster, ring.empty + last)
             last = stage
             stage, phase = advanced(ring, stage, phase)
+
+    @cute.jit
+    def settle(self, position: Int32, k_tiles: Int32) -> None:
+        """Waits for the products of a tile's last k tile, and releases its operands."""
         warpgroup.wait_group(0)
         if const_expr(self.tiles.clips_k):
             if k_tiles > 0:
-                release(self.cluster, ring.empty + last)
+                release(self.cluster, self.ring.empty + (position + k_tiles - 1) % self.ring.stages)
         else:
-            release(self.cluster, ring.empty + last)
+            release(self.cluster, self.ring.empty + (position + k_tiles - 1) % self.ring.stages)
 
     @cute.jit
     def pass_over(self, position: Int32, k_tiles: Int32) -> None:
