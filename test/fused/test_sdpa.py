@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.ops import _fused_attention as fused
 from cudnn.sdpa import (
     SdpaBackward,
     SdpaForward,
@@ -353,6 +354,28 @@ def test_turns_are_taken_where_they_are_faster(
     attention = SdpaBackward(q, k, k, q, q, lse, q, k, k, is_causal=causal, arch="sm_90a")
     plan = attention.plan("sm_90a", attention.sizes(attention.descs))
     assert plan.configuration.deterministic == in_turns
+
+
+@pytest.mark.parametrize("heads", [63, 64])
+def test_no_gradients_of_more_elements_than_kernels_count(heads: int) -> None:
+    """Sums of dQ for more than 2^31 elements were written to wrong addresses."""
+    rows = 2**18 + 1
+    q, k = (torch.empty(1, h, rows, 128, dtype=torch.bfloat16, device="meta") for h in (heads, 1))
+    tensors = (q, k, k, q, q, torch.empty(1, heads, rows, device="meta"), q, k, k)
+    attention = SdpaBackward(*tensors, arch="sm_90a")
+    small = cudnn.NSA.CompressionAttentionBackward(*tensors, arch="sm_90a")
+    leaves = [x.clone().requires_grad_() for x in (q, k, k)]
+    obstacle = fused.obstacle(*leaves, (False, 0, -1, -1), None, False)
+    if heads == 63:
+        assert attention.check_support()
+        assert not obstacle
+        return
+    assert f"a query of {q.numel()} elements" in obstacle
+    assert not fused.obstacle(q, k, k, (False, 0, -1, -1), None, False)
+    for each in (attention, small):
+        with pytest.raises(NotImplementedError, match=f"elements of q: got {128 * 64 * (2**18 + 128)}; allowed"):
+            each.check_support()
+    assert SdpaBackward(*tensors, arch="sm_100a").check_support()
 
 
 def test_packed_sequences_take_turns_as_if_all_had_the_average() -> None:

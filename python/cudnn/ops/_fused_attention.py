@@ -13,6 +13,7 @@ from cudnn.fused.objects import run
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, choice
+from cudnn.sdpa.base import MOST_SUMS
 
 NAMES = "q", "k", "v"
 Maybe = torch.Tensor | None
@@ -33,8 +34,10 @@ def obstacle(
         return f"{q.ndim} dimensions: the kernels take (B, H, S, D)"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}: the kernels take torch.float16 and torch.bfloat16"
-    heads = (q.shape[-1], v.shape[-1])
-    operations = [SdpaForward, SdpaBackward] if has_gradients(q, k, v) else [SdpaForward]
+    heads, differentiated = (q.shape[-1], v.shape[-1]), has_gradients(q, k, v)
+    if differentiated and q.shape[0] * q.shape[1] * (q.shape[2] + 127) * q.shape[3] > MOST_SUMS:
+        return f"a query of {q.numel()} elements: the kernels' gradients take up to 2^31"
+    operations = [SdpaForward, SdpaBackward] if differentiated else [SdpaForward]
     return choice.obstacle(heads, bounds, scale, operations)
 
 

@@ -12,6 +12,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.moe._run import architecture, run
 from cudnn.native_sparse_attention.compression.backward import HEADS
 from cudnn.ops._memory import aligned, placed
+from cudnn.sdpa.base import MOST_SUMS
 from cudnn.sdpa.bwd import parts
 from cudnn.sdpa.bwd.api import configuration
 from cudnn.sdpa.reference import Window
@@ -25,7 +26,8 @@ Ends = tuple[torch.Tensor, torch.Tensor] | None
 
 def has_one_call(q: torch.Tensor, v: torch.Tensor, ck: torch.Tensor) -> bool:
     """Whether there is :func:`branch_gradients` for tensors like these."""
-    exist = q.element_size() == 2 and q.numel() > 0 and ck.numel() > 0 and (q.shape[-1], v.shape[-1]) in HEADS
+    exist = q.element_size() == 2 and 0 < q.numel() < MOST_SUMS and ck.numel() > 0
+    exist = exist and (q.shape[-1], v.shape[-1]) in HEADS
     return exist and architecture(q) == ARCH
 
 

@@ -69,8 +69,21 @@ def check_heads(api: FusedAPI, sizes: Sizes) -> None:
         raise api.error("heads of q", hq, f"multiples of the {hk} heads of k")
 
 
+MOST_SUMS = 2**31
+"""Elements of dQ at most, with every sequence's rows rounded up to 128: Hopper's kernels count them in 32 bits."""
+
+
 class Gradients(FusedAPI):
     """A backward pass of attention: where there are no rows, or no keys, all gradients are zeros."""
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        rows, sequences = sizes["sq"], sizes["b"]
+        rows = rows + 128 * sequences if self.packed else -(-rows // 128) * 128 * sequences
+        elements = rows * sizes["hq"] * sizes["d"]
+        if elements > MOST_SUMS and self._target() == "sm_90a":
+            allowed = "at most 2^31 on Hopper, with every sequence's rows rounded up to 128"
+            raise self.unsupported("elements of q", elements, allowed, "call it for some of the heads at a time")
 
     def is_empty(self, tensors: Sequence[Any]) -> bool:
         return super().is_empty(tensors) or 0 in tensors[self.names.index("k")].shape
