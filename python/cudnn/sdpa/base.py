@@ -79,7 +79,7 @@ class Gradients(FusedAPI):
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
         rows, sequences = sizes["sq"], sizes["b"]
-        rows = rows + 128 * sequences if self.packed else -(-rows // 128) * 128 * sequences
+        rows = rows + 128 * sequences if sizes["packed"] else -(-rows // 128) * 128 * sequences
         elements = rows * sizes["hq"] * sizes["d"]
         if elements > MOST_SUMS and self._target() == "sm_90a":
             allowed = "at most 2^31 on Hopper, with every sequence's rows rounded up to 128"
