@@ -421,6 +421,7 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, top_left=True)),
             ("sm_90a", WIDE, replace(CAUSAL, heads=(3, 3))),  # last keys first, but in the last section
             ("sm_90a", QUEUE, replace(CAUSAL, heads=(9, 9))),
+            ("sm_90a", replace(WIDE, deterministic=True), UNSEEN),
         ],
         1,
         3,

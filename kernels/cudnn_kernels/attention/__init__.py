@@ -188,7 +188,7 @@ class BackwardConfiguration(AttentionConfiguration):
     @property
     def stores_first(self) -> bool:
         """Whether the first CTA whose turn it is stores its part of dQ, so that sums need not be zeros before."""
-        return self.deterministic and not self.pair and not self.shared
+        return self.deterministic and not self.shared
 
     @property
     def dq_turned(self) -> bool:

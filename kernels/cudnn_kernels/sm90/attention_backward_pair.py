@@ -59,8 +59,9 @@ class PairedBackward(Backward):
         return super().keys_fetched(block, rank) | {"peer_k": other}
 
     def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
-        """P^T and dS^T: (keys, queries), queries in rows."""
-        return {x: self.allocate(smem, self.tile(self.n, self.m)) for x in ("p", "ds", "peer_ds")}
+        """P^T and dS^T: (keys, queries), queries in rows; and how many CTAs have added to dQ before this one."""
+        found = {x: self.allocate(smem, self.tile(self.n, self.m)) for x in ("p", "ds", "peer_ds")}
+        return found | {"before": smem.allocate_tensor(Int32, cute.make_layout(1))}
 
     def more_barriers(self) -> dict[str, tuple[int, int]]:
         found = {"peer_full": (1, 1), "peer_empty": (1, 4 * GROUPS)}
@@ -154,6 +155,8 @@ class PairedBackward(Backward):
                 cute.arch.mbarrier_arrive(peer_empty, 1 - rank)
             if const_expr(c.deterministic):
                 cute.arch.mbarrier_wait(shared["turn"], phase)
+                before = shared["before"][0]
+                additions = [partial(work, before) for work in additions]
             self.score.issue(scores, rows, tSrK, True, REST, additions)
             if const_expr(c.deterministic):
                 cute.arch.sync_warp()
@@ -170,7 +173,7 @@ class PairedBackward(Backward):
 
     def additions(
         self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32
-    ) -> Sequence[Callable[[], None]]:  # fmt: skip
+    ) -> Sequence[Callable[..., None]]:  # fmt: skip
         """Work: adds a part of dQ to a block's sums, four values of a thread at a time, threads next to each other.
 
         Straight from registers: the copy engine's additions from shared memory made the kernel a tenth slower.
@@ -179,12 +182,14 @@ class PairedBackward(Backward):
         places = [cute.domain_offset((thread * 4, part * vectors + i), sums).iterator for i in range(vectors)]
         return [partial(self.add, place, acc, 4 * i) for i, place in enumerate(places)]
 
-    def add(self, place: Any, acc: cute.Tensor, first: int) -> None:
-        """Adds four accumulators to what is in global memory."""
-        cute.arch.inline_ptx(
-            "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[place.toint(), *(acc[first + i] for i in range(4))],
-        )
+    def add(self, place: Any, acc: cute.Tensor, first: int, before: Int32 | None = None) -> None:
+        """Adds four accumulators to what is in global memory, or, where none came ``before``, stores them."""
+        to, values = "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [acc[first + i] for i in range(4)]
+        add = f"red.global.add.v4.f32 {to}"
+        if self.c.stores_first:
+            add = f"{{ .reg .pred p; setp.eq.s32 p, {{$r5}}, 0; @p st.global.v4.f32 {to} @!p {add} }}"
+            values.append(before)
+        cute.arch.inline_ptx(add, read_only_args=[place.toint(), *values])
 
     @cute.jit
     def assist(
@@ -194,7 +199,10 @@ class PairedBackward(Backward):
         mask = block.mask.turned()
         for step in cutlass.range(block.steps, unroll=1):
             turns = values.turns[(None, *self.place(block, step))]
-            self.wait_for_turn(turns, rank, self.turn(mask, block, place_of(block, step)[1]))
+            turn = self.turn(mask, block, place_of(block, step)[1])
+            self.wait_for_turn(turns, rank, turn)
+            with cute.arch.elect_one():
+                shared["before"][0] = turn
             cute.arch.sync_warp()
             arrive_once(shared["turn"])
             cute.arch.mbarrier_wait(shared["added"], step % 2)
