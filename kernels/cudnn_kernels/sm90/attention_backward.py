@@ -54,7 +54,8 @@ DRAWN = 2  # blocks of keys
 TOGETHER = 8
 """Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last, and
 where CTAs take turns, so that few wait; half as many with pairs of CTAs, a quarter if they take turns or start with the
-last keys. Several blocks of a head still run at the same time, and find in L2 what they load.
+last keys, save with a left end at 192. Several blocks of a head still run at the same time, and find in L2 what they
+load.
 """
 L2_BYTES = 64 << 20  # of Q, dO and dQ's sums of heads whose CTAs take turns: each waits for the additions of others
 
@@ -105,7 +106,8 @@ class Backward(Kernel):
         """Heads of K, of so many rows each, whose first blocks start together: see ``TOGETHER``."""
         c = self.c
         few = c.deterministic or c.last_first
-        most = TOGETHER // self.cluster ** (1 + few) if c.right or c.compressed or few else 1
+        quarter = few and not (c.left and c.head == 192)
+        most = TOGETHER // self.cluster ** (1 + quarter) if c.right or c.compressed or few else 1
         if not c.deterministic:
             return most
         in_l2 = L2_BYTES // (2 * (c.head + c.head_v) + 4 * c.head)
