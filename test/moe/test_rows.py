@@ -38,6 +38,22 @@ def test_rows_are_copied_in_order_on_hopper_alone(
     assert said == ["moe_mlp: tokens are copied into the experts' order, for the time of a pass"]
 
 
+@pytest.mark.parametrize(("arch", "left"), [("sm_90a", 65), ("sm_100a", 73)])
+def test_many_experts_without_rows(monkeypatch: pytest.MonkeyPatch, arch: str, left: int) -> None:
+    """Those of one cluster: the rows before them are multiplied, though nothing follows that is read by number."""
+    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", str(left))
+    a, b, index = torch.randn(40, 16).bfloat16(), torch.randn(6, 32).bfloat16(), torch.tensor([3, 0, 0, 7, 9, 30]).int()
+    ends = torch.tensor([2, *[2] * 8, 6, *[6] * 8], dtype=torch.int32)
+    with cudnn.emulation(arch, races=True) as report:
+        found = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, ends, a_index=index)["wgrad_tensor"]
+    assert report.launches[-1].grid[2] == 1
+    for expert, rows in ((0, slice(2)), (9, slice(2, 6))):
+        expected = a[index[rows].long()].float().T @ b[rows].float()
+        torch.testing.assert_close(found[expert].float(), expected, atol=0.05, rtol=0.02)
+    assert not found[1:9].any()
+    assert not found[10:].any()
+
+
 @pytest.mark.parametrize("large", [True, False])
 def test_the_forward_pass_copies_tokens_where_experts_are_large(monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     """The copy is gone when the next product's result is made, and the result is right with it and without it."""

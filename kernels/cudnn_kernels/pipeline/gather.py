@@ -247,6 +247,14 @@ class Gather:
                     else:
                         waiting += 1
                 stage, phase = advanced(ring, stage, phase)
+            if const_expr(self.arrive is not None and self.sources[0].along_k):
+                if (work.k >= work.k_end) & (waiting > 0):
+                    # Nothing here pushes on what is in flight, and until that is multiplied the feed may give no tiles.
+                    self.hand_over(0)
+                    for _ in cutlass.range(waiting, unroll=1):
+                        self.arrive(ring.full + oldest)
+                        oldest, _ = advanced(ring, oldest, Int32(0))
+                    waiting = Int32(0)
             cursor = self.feed.next(cursor)
         self.hand_over(0)
         if const_expr(self.arrive is not None):
