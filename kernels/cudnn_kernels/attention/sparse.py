@@ -157,7 +157,6 @@ class GatedSelectionConfiguration(SelectionConfiguration):
             Scalar("scale_softmax", "float32"), Scalar("window", "int32"), MULTIPROCESSORS, DRAWN, Stream(),
         )  # fmt: skip
 
-
     def kept(self) -> tuple[Tensor, ...]:
         """What the gradients need: ``near_lse`` is by sequences, heads and places in a sequence."""
         near = Tensor("near_lse", "float32", ("sequences", self.heads, "longest"), (None, None, 1), align=4)
