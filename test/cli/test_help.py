@@ -1,4 +1,4 @@
-"""``--help`` of every command."""
+"""The help of every command."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def test_all_commands_are_here() -> None:
     assert {("bench",), ("cache", "warm"), ("demo",), ("emulate",), ("explain",), ("info",)} <= set(COMMANDS)
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_flags_take_no_value(words: tuple[str, ...]) -> None:
-    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "120"})
+def test_flags_take_no_value(words: tuple[str, ...], option: str) -> None:
+    shown = CliRunner().invoke(app, [*words, option], env={"COLUMNS": "120"})
     assert shown.exit_code == 0
     assert "--help" in shown.output
     assert "bool" not in shown.output

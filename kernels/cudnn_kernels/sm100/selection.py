@@ -5,8 +5,8 @@ No Blackwell was at hand: correct in the emulator, never timed.
 
 from __future__ import annotations
 
+from cudnn_kernels.attention.warp_products import WarpProducts
 from cudnn_kernels.sm90 import selection
-from cudnn_kernels.sm100.warp_products import WarpProducts
 
 
 class Selection(WarpProducts, selection.Selection):

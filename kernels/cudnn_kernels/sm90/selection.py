@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.attention import softmax
 from cudnn_kernels.attention.sparse import BRANCHES
+from cudnn_kernels.attention.warp_products import WarpProducts
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import vectors
 from cudnn_kernels.pipeline.arrange import turned
@@ -25,7 +26,6 @@ from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.sm90.attention_forward import ROWS
 from cudnn_kernels.sm90.rows_apart import EACH, RowsApart
 from cudnn_kernels.sm90.selected_rows import Choices, Part, Tile, Warpgroup
-from cudnn_kernels.sm100.warp_products import WarpProducts
 
 
 class Selection(RowsApart):

@@ -1,6 +1,6 @@
 """Products of 64 rows by a warpgroup, on Hopper, with sums in registers.
 
-Those of :mod:`cudnn_kernels.sm100.warp_products` have the same names.
+Those of :mod:`cudnn_kernels.attention.warp_products` have the same names.
 """
 
 from __future__ import annotations

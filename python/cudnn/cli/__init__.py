@@ -18,6 +18,7 @@ app = typer.Typer(
     cls=Group,
     help="cuDNN's Graph API in pure Python: look at this machine, try real graphs on it.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every command below too
     add_completion=False,
     pretty_exceptions_enable=False,
 )
