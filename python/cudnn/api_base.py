@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cudnn.errors import refused
 from cudnn.lazy import torch
@@ -255,6 +255,9 @@ class APIBase(ABC):
     ``compile`` builds the kernel once, ``execute`` runs it on tensors given by keyword.
     """
 
+    uncompiled: ClassVar[type[Exception]] = RuntimeError
+    """What ``execute`` raises before ``compile``."""
+
     def __init__(self) -> None:
         self._logger = logging.getLogger(type(self).__name__)
         self._interpret_uint8_as_fp4x2 = False
@@ -324,7 +327,8 @@ class APIBase(ABC):
         return TensorDesc.of(tensor, name, self._interpret_uint8_as_fp4x2)
 
     def _not_compiled(self) -> Exception:
-        return RuntimeError(f"{self._title()}: the kernel is not compiled. To fix it, call compile() before execute().")
+        cure = "call compile() before execute()"
+        return self.uncompiled(f"{self._title()}: the kernel is not compiled. To fix it, {cure}.")
 
     def _refuse(self, what: str, got: object, expected: object, cure: str = "") -> ValueError:
         text = f"{self._title()}: {what} mismatch: expected {expected}, got {got}"

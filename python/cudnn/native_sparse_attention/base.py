@@ -12,7 +12,7 @@ from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
-from cudnn.sdpa.base import check_heads, checked_ends, checked_scale
+from cudnn.sdpa.base import OverHeads, checked_ends, checked_scale
 from cudnn.sdpa.layouts import RowValues
 
 
@@ -27,17 +27,11 @@ class AnyRowValues(RowValues):
         return "a place of its own for every element", ""
 
 
-class Sparse(FusedAPI):
+class Sparse(OverHeads):
     """A part of native sparse attention, over sequences of one length, (b, h, s, d), or packed ones, (t, h, d)."""
 
-    sized_by = ("q", "k")
-    fixed = ("d",)
-    architectures = ("sm_90a", "sm_100a")
-    usual_types = ("bf16", "fp16")
     most_heads: ClassVar[int] = 1 << 30
     """So many heads of Q may share one of K."""
-    head_sizes: ClassVar[Sequence[tuple[int, ...]]]
-    """Elements of a head, in Q and K and, where there is one, in V."""
 
     scale_softmax: float
 
@@ -74,23 +68,11 @@ class Sparse(FusedAPI):
             first, hq, sq, hk, sk = [0], sq, hq, sk, hk
         return {"packed": packed, "b": first[0], "hq": hq, "sq": sq, "hk": hk, "sk": sk, "d": d}
 
-    def check_sizes(self, sizes: Sizes) -> None:
-        check_heads(self, sizes)
-
     def check_rules(self, sizes: Sizes) -> None:
-        heads = (sizes["d"], sizes["dv"]) if "dv" in sizes else (sizes["d"],)
-        if heads not in self.head_sizes:
-            allowed = (str(d) if {*dv} <= {d} else f"{d} with {dv[0]} in v" for d, *dv in self.head_sizes)
-            raise self.error("head size", heads if len(heads) > 1 else heads[0], ", ".join(allowed))
+        super().check_rules(sizes)
         hq, hk = sizes["hq"], sizes["hk"]
         if hq > hk * self.most_heads:
             raise self.unsupported("heads of q", hq, f"at most {self.most_heads} for each of the {hk} heads of k")
-        for name in ("acc_dtype", "qk_acc_dtype", "pv_acc_dtype"):
-            if getattr(self, name, torch.float32) != torch.float32:
-                raise self.error(name, getattr(self, name), "torch.float32")
-        tiler = tuple(getattr(self, "mma_tiler_mn", (128, 128)))
-        if tiler != (128, 128):
-            raise self.error("mma_tiler_mn", tiler, "(128, 128); the kernel chooses its tiles")
         checked_scale(self, self.scale_softmax, positive=True)
 
     def check_values(self, tensors: Sequence[Any]) -> None:
@@ -99,10 +81,6 @@ class Sparse(FusedAPI):
         for name in "qk" if self.packed else "":
             if given.get(f"cum_seqlen_{name}") is not None:
                 checked_ends(self, f"cum_seqlen_{name}", given[f"cum_seqlen_{name}"], given[name].shape[0])
-
-    @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        raise NotImplementedError
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from cudnn.gemm.formats import wide
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import by_head
-from cudnn.sdpa.reference import Window, backward, forward, wide
+from cudnn.sdpa.reference import Window, backward, forward
 from cudnn_kernels.attention.sparse import ALWAYS, NEWEST
 
 

@@ -62,13 +62,6 @@ def checked_scale(api: FusedAPI, scale: float | None, positive: bool) -> float |
     return found or None
 
 
-def check_heads(api: FusedAPI, sizes: Sizes) -> None:
-    """Raises unless as many heads of Q share each head of K."""
-    hq, hk = sizes["hq"], sizes["hk"]
-    if hq and (not hk or hq % hk):
-        raise api.error("heads of q", hq, f"multiples of the {hk} heads of k")
-
-
 MOST_SUMS = 2**31
 """Elements of dQ at most, with every sequence's rows rounded up to 128: Hopper's kernels count them in 32 bits."""
 
@@ -94,16 +87,42 @@ class Gradients(FusedAPI):
                 tensor.detach().zero_()
 
 
-class Attention(FusedAPI):
-    """A pass of attention over sequences of one length, or packed ones."""
+class OverHeads(FusedAPI):
+    """What all of attention checks: heads, their sizes, and options that its kernels do not have."""
 
     sized_by = ("q", "k")
     fixed = ("d",)
+    usual_types = ("bf16", "fp16")
+    head_sizes: ClassVar[Sequence[tuple[int, ...]]]
+    """Elements of a head, in Q and K and, where there is one, in V."""
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        hq, hk = sizes["hq"], sizes["hk"]
+        if hq and (not hk or hq % hk):
+            raise self.error("heads of q", hq, f"multiples of the {hk} heads of k")
+
+    def check_rules(self, sizes: Sizes) -> None:
+        heads = (sizes["d"], sizes["dv"]) if "dv" in sizes else (sizes["d"],)
+        if heads not in self.head_sizes:
+            allowed = (str(d) if {*dv} <= {d} else f"{d} with {dv[0]} in v" for d, *dv in self.head_sizes)
+            raise self.error("head size", heads if len(heads) > 1 else heads[0], ", ".join(allowed))
+        tiler = tuple(getattr(self, "mma_tiler_mn", (128, 128)))
+        if tiler != (128, 128):
+            raise self.error("mma_tiler_mn", tiler, "(128, 128); the kernel chooses its tiles")
+        for name in ("qk_acc_dtype", "pv_acc_dtype", "acc_dtype"):
+            if getattr(self, name, torch.float32) != torch.float32:
+                raise self.error(name, getattr(self, name), "torch.float32")
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        raise NotImplementedError  # wrappers allocate by themselves
+
+
+class Attention(OverHeads):
+    """A pass of attention over sequences of one length, or packed ones."""
+
     integers = ("right", "left")
     example = (("b", "h", "s", "d", "dv"), (1, 1, 128, 64, 64))
-    usual_types = ("bf16", "fp16")
-    head_sizes: ClassVar[Sequence[tuple[int, int]]]
-    """Elements of a head, in Q and K and in V."""
     as_existing: ClassVar[bool] = False
     """Whether it refuses what existing programs expect to be refused: matrices in another order in memory than
     (b, s, h, d) and (t, h, d), windows without ``is_causal``, and those that hide no key. With ``is_causal``, the right
@@ -112,7 +131,6 @@ class Attention(FusedAPI):
 
     is_causal: bool
     window_size: tuple[int, int]
-    mma_tiler_mn: tuple[int, int]
     top_left: bool
     softcap: float = 0.0
 
@@ -187,18 +205,8 @@ class Attention(FusedAPI):
         v = self.descs["v"]
         return {**found, "dv": v.shape[-1] if v is not None else found["d"]}
 
-    def check_sizes(self, sizes: Sizes) -> None:
-        check_heads(self, sizes)
-
     def check_rules(self, sizes: Sizes) -> None:
-        if (sizes["d"], sizes["dv"]) not in self.head_sizes:
-            allowed = ", ".join(str(d) if d == dv else f"{d} with {dv} in v" for d, dv in self.head_sizes)
-            raise self.error("head size", (sizes["d"], sizes["dv"]), allowed)
-        if tuple(self.mma_tiler_mn) != (128, 128):
-            raise self.error("mma_tiler_mn", self.mma_tiler_mn, "(128, 128); the kernel chooses its tiles")
-        for name in ("qk_acc_dtype", "pv_acc_dtype", "acc_dtype"):
-            if getattr(self, name, torch.float32) != torch.float32:
-                raise self.error(name, getattr(self, name), "torch.float32")
+        super().check_rules(sizes)
         if not 0 <= self.softcap < math.inf:
             raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
         if self.as_existing:
@@ -257,10 +265,6 @@ class Attention(FusedAPI):
         """Options of a configuration: on which sides the window ends, and where the diagonal lies."""
         right, left = (end is not None for end in (self.window.right, self.window.left))
         return {"packed": self.packed, "right": right, "left": left, "top_left": self.top_left}
-
-    @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        raise NotImplementedError
 
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:

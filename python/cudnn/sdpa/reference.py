@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cudnn.gemm.formats import wide
 from cudnn.gemm.scales import round_to
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import by_head
@@ -33,11 +34,6 @@ class Window:
         if self.left is not None:
             hidden |= key < row - self.left
         return hidden
-
-
-def wide(x: Any) -> Any:
-    """The values in float32, or float64 where they are."""
-    return x if x.dtype is torch.float64 else x.float()
 
 
 def cached(x: Any, index: int, lengths: Any, table: Any) -> Any:

@@ -62,6 +62,7 @@ class CompressionAttention(Compressed):
     """
 
     title = "compression attention"
+    uncompiled = ValueError
     tensors = (
         queries("q", "d", types=_TYPES), keys("k", "d", types=_TYPES), keys("v", "dv", types=_TYPES),
         queries("o", "dv", written=True, types=_TYPES, same=""),
@@ -115,9 +116,6 @@ class CompressionAttention(Compressed):
         ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, self.taken("lse", lse_tensor), *ends)
         self.run(tensors, (*scales, None, None), current_stream, None)
-
-    def _not_compiled(self) -> Exception:
-        return ValueError(*super()._not_compiled().args)
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)

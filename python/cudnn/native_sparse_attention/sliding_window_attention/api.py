@@ -55,6 +55,7 @@ class SlidingWindowAttention(APIBase):
     """
 
     objects: ClassVar[dict[Any, Any]] = {}
+    uncompiled = ValueError
     parameters: ClassVar[Mapping[str, str]] = {name: f"{name}_tensor" for name in (*_RAGGED, *_LENGTHS, *_OFFSETS)}
 
     def __init__(
@@ -141,7 +142,7 @@ class SlidingWindowAttention(APIBase):
         if skip_compile:
             raise refused(NotImplementedError, self._title(), "skip_compile", True, "False", "call compile() first")
         if self._compiled_kernel is None:
-            raise ValueError(*self._not_compiled().args)
+            raise self._not_compiled()
         tensors = {name: given[f"{name}_tensor"] for name in self.descs}
         for name, tensor in tensors.items():
             self._check_like_sample(name, tensor)

@@ -97,6 +97,7 @@ class TopKReduction(Compressed):
     """
 
     title = "top-k reduction"
+    uncompiled = ValueError
     tensors = (
         queries("q", "d"), keys("k", "d"), TensorSpec("lse", AnyRowValues(), ("float32",)),
         TensorSpec("topk_scores", Heads("sq", "hk", "count", 4), ("float32",), written=True),
@@ -139,9 +140,6 @@ class TopKReduction(Compressed):
         lse = self.taken("lse", lse_tensor)
         self.run((q_tensor, k_tensor, lse, topk_scores_tensor, topk_indices_tensor, *ends), (None,), current_stream,
                  None)  # fmt: skip
-
-    def _not_compiled(self) -> Exception:
-        return ValueError(*super()._not_compiled().args)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         listed = self.k_value + ALWAYS * self.whole_lists

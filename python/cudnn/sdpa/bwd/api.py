@@ -158,9 +158,6 @@ class SdpabwdSm100D256(SdpaBackward):
     objects: ClassVar[dict[Any, Any]] = {}
 
 
-_cache_of_SdpabwdSm100D256Objects = SdpabwdSm100D256.objects  # noqa: N816
-
-
 def sdpa_bwd_wrapper_sm100_d256(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
     cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None,

@@ -273,9 +273,6 @@ class SdpafwdSm100D256(SdpaForward):
     objects: ClassVar[dict[Any, Any]] = {}
 
 
-_cache_of_SdpafwdSm100D256Objects = SdpafwdSm100D256.objects  # noqa: N816
-
-
 def sdpa_fwd_wrapper_sm100_d256(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
     cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
