@@ -15,6 +15,8 @@ from ptx_emulator.codegen import Program
 from ptx_emulator.ptx import Instruction, Kernel, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
 
+LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
+
 
 def synchronises(instruction: Instruction) -> bool:
     op, text = instruction.opcode, instruction.text

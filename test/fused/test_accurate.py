@@ -14,13 +14,11 @@ import torch
 import cudnn
 from cudnn import launch
 from support import gemms
-from support.gemm_families import FAMILIES, case, check, execute, options
+from support.gemm_families import NAMES, case, check, execute
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32
 from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
-
-NAMES = [family.name for family in FAMILIES]
 
 
 def within(where: str) -> Any:
@@ -84,7 +82,7 @@ def test_what_it_changes(name: str) -> None:
 
     def plan(arch: str, accurate: bool, **given: Any) -> tuple[Any, int]:
         problem = case(name, device="meta", **given)
-        gemm = problem.family.cls(**problem.samples(), **options(problem), arch=arch, accurate=accurate)
+        gemm = problem.operation(arch=arch, accurate=accurate)
         return gemm.plan(arch, gemm.sizes(gemm.descs)).configuration, gemm.workspace_size()
 
     for majors in ("kkn", "mnm"):

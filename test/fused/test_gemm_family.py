@@ -11,21 +11,15 @@ import torch
 from cudnn import launch
 from cudnn_kernels.signature import bind
 from support import gemms
-from support.gemm_families import BY_NAME, FAMILIES, Case, Family, case, check, options
+from support.gemm_families import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.recorded import OnGpu, Recorded
 from support.selection import ARCHES, in_turn
-
-NAMES = [family.name for family in FAMILIES]
 
 
 @pytest.fixture(params=FAMILIES, ids=NAMES)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
-
-
-def operation(problem: Case, **more: Any) -> Any:
-    return problem.family.cls(**problem.samples(), **{**options(problem), **more})
 
 
 @pytest.fixture(params=ARCHES)
@@ -34,11 +28,11 @@ def arch(request: pytest.FixtureRequest) -> str:
 
 
 def supported(problem: Case, arch: str, **more: Any) -> bool:
-    return operation(problem, arch=arch, **more).check_support()
+    return problem.operation(arch=arch, **more).check_support()
 
 
 def run(problem: Case, **more: Any) -> None:
-    operation(problem)(**problem.arguments(), **more)
+    problem.operation()(**problem.arguments(), **more)
 
 
 # Results on CPU tensors; test_gemm_results.py has more.
@@ -47,7 +41,7 @@ def run(problem: Case, **more: Any) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gemm_amax"])
 def test_alpha(name: str) -> None:
     problem = case(name)
-    gemm = operation(problem, alpha=-0.5)
+    gemm = problem.operation(alpha=-0.5)
     gemm(**problem.arguments())
     check(problem, alpha=1.0 if name == "gemm_swiglu" else -0.5)
     problem = case(name)
@@ -184,20 +178,17 @@ def test_what_is_not_supported_is_refused(
     words: str,
 ) -> None:
     problem = change(case(family.name, **{"device": "meta", **given}), **tensors)
-    arguments = {"arch": arch, **options(problem), **more}
     with pytest.raises(error, match=f"{family.cls.__name__}: {words}"):
-        family.cls(**problem.samples(), **arguments).check_support()
+        problem.operation(**{"arch": arch, **more}).check_support()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gemm_amax"])  # which takes no 256 rows at all
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_tile_of_256_rows_needs_an_even_cluster(arch: str, name: str) -> None:
     problem = case(name, device="meta")
-    arguments = {**options(problem), "arch": arch, "mma_tiler_mn": (256, 256), "cluster_shape_mn": (1, 1)}
-    with pytest.raises(
-        ValueError, match=r"cluster_shape_mn: got \(1, 1\); allowed: an even number of rows, for a tile"
-    ):
-        problem.family.cls(**problem.samples(), **arguments).check_support()
+    words = r"cluster_shape_mn: got \(1, 1\); allowed: an even number of rows, for a tile"
+    with pytest.raises(ValueError, match=words):
+        problem.operation(arch=arch, mma_tiler_mn=(256, 256), cluster_shape_mn=(1, 1)).check_support()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
@@ -258,7 +249,7 @@ def test_factors_of_128_in_operands_and_gated_results() -> None:
 def test_compilation_for_a_chip_that_is_not_here(family: Family, arch: str) -> None:
     """In earnest, for a GPU; the compiled function refuses CPU tensors before it starts anything."""
     problem = case(family.name, device="meta")
-    gemm = operation(problem, arch=arch)
+    gemm = problem.operation(arch=arch)
     gemm.compile()
     kernel = gemm._compiled_kernel
     gemm.compile()
@@ -283,9 +274,9 @@ def test_workspace(family: Family) -> None:
         ({"dtype": F32, "majors": "mkn", "m": 4, "k": 5 * 4}, 512),  # 4 rows of 80 bytes
     ):
         problem = case(family.name, device="meta", **given)
-        assert operation(problem, arch="sm_90a").workspace_size() == size
-        assert operation(problem, arch="sm_100a").workspace_size() == 0
-    assert operation(case(family.name, dtype=FP4, scale=E8M0)).workspace_size() == 0  # on the CPU
+        assert problem.operation(arch="sm_90a").workspace_size() == size
+        assert problem.operation(arch="sm_100a").workspace_size() == 0
+    assert case(family.name, dtype=FP4, scale=E8M0).operation().workspace_size() == 0  # on the CPU
 
 
 @pytest.mark.parametrize(
@@ -309,7 +300,7 @@ def test_workspace(family: Family) -> None:
 )
 def test_other_tensors_than_the_samples_are_refused(family: Family, tensors: dict[str, Any], words: str) -> None:
     problem = case(family.name)
-    gemm = operation(problem)
+    gemm = problem.operation()
     gemm.compile()
     gemm.execute(**problem.arguments())
     with pytest.raises(ValueError, match=f"{family.cls.__name__}: .*(?:{words})"):
@@ -319,7 +310,7 @@ def test_other_tensors_than_the_samples_are_refused(family: Family, tensors: dic
 def test_execute_before_compile_is_refused(family: Family) -> None:
     problem = case(family.name)
     with pytest.raises(RuntimeError, match=rf"{family.cls.__name__}: the kernel is not compiled. To fix it, call comp"):
-        operation(problem).execute(**problem.arguments())
+        problem.operation().execute(**problem.arguments())
 
 
 def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.MonkeyPatch, kernels: Recorded) -> None:
@@ -336,7 +327,7 @@ def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.M
         supported(problem, arch)
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "-1")
     with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got '-1'; allowed: a number, 0 or more"):
-        operation(problem)
+        problem.operation()
 
 
 # The wrappers.
@@ -469,7 +460,7 @@ def tiling(gemm: Any) -> tuple[Any, Any]:
 
 
 def compiled(problem: Case, arch: str = "sm_90a") -> Any:
-    gemm = operation(problem, arch=arch)
+    gemm = problem.operation(arch=arch)
     gemm.compile()
     return gemm
 
@@ -519,7 +510,7 @@ def test_tile_and_cluster_are_followed_on_blackwell(family: Family) -> None:
     tile, cluster = ((128, 256), (1, 1)) if family.name in ("gemm_amax", "gemm_swiglu") else ((256, 192), (4, 2))
 
     def chosen(problem: Case, arch: str = "sm_100a", **more: Any) -> Any:
-        return tiling(operation(problem, arch=arch, **more))
+        return tiling(problem.operation(arch=arch, **more))
 
     assert chosen(problem, mma_tiler_mn=tile, cluster_shape_mn=cluster) == (tile, cluster)
     assert chosen(problem, "sm_90a", mma_tiler_mn=tile, cluster_shape_mn=cluster) == chosen(problem, "sm_90a")
@@ -612,7 +603,7 @@ def test_a_tensor_without_a_sample_starts_no_kernel(family: Family, kernels: Rec
 
 def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Recorded) -> None:
     problem = case(family.name)
-    gemm = operation(problem)
+    gemm = problem.operation()
     gemm.compile()
     with pytest.raises(RuntimeError, match="got CUDA tensors; allowed: CPU tensors, as the samples"):
         gemm.execute(**on_gpu(problem))

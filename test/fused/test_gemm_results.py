@@ -22,7 +22,7 @@ from cudnn import launch
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.fused import host
 from cudnn_kernels import architecture
-from support.gemm_families import BY_NAME, FAMILIES, case, check, execute, of_variant, options, slack
+from support.gemm_families import BY_NAME, FAMILIES, case, check, execute, of_variant, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES, WHERE, brief, in_turn, selected
 
@@ -201,8 +201,7 @@ def drawn(draw: random.Random) -> tuple[Any, dict[str, Any]]:
         }
         try:
             problem = case(name, **given, device="meta")
-            made = {**options(problem), **chosen, "arch": "sm_100a"}
-            problem.family.cls(**problem.samples(), **made).check_support()
+            problem.operation(**chosen, arch="sm_100a").check_support()
         except (ValueError, NotImplementedError, RuntimeError):
             continue  # also where random operands cannot be made, of an odd k
         return case(name, **given), chosen
@@ -247,8 +246,7 @@ def test_every_variant_has_room_for_two_k_tiles(pytestconfig: pytest.Config) -> 
     different = list(dict.fromkeys(replace(v, **plain, cluster=(v.tile[0] // 128, 1)) for v in every + wide))
     for v in different[:: 1 if pytestconfig.getoption("full") else 5]:
         problem = of_variant(v, "meta")
-        chosen = {**options(problem), "mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "arch": "sm_100a"}
-        gemm = problem.family.cls(**problem.samples(), **chosen)
+        gemm = problem.operation(mma_tiler_mn=v.tile, cluster_shape_mn=v.cluster, arch="sm_100a")
         assert gemm.check_support()
         ((_, configuration, _),) = gemm.kernels()
         assert Gemm(configuration).stages() >= 2

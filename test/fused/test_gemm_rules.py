@@ -9,16 +9,12 @@ import torch
 
 import cudnn
 from support import gemms
-from support.gemm_families import case, check, options
+from support.gemm_families import case, check
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES
 
 BOTH = ("gemm_srelu", "gemm_dsrelu")
 FLOATS, BYTES = (F16, BF16, F32), (E4M3, E5M2)
-
-
-def operation(problem: Any, **more: Any) -> Any:
-    return problem.family.cls(**problem.samples(), **{**options(problem), **more})
 
 
 @pytest.mark.parametrize(
@@ -33,7 +29,7 @@ def test_result_types(name: str, side: Any, out: Any) -> None:
     given = {} if name == "gemm_amax" else {"side": side, "amax": True}
     alpha = {} if name == "gemm_amax" else {"alpha": 0.1}
     problem = case(name, 32, 64, 32, out=out, **given)
-    operation(problem)(**problem.arguments(), **alpha)
+    problem.operation()(**problem.arguments(), **alpha)
     check(problem, **alpha)
 
 
@@ -42,7 +38,7 @@ def test_four_bit_results(kind: Any) -> None:
     """Saturated at 6, rounded to nearest even."""
     problem = case("gemm_amax", dtype=FP4, scale=E8M0, vector=32, m=64, n=64)
     problem.tensors["c"] = torch.empty_strided((64, 32, 1), (32, 1, 2048), dtype=torch.uint8).view(kind)
-    operation(problem)(**problem.arguments())
+    problem.operation()(**problem.arguments())
     bytes_ = problem.tensors["c"].view(torch.uint8)[..., 0]
     found = gemms.fp4_values(torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(1))
     z = gemms.matmul(problem.a, problem.b)[..., 0]
@@ -58,7 +54,7 @@ def test_bytes_are_exponents() -> None:
     problem = case("gemm_amax", dtype=E4M3, scale=E8M0)
     for name in ("sfa", "sfb"):
         problem.tensors[name] = problem.tensors[name].view(torch.int8)
-    operation(problem)(**problem.arguments())
+    problem.operation()(**problem.arguments())
     check(problem)
 
 
@@ -68,16 +64,16 @@ def test_strides_of_prob(l: int) -> None:  # noqa: E741
         problem = case("gemm_srelu", 40, 64, 32, l)
         prob = torch.empty_strided((40, 1, l), stride).copy_(problem.tensors["prob"])
         problem.tensors["prob"] = prob
-        operation(problem)(**problem.arguments())
+        problem.operation()(**problem.arguments())
         check(problem)
     problem.tensors["prob"] = torch.rand(80, 1, l)[::2]
     with pytest.raises(ValueError, match="prob tensor stride mismatch"):
-        operation(problem).check_support()
+        problem.operation().check_support()
 
 
 def test_dprob_is_added_to() -> None:
     problem = case("gemm_dsrelu")
-    gemm = operation(problem)
+    gemm = problem.operation()
     gemm(**problem.arguments())
     once = problem.tensors["dprob"].clone()
     gemm(**problem.arguments())
@@ -87,7 +83,7 @@ def test_dprob_is_added_to() -> None:
 def test_nan_reaches_amax() -> None:
     problem = case("gemm_amax", l=2)
     problem.tensors["a"][3, 4, 1] = float("nan")
-    operation(problem)(**problem.arguments())
+    problem.operation()(**problem.arguments())
     assert problem.tensors["amax"].isnan().all()
     assert problem.tensors["c"].isnan().any(1).nonzero().tolist() == [[3, 1]]
 
@@ -123,25 +119,25 @@ REFUSED = [("gemm_amax", *row) for row in AMAX] + [(name, *row) for name in BOTH
 def test_refused(arch: str, name: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     problem = case(name, device="meta", **given)
     with pytest.raises(error, match=f"{problem.family.cls.__name__}: .*{words}"):
-        operation(problem, **{"arch": arch, **more}).check_support()
+        problem.operation(**{"arch": arch, **more}).check_support()
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_four_bit_results_are_of_four_bit_operands_and_n_major(arch: str) -> None:
     given = {"scale": E8M0, "vector": 32, "device": "meta"}
-    assert operation(case("gemm_amax", dtype=FP4, out=FP4, **given), arch=arch).check_support()
+    assert case("gemm_amax", dtype=FP4, out=FP4, **given).operation(arch=arch).check_support()
     problem = case("gemm_amax", out=FP4, device="meta")
     words = "c tensor dtype: got float4_e2m1fn_x2; allowed: other types, for operands of bfloat16"
     with pytest.raises(ValueError, match=words):
-        operation(problem, arch=arch).check_support()
+        problem.operation(arch=arch).check_support()
     problem = case("gemm_amax", dtype=FP4, **given)
     problem.tensors["c"] = torch.empty_strided((64, 256, 1), (1, 64, 16384), dtype=torch.uint8, device="meta").view(FP4)
     with pytest.raises(ValueError, match="c tensor, packed: got m-major; allowed: n-major"):
-        operation(problem, arch=arch).check_support()
+        problem.operation(arch=arch).check_support()
     problem = case("gemm_amax", dtype=FP4, **given)
     problem.tensors["a"] = torch.empty_strided((64, 128, 1), (1, 64, 8192), dtype=torch.uint8, device="meta").view(FP4)
     with pytest.raises(ValueError, match="a tensor, packed: got m-major; allowed: k-major"):
-        operation(problem, arch=arch).check_support()
+        problem.operation(arch=arch).check_support()
 
 
 def test_wrapper_has_no_four_bit_results() -> None:
@@ -156,14 +152,14 @@ def test_c_and_d_have_one_major(name: str) -> None:
     problem = case(name, device="meta")
     problem.tensors["c"] = case(name, majors="kkm", device="meta").tensors["c"]
     with pytest.raises(ValueError, match="d tensor major mismatch: expected m, that of c, got n"):
-        operation(problem, arch="sm_90a").check_support()
+        problem.operation(arch="sm_90a").check_support()
 
 
 def test_c_of_the_backward_pass_has_no_8_bits() -> None:
     problem = case("gemm_dsrelu", side=BF16)
     problem.tensors["c"] = gemms.strided(torch.randn(128, 256, 1).to(E4M3), "k")
     with pytest.raises(ValueError, match="c tensor dtype mismatch: expected torch"):
-        operation(problem).check_support()
+        problem.operation().check_support()
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -195,7 +191,7 @@ def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) ->
     for tensor, other in zip(getattr(torch.ops.cudnn, name)(*tensors, *numbers, **named), expected, strict=True):
         assert torch.equal(tensor, other) if other is not None else tensor.numel() == 0
     for given in (numbers, *more):
-        assert set(torch.library.opcheck(operator, (*tensors, *given)).values()) == {"SUCCESS"}
+        torch.library.opcheck(operator, (*tensors, *given))
     compiled = torch.compile(lambda a: operator(a, *tensors[1:])[1] + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(tensors[0]), operator(*tensors)[1] + 1)
 

@@ -133,7 +133,7 @@ def test_a_later_call_has_halves_of_whole_atoms_too() -> None:
 def test_what_the_backward_pass_refuses(given: dict[str, Any], words: str) -> None:
     problem = case("gemm_dswiglu", device="meta", **given)
     with pytest.raises(ValueError, match=f"GemmDswiglu: {words}"):
-        problem.family.cls(**problem.samples(), **options(problem), arch="sm_90a").check_support()
+        problem.operation(arch="sm_90a").check_support()
 
 
 def test_ab12_and_c_have_one_major() -> None:
@@ -166,8 +166,7 @@ def test_gradients(compiled: bool, halves: bool) -> None:
         z = 0.5 * torch.einsum("mkl,nkl->mnl", *wide)
         activated = gemms.swiglu(z, halves, halves)
         expected = torch.autograd.grad((z * weights[0]).sum() + (activated * weights[1]).sum(), wide)
-        for gradient, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(gradient.double(), other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 def test_gradients_of_16_bits_and_of_one_operand() -> None:

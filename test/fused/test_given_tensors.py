@@ -13,13 +13,12 @@ import torch
 import cudnn
 from cudnn import registry
 from support import gemms
-from support.gemm_families import FAMILIES, Case, Family, case, check, execute, options, slack
+from support.gemm_families import FAMILIES, NAMES, Case, Family, case, check, execute, options, slack
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
 from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
 
-NAMES = [family.name for family in FAMILIES]
 GUARD = 7
 
 
@@ -196,7 +195,7 @@ REFUSED: list[tuple[Callable[[Case], Case], dict[str, Any], type[Exception], str
 def test_what_is_refused(where: str, changed: Any, more: dict[str, Any], error: Any, words: str) -> None:
     """In the same words everywhere; those of the launcher, which numbers arguments, are not seen."""
     problem = made("gemm_swiglu", where, 128, 128, 64)
-    gemm = problem.family.cls(**problem.samples(), **options(problem))
+    gemm = problem.operation()
     with cudnn.emulation(where) if where in ARCHES else contextlib.nullcontext():
         gemm.compile()
         with pytest.raises(error, match=words):
@@ -207,12 +206,12 @@ def test_what_the_constructors_and_wrappers_refuse(family: Family) -> None:
     problem = case(family.name, 128, 128, 64)
     for tile in ("x", "xy", 128, (128,), (128.0, 128), (128, 128, 1), None):
         with pytest.raises(TypeError, match=r"mma_tiler_mn: got .*; allowed: two integers, of rows and columns"):
-            family.cls(**problem.samples(), **{**options(problem), "mma_tiler_mn": tile})
+            problem.operation(mma_tiler_mn=tile)
     with pytest.raises(TypeError, match="cluster_shape_mn: got 'x'; allowed: two integers"):
-        family.cls(**problem.samples(), **options(problem), cluster_shape_mn="x")
+        problem.operation(cluster_shape_mn="x")
     if family.name != "gemm_amax":
         with pytest.raises(TypeError, match="alpha: got str; allowed: a float"):
-            family.cls(**problem.samples(), **options(problem), alpha="x")
+            problem.operation(alpha="x")
     array = np.zeros((128, 64, 1), np.float16)
     with pytest.raises(
         TypeError, match=r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass torch.f"
@@ -244,7 +243,7 @@ def test_columns_of_one_tensor_do_not_overlap() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_overlap_is_seen_at_the_first_call_of_a_size(name: str) -> None:
     problem = made(name, "gpu", 128, 128, 64)
-    gemm = problem.family.cls(**problem.samples(), **options(problem))
+    gemm = problem.operation()
     gemm.compile()
     with pytest.raises(ValueError, match="tensor: got memory that"):
         gemm.execute(**neighbour(problem, "a", problem.family.result).arguments())
@@ -256,7 +255,7 @@ def test_overlap_is_seen_at_the_first_call_of_a_size(name: str) -> None:
 @pytest.mark.parametrize(("arch", "given"), in_turn([{}, {"dtype": E4M3, "scale": E8M0}], 1), ids=str)
 def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case("gemm_amax", 128, 128, 96, **given)
-    gemm = problem.family.cls(**problem.samples(), **options(problem))
+    gemm = problem.operation()
     compiled: list[str] = []
     from cudnn.launch import kernels
 
@@ -274,7 +273,7 @@ def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], mon
 def test_a_workspace_in_the_emulator() -> None:
     """Of the size that it is asked for; a smaller one is refused."""
     problem = case("gemm_amax", 128, 128, 128, dtype=E4M3, scale=E8M0)
-    gemm = problem.family.cls(**problem.samples(), **options(problem))
+    gemm = problem.operation()
     assert gemm.workspace_size() == 0  # the reference's
     with cudnn.emulation("sm_90a"):
         size = gemm.workspace_size()

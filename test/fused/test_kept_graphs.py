@@ -12,7 +12,7 @@ import torch
 
 from cudnn.backend import cuda_graph
 from cudnn.fused.call import Call, Repeated, Table, lanes, say_kept
-from support.gemm_families import Case, case, options
+from support.gemm_families import Case, case
 from support.gemms import E4M3, E8M0
 from support.recorded import GraphDriver, OnGpu, Recorded
 
@@ -31,7 +31,7 @@ class Calls:
             monkeypatch.setattr(lanes, name, {})
         self.kernels, self.driver = Recorded(monkeypatch), GraphDriver(monkeypatch)
         self.problem = case("gemm_swiglu", 128, 128, 64, **given)
-        self.gemm = self.problem.family.cls(**self.problem.samples(), **options(self.problem), arch="sm_90a")
+        self.gemm = self.problem.operation(arch="sm_90a")
         self.gemm.compile()
 
     def __call__(self, problem: Case | None = None, times: int = 1, **more: Any) -> tuple[int, int]:

@@ -240,8 +240,7 @@ def test_operator() -> None:
     found = torch.ops.cudnn.rmsnorm_rht_amax(x, w, 0.01, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     for arguments in ((x, w), (x, w, 0.01, 4)):
-        results = torch.library.opcheck(torch.ops.cudnn.rmsnorm_rht_amax.default, arguments)
-        assert set(results.values()) == {"SUCCESS"}
+        torch.library.opcheck(torch.ops.cudnn.rmsnorm_rht_amax.default, arguments)
     compiled = torch.compile(lambda x, w: rmsnorm_rht_amax(2 * x, w)[0] + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, w), rmsnorm_rht_amax(2 * x, w)[0] + 1)
 

@@ -157,8 +157,7 @@ def test_the_kernels_run_from_the_wrappers(kernels: str, as_batch: bool) -> None
             more = [x[None] if as_batch and arch else x for x in (o.view(q.shape), do)]
             gradients = sdpa_bwd_wrapper_sm100_d256(*given, *more, lse, ends, ends, **CAUSAL)
         results.append([o.view(q.shape), found, *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True))])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(*results, atol=2e-3, rtol=2e-3)
 
 
 @dataclass(frozen=True)

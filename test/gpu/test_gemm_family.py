@@ -14,11 +14,10 @@ from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense
 from gpu.common import assert_allocates_nothing_and_waits_for_nothing
 from support import gemms
-from support.gemm_families import BY_NAME, FAMILIES, Case, case, check, options, slack
+from support.gemm_families import BY_NAME, NAMES, Case, case, check, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.threads import together
 
-NAMES = [family.name for family in FAMILIES]
 GUARD = 4096  # elements around a result that must stay as they are
 
 
@@ -41,7 +40,7 @@ def outputs(of: Case) -> list[str]:
 
 
 def compiled(of: Case, **more: Any) -> Any:
-    gemm = of.family.cls(**of.samples(), **{**options(of), **more})
+    gemm = of.operation(**more)
     gemm.compile()
     return gemm
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudnn.fused.call import Repeated, lanes
-from support.gemm_families import Case, case, options
+from support.gemm_families import Case, case
 from support.gemms import E4M3, E8M0
 from support.threads import together
 
@@ -29,7 +29,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def compiled(first: Case) -> Any:
-    gemm = first.family.cls(**first.samples(), **options(first))
+    gemm = first.operation()
     gemm.compile()
     return gemm
 

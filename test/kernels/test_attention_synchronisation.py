@@ -20,7 +20,7 @@ from cudnn_kernels.attention import (  # noqa: E402
     GradientsConfiguration,
 )
 from cudnn_kernels.signature import workspace_size  # noqa: E402
-from emulator.mutation import holds_registers, mutants, unexplained  # noqa: E402
+from emulator.mutation import LANES, holds_registers, mutants, unexplained  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402
 from kernels.test_attention import BLACKWELL, TWO_TILES, Problem  # noqa: E402
 
@@ -60,7 +60,6 @@ WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_gr
 TURNS = "warpgroups take turns to be faster; what they share has barriers of its own"
 FIRST = "the first pieces that are fetched: nobody has filled their buffers"
 HANDED = "the detector takes what a lane hands on as all of its warp's"
-LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 FENCE = "no register of these products was written since the fence of the ones before"
 STEP = {
     WAIT: (1, "a buffer of dO: that of Q is given back later and waited for earlier"),

@@ -21,7 +21,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     SumRow,
 )
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
-from emulator.mutation import holds_registers, mutants, unexplained  # noqa: E402
+from emulator.mutation import LANES, holds_registers, mutants, unexplained  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
 from support.selection import brief  # noqa: E402
@@ -125,7 +125,6 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "last rows sideways": {WAIT: (1, IDLE), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
     "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
-LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (4, LANES)}
 
 

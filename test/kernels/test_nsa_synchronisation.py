@@ -27,7 +27,7 @@ from cudnn_kernels.attention.sparse import (  # noqa: E402
     SparseDecodeConfiguration,
     TopKConfiguration,
 )
-from emulator.mutation import mutants, synchronises, unexplained, without  # noqa: E402
+from emulator.mutation import LANES, mutants, synchronises, unexplained, without  # noqa: E402
 from kernels import test_nsa as nsa  # noqa: E402
 from kernels.test_nsa import Choice, Ranking  # noqa: E402
 from ptx_emulator.codegen import Program  # noqa: E402
@@ -35,7 +35,6 @@ from ptx_emulator.ptx import Instruction  # noqa: E402
 from support.selection import brief  # noqa: E402
 
 ATTEMPTS = [("lowest-pc", 0), ("random", 0), ("lazy", 0)]
-LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 LISTS = {"bar.warp.sync": (1, "lanes meet at match.sync before they read again; PTX does not call that an order")}
 
 

@@ -84,9 +84,9 @@ def test_operators_are_registered_right(activation: str) -> None:
     x, weight, bias, d_y = operands(torch.bfloat16)
     forward, backward = torch.ops.cudnn.causal_conv1d_fwd_primitive, torch.ops.cudnn.causal_conv1d_bwd_primitive
     assert isinstance(backward(d_y, x, weight, bias, activation), list)
-    assert set(torch.library.opcheck(backward, (d_y, x, weight, bias, activation)).values()) == {"SUCCESS"}
+    torch.library.opcheck(backward, (d_y, x, weight, bias, activation))
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
-    assert set(torch.library.opcheck(forward, (*leaves, activation)).values()) == {"SUCCESS"}
+    torch.library.opcheck(forward, (*leaves, activation))
 
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {

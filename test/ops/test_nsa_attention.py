@@ -167,8 +167,7 @@ def test_gradients_of_sequences_of_one_row(packed: bool) -> None:
     found = out if packed else out.transpose(1, 2).flatten(0, 1)
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(found)
-    for mine, other in zip(*(torch.autograd.grad((x * weights).sum(), of) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), of) for x in (found, expected)))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +204,7 @@ def test_tensors_at_odd_addresses_are_copied() -> None:
             inferred = nsa_attention(**{n: x.detach() for n, x in given.items()}, **OPTIONS_16)
             out = nsa_attention(**given, **OPTIONS_16)
             found.append([inferred, out, *torch.autograd.grad(out.float().sin().sum(), of)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("seed", brief(list(range(24)), 0))
@@ -398,8 +396,7 @@ def test_compiled_it_is_the_same() -> None:
     compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
     found = compiled(**call, **OPTIONS)
     torch.testing.assert_close(found, expected)
-    for mine, other in zip(*(torch.autograd.grad(x.sum(), of) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), of) for x in (found, expected)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

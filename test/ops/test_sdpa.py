@@ -222,13 +222,12 @@ def test_operators_are_registered_right(name: str) -> None:
     names = ("seq_len_q", "seq_len_kv", "cumulative_seq_len_q", "cumulative_seq_len_kv")
     arguments = [*masks, *(options.get(name) for name in names)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    assert set(torch.library.opcheck(torch.ops.cudnn.sdpa, (*leaves, *arguments)).values()) == {"SUCCESS"}
+    torch.library.opcheck(torch.ops.cudnn.sdpa, (*leaves, *arguments))
     o, stats = torch.ops.cudnn.sdpa(*leaves, *arguments)
     assert not stats.requires_grad
     backward = (d_o, *(x.detach() for x in (q, k, v, o)), stats, *arguments)
     for more in ((), (True,)):
-        results = torch.library.opcheck(torch.ops.cudnn.sdpa_bwd, (*backward, *more))
-        assert set(results.values()) == {"SUCCESS"}
+        torch.library.opcheck(torch.ops.cudnn.sdpa_bwd, (*backward, *more))
 
 
 def test_deterministic_where_pytorch_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ OURS = (
         ("d_ab12", "c", "dprob", "amax", "sfd"), "d_ab12", ("ab12", "prob"), "sfd",
     ),
 )  # fmt: skip
+NAMES = [family.name for family in FAMILIES]
 BY_NAME = {family.name: family for family in (*FAMILIES, *OURS)}
 
 
@@ -85,6 +86,10 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         return {f"{name}_tensor": tensor for name, tensor in self.tensors.items()}
+
+    def operation(self, **more: Any) -> Any:
+        """Made for these tensors, with the options that they need; ``more`` are others."""
+        return self.family.cls(**self.samples(), **{**options(self), **more})
 
 
 def result(rows: int, columns: int, l: int, dtype: Any, major: str, device: str) -> torch.Tensor:  # noqa: E741
@@ -197,7 +202,7 @@ def of_variant(v: Variant, device: str = "cpu") -> Case:
 
 def execute(problem: Case, where: str, alpha: float | None = None, **more: Any) -> Any:
     """Executes a problem there, without races in the emulator, whose report it returns; ``more`` are options."""
-    gemm = problem.family.cls(**problem.samples(), **{**options(problem), **more})
+    gemm = problem.operation(**more)
     with within(where) as report:
         gemm(**problem.arguments(), **({} if alpha is None else {"alpha": alpha}))
     return report
