@@ -39,21 +39,25 @@ def load(shape: str, registers: int, suffix: str = "", filler: str = FILL, packe
     return out
 
 
+def place(shape: str, t: int, i: int) -> tuple[int, int]:
+    """The lane and the column of register ``i`` of thread ``t`` of a warp."""
+    return {
+        "32x32b": (t, i),
+        "16x64b": (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * i),
+        "16x128b": (t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)),
+        "16x256b": (t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2),
+        "16x32bx2": (t % 16, i + 4 * (t // 16)),
+    }[shape]
+
+
 @pytest.mark.parametrize("shape", ["32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"])
 def test_load_shapes(shape: str) -> None:
     registers = {"32x32b": 4, "16x64b": 4, "16x128b": 4, "16x256b": 4, "16x32bx2": 2}[shape]
     got = load(shape, registers, ", 4" if shape == "16x32bx2" else "")
     for thread in range(128):
-        t, quarter = thread % 32, thread // 32 * 32
         for i in range(registers):
-            lane, column = {
-                "32x32b": (t, i),
-                "16x64b": (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * i),
-                "16x128b": (t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)),
-                "16x256b": (t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2),
-                "16x32bx2": (t % 16, i + 4 * (t // 16)),
-            }[shape]
-            assert got[thread, i] == (quarter + lane) * 256 + column
+            lane, column = place(shape, thread % 32, i)
+            assert got[thread, i] == (thread // 32 * 32 + lane) * 256 + column
 
 
 @pytest.mark.parametrize("shape", ["32x32b", "16x64b", "16x128b", "16x256b"])
@@ -62,14 +66,9 @@ def test_packed_loads(shape: str) -> None:
     registers = {"32x32b": 4, "16x64b": 2, "16x128b": 2, "16x256b": 4}[shape]
     got = load(shape, registers, packed=True, filler=fill(16))
     for thread in range(128):
-        t, quarter = thread % 32, thread // 32 * 32
         for i in range(registers):
-            lane, column = {
-                "32x32b": (t, i), "16x64b": (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * i),
-                "16x128b": (t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)),
-                "16x256b": (t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2),
-            }[shape]  # fmt: skip
-            low, high = ((quarter + lane) * 256 + 2 * column + j for j in (0, 1))
+            lane, column = place(shape, thread % 32, i)
+            low, high = ((thread // 32 * 32 + lane) * 256 + 2 * column + j for j in (0, 1))
             assert got[thread, i] == low & 0xFFFF | (high & 0xFFFF) << 16
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import cudnn
 from cudnn.backend import library
 from cudnn.backend.handle import gpu_available
+from cudnn.bench.declared import source_module
 from cudnn.pygraph import known_faults
 from support import notebooks
 from support.graphs import configurations
@@ -114,13 +114,8 @@ def test_the_site_shows_every_notebook() -> None:
 @every_notebook
 def test_a_page_holds_every_cell(path: Path) -> None:
     pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install '.[docs]'")
-    spec = importlib.util.spec_from_file_location("docs_notebooks", ROOT / "docs" / "notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
     notebook = json.loads(path.read_text())
-    page = hook.markdown(notebook)
+    page = source_module("docs/notebooks.py").markdown(notebook)
     assert page.startswith("# ")
     assert all(f"```python\n{code}\n```\n" in page for code in cells(path, "code"))
     assert all(f"{text}\n" in page for text in cells(path, "markdown"))

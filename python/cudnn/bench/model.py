@@ -115,11 +115,6 @@ def declared(name: str) -> Any:
     return registry.find(name)
 
 
-def gated(name: str) -> bool:
-    """Whether two columns of its product make one of the result."""
-    return declared(name).pairs > 1
-
-
 def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
     """What a benchmark's candidates of ours do to the accumulator, by the names that it gives them.
 

@@ -236,13 +236,16 @@ class Measurement:
             found.append(start.elapsed_time(end) * 1000)
         return worst(sorted(found[2:])[times // 2])
 
+    def _weights(self, count: int) -> Iterator[Any]:
+        """Up and down of so many experts."""
+        shapes = ((count, 2 * self.inner, self.hidden), (count, self.hidden, self.inner))
+        return (torch.empty(s, device="cuda", dtype=torch.bfloat16).normal_(0, s[2] ** -0.5) for s in shapes)
+
     def _passes(self, group: Any) -> tuple[float, float]:
         """Microseconds of a forward and a backward pass."""
         from cudnn.ops import moe_mlp
 
-        count = self.experts // (self.ranks if group is not None else 1)
-        shapes = ((count, 2 * self.inner, self.hidden), (count, self.hidden, self.inner))
-        up, down = (torch.empty(s, device="cuda", dtype=torch.bfloat16).normal_(0, s[2] ** -0.5) for s in shapes)
+        up, down = self._weights(self.experts // (self.ranks if group is not None else 1))
         inputs = [self.x, *(t.requires_grad_() for t in (up, down))]
         weights = self.routing.weights.detach().requires_grad_()
         routing = self.routing._replace(weights=weights)
@@ -263,9 +266,8 @@ class Measurement:
         from cudnn.moe import layer, parallel
         from cudnn.moe.experts import Experts, products
 
-        way, count = self.exchange.way, self.exchange.local_experts
-        shapes = ((count, 2 * self.inner, self.hidden), (count, self.hidden, self.inner))
-        up, down = (torch.empty(s, device="cuda", dtype=torch.bfloat16).normal_(0, s[2] ** -0.5) for s in shapes)
+        way = self.exchange.way
+        up, down = self._weights(self.exchange.local_experts)
         experts = Experts([up], [down], None, None, "swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved")
         given = (self.x.detach(), self.routing.indices, self.routing.weights.detach())
         with torch.no_grad():

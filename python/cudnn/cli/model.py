@@ -40,7 +40,7 @@ def show(name: str, options: bench.Options, clock: float) -> None:
         raise typer.BadParameter(str(error), param_hint="--model") from None
     source = "disassembled here" if disassembler() else "from the table of this release"
     typer.echo(f"{model.LABEL}: peak rates, no latencies; machine code {source}")
-    for (m, n, k), label in gemm.labelled(options, model.gated(name)).items():
+    for (m, n, k), label in gemm.labelled(options, model.declared(name).pairs > 1).items():
         typer.echo(f"\n{m}x{n}x{k} {label}".rstrip() + f", {options.dtype}: {model.LABEL}")
         before = ("", "")
         for candidate, arch, c in model.candidates(name, options.dtype, n, k, options.without_optional):

@@ -282,18 +282,9 @@ def _sorted(
 
 
 @moe_route.register_fake
-def _(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    score: str,
-    pre_softmax: bool,
-    renormalize: bool,
-    n_group: int,
-    topk_group: int,
-    scaling_factor: float,
-) -> Five:
-    _check(logits, bias, Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group))
+def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *others: Any) -> Five:
+    *rule, _ = others  # and the factor
+    _check(logits, bias, Rule(top_k, *rule))
     indices = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
     return wide(torch.empty_like(indices, dtype=logits.dtype)), indices, *_empty(indices, logits.shape[1])
 
