@@ -173,8 +173,26 @@ def test_a_group_hears_nothing_of_another_one_over_its_store(monkeypatch: pytest
     first.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
     for number in (0, 1):
         again = Threads(2, monkeypatch, first.store)
-        with pytest.raises(RuntimeError, match="got no answer of all ranks within"):
+        with pytest.raises(
+            RuntimeError, match=rf"got no answer of ranks {1 - number} within 0\.01 s on rank {number};"
+        ):
             exchange.agree(again.groups[number], "layer", 0, 0.01, "MoE")
+    last = Threads(2, monkeypatch, first.store)
+    last.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
+
+
+def test_ranks_that_came_late_meet_the_others_at_their_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who wait with one that gives up hear it."""
+    ranks, limits = Threads(3, monkeypatch), {0: 0.2, 1: 60.0}
+
+    def rank(group: Rank) -> None:
+        if group.number < 2:
+            with pytest.raises(RuntimeError, match=r"got no answer of ranks 2 within 0\.2 s on rank 0;"):
+                exchange.agree(group, "layer", 0, limits[group.number], "MoE")
+        ranks.barrier.wait()
+        assert exchange.agree(group, "layer", group.number, 60, "MoE") == [0, 1, 2]
+
+    ranks.run(rank)
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pathlib
+import time
 import weakref
 from typing import Any
 
@@ -101,10 +102,22 @@ def main_grads(rank: int, ranks: int) -> None:
 
 
 def refused(rank: int, ranks: int) -> None:
-    layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, activation=("swiglu", "geglu")[rank == 1])
-    assert len(layer.up) == EXPERTS // ranks
-    with pytest.raises(ValueError, match=r"MoE: layer: got another one on the ranks [01] than here: 64, 32"):
-        layer(tokens(rank)[0])
+    changed: Any
+    for changed in (
+        {"activation": "geglu"}, {"bias": True}, {"score": "sigmoid"}, {"renormalize": True}, {"n_group": 2},
+        {"scaling_factor": 2.0}, {"correction_bias": True}, {"glu_layout": "concatenated"}, {"time_limit": 50.0},
+    ):  # fmt: skip
+        layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, **(changed if rank == 1 else {}))
+        assert len(layer.up) == EXPERTS // ranks
+        (name,) = changed
+        with pytest.raises(
+            ValueError, match=rf"MoE: layer: got {name}=.+ on rank {rank}, {name}=.+ on rank {1 - rank};"
+        ):
+            layer(tokens(rank)[0])
+    x, indices, scores, _ = tokens(rank)
+    up, down, up_bias, _ = (w[rank * EXPERTS // ranks :][: EXPERTS // ranks] for w in parameters(True))
+    with pytest.raises(ValueError, match=r"moe_mlp: layer: got up_bias=.+ on rank"):
+        moe_mlp(x, (indices, scores), up, down, up_bias if rank else None, activation="geglu", group=dist.group.WORLD)
     with pytest.raises(ValueError, match="MoE: experts: got 8 experts and 1 shared ones"):
         MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, shared_experts=1)
     for choices, place in ((1, "cpu"), (TOP_K, "meta")):
@@ -116,15 +129,24 @@ def refused(rank: int, ranks: int) -> None:
 
 
 def absent(rank: int) -> None:
-    """A rank that does not come: to the first call of a layer, to a later one."""
+    """A rank that does not come: to the first call of a layer, to a later one, to the backward pass."""
     layer = MoE(HIDDEN, INNER, EXPERTS, 2, group=dist.group.WORLD, time_limit=3)
-    layer(tokens(rank)[0])
+    loss = layer(tokens(rank)[0]).float().sum()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"MoE: group: got no answer of ranks 1 within 0\.5 s on rank 0"):
+            MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, time_limit=0.5)(tokens(0)[0])
+    dist.barrier()
+    MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD)(tokens(rank)[0])  # the ranks are in step again
     if rank:
+        dist.distributed_c10d._get_default_store().wait(["rank 0 has waited"])
         return
-    with pytest.raises(RuntimeError, match=r"MoE: group: got no answer of all ranks within 0\.5 s"):
-        MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, time_limit=0.5)(tokens(0)[0])
+    begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"Exchange: group: got no answer of all ranks within 3 s"):
+        loss.backward()
+    assert time.monotonic() - begin < 6  # not until the other one ends
+    with pytest.raises(RuntimeError, match=r"Exchange: group: got one in which a rank did not answer in time; .*new"):
         layer(tokens(0)[0])
+    dist.distributed_c10d._get_default_store().set("rank 0 has waited", "")
 
 
 def test_one_rank() -> None:
@@ -144,6 +166,15 @@ def test_one_rank() -> None:
             dist.destroy_process_group()
     gc.collect()
     assert not any(each() for each in left)
+
+
+def test_one_token_of_float64() -> None:
+    """Its weights come behind the numbers of its experts, three words of 32 bits."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        same_as_alone(0, 1, dist.group.WORLD, most=1, double=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_copy_of_a_layer_shares_its_group() -> None:

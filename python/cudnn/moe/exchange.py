@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
-from cudnn.errors import checked_number, refusal, refused
+from cudnn.errors import checked_number, refused
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
@@ -123,7 +123,9 @@ class Exchange:
         self.local_experts = experts // self.ranks
         self.max_rows = self.ranks * max_tokens * min(top_k, self.local_experts)
         self.max_rows = self.max_rows if max_rows is None else min(max_rows, self.max_rows)
-        words = f"{experts} experts, {top_k} of a token, hidden {hidden}, max_tokens {max_tokens}, {dtype}, {symmetric}"
+        words = said(
+            experts=experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype, symmetric=symmetric
+        )
         hosts = agree(group, words, zlib.crc32(_host().encode()), time_limit, _WHERE)
         if symmetric is None:
             symmetric = self.device.type == "cuda" and len(set(hosts)) == 1
@@ -266,37 +268,78 @@ def _host() -> str:
 
 
 _TOLD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many times each group has agreed."""
+"""The number of each group's last meeting over its store."""
+
+_GONE = 1000
+"""What a rank that gives up waiting adds to a meeting's count of ranks: more than there are."""
+
+
+def said(**arguments: Any) -> str:
+    """Arguments in the words in which ranks compare them."""
+    return "; ".join(f"{name}={value}" for name, value in arguments.items())
 
 
 def agree(group: Any, words: str, number: int, time_limit: float, where: str) -> list[int]:
-    """The ranks' numbers, once all have come with the same words.
+    """The ranks' numbers, once all have come with the same words, which are of :func:`said`.
+
+    If a rank gives up waiting, so do all that wait with it. A rank that comes later waits for their next call.
 
     Raises:
         ValueError: the ranks' words differ, or a limit that is not above 0.
         RuntimeError: a rank did not come within ``time_limit`` seconds.
     """
-    if checked_number(where, "time_limit", time_limit) <= 0:
+    limit = checked_number(where, "time_limit", time_limit)
+    if limit <= 0:
         raise refused(ValueError, where, "time_limit", time_limit, "seconds, above 0")
+    words = f"{words}; time_limit={limit:g}"
     rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), store_of(group)
-    turn = _TOLD[group] = _TOLD.get(group, 0) + 1
-    keys = [f"cudnn/{turn}/{each}" for each in range(ranks)]
-    store.set(keys[rank], f"{number} {words}")
+    count, end, heard, *keys = _met(group, rank, ranks, store, f"{number} {words}")
     try:
-        store.wait(keys, timedelta(seconds=time_limit))
-    except RuntimeError as error:
-        store.delete_key(keys[rank])
-        raise RuntimeError(_nobody(where, time_limit)) from error
-    numbers, theirs = zip(*(store.get(key).decode().split(" ", 1) for key in keys), strict=True)
-    count = f"cudnn/{turn}"
-    if store.add(count, 1) == ranks:  # all have read: a group that is made anew over this store finds nothing
-        for key in (count, *keys):
+        store.wait([end], timedelta(seconds=limit))
+    except RuntimeError:
+        absent = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
+        if store.add(count, _GONE) < ranks + _GONE:  # else all have come, or another one has given up and says so
+            store.set(end, f"no answer of ranks {absent} within {limit:g} s on rank {rank}")
+    failure = store.get(end).decode()
+    told = [] if failure else [store.get(key).decode().split(" ", 1) for key in keys]
+    _forget(store, ranks, count, end, heard, *keys)
+    if failure:
+        raise refused(RuntimeError, where, "group", failure, "every rank calls the layer")
+    for other, (_, theirs) in enumerate(told):
+        if theirs != words:
+            got = f"{_only(words, theirs)} on rank {rank}, {_only(theirs, words)} on rank {other}"
+            raise refused(ValueError, where, "layer", got, "the same layer and time_limit on all ranks")
+    return [int(theirs) for theirs, _ in told]
+
+
+def _only(words: str, others: str) -> str:
+    """The words that others lack."""
+    return "; ".join(each for each in words.split("; ") if each not in others.split("; ")) or words
+
+
+def _met(group: Any, rank: int, ranks: int, store: Any, words: str) -> list[str]:
+    """Says words in the next meeting that nobody has left, and the end of it where this is the last rank to come.
+
+    Returns:
+        The names in the store of a meeting's count, its end, how many have heard of that, and each rank's words.
+    """
+    while True:
+        turn = _TOLD[group] = _TOLD.get(group, 0) + 1
+        keys = [f"cudnn/{turn}/{name}" for name in ("count", "end", "heard", *range(ranks))]
+        store.set(keys[3 + rank], words)
+        come = store.add(keys[0], 1)
+        if come == ranks:
+            store.set(keys[1], "")
+        if come <= ranks:
+            return keys
+        _forget(store, ranks, *keys)
+
+
+def _forget(store: Any, ranks: int, count: str, end: str, heard: str, *keys: str) -> None:
+    """Deletes a meeting that all ranks have heard of: a group that is made anew over this store finds nothing."""
+    if store.add(heard, 1) == ranks:
+        for key in (count, end, heard, *keys):
             store.delete_key(key)
-    others = [each for each in range(ranks) if theirs[each] != words]
-    if others:
-        got = f"another one on the ranks {', '.join(map(str, others))} than here: {words}"
-        raise refused(ValueError, where, "layer", got, "the same sizes, type and activation on all ranks")
-    return [int(each) for each in numbers]
 
 
 def store_of(group: Any) -> Any:
@@ -304,8 +347,8 @@ def store_of(group: Any) -> Any:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def _nobody(where: str, limit: float) -> str:
-    return refusal(where, "group", f"no answer of all ranks within {limit:g} s", "every rank calls the layer")
+_LATE: WeakSet[Any] = WeakSet()
+"""Groups in which a message came too late: what is sent now could meet what is left of it."""
 
 
 class AllToAll:
@@ -327,26 +370,33 @@ class AllToAll:
         mine = (indices[..., None] >= owners) & (indices[..., None] < owners + e.local_experts)
         out = torch.stack([is_sent.sum(0), mine.sum((0, 1))], 1)  # tokens and choices
         come = torch.empty_like(out)
-        self._wait(dist.all_to_all_single(come, out, group=e.group, async_op=True))
+        self._send(come, out, waits=True)
         (out, _), (come, choices) = out.T.tolist(), come.T.tolist()
         sent = Sent(indices, row_of_rank, sum(choices), token, out, come)
         both = self.scatter(torch.cat([indices, weights.view(torch.int32)], 1), sent)
         local, chosen = both.split([e.top_k, both.shape[1] - e.top_k], 1)
         local = local - e.rank * e.local_experts
         local = local.where((local >= 0) & (local < e.local_experts), -1)
-        return self.scatter(x, sent), local, chosen.contiguous().view(weights.dtype), sent
+        chosen = chosen.clone(memory_format=torch.contiguous_format)  # a view of one row may begin within a float64
+        return self.scatter(x, sent), local, chosen.view(weights.dtype), sent
 
-    def _wait(self, work: Any) -> None:
-        """Until it is done: NCCL's own limit is that of the group, ten minutes."""
-        end = time.monotonic() + self.e.time_limit
+    def _send(self, *given: Any, waits: bool) -> None:
+        """``all_to_all_single``, for which the host ``waits``; where it need not, the group's own limit counts."""
+        group, limit = self.e.group, self.e.time_limit
+        if group in _LATE:
+            got = "one in which a rank did not answer in time"
+            raise refused(RuntimeError, _WHERE, "group", got, "one whose ranks are in step", "make a new process group")
+        work, end = dist.all_to_all_single(*given, group=group, async_op=True), time.monotonic() + limit
         try:
-            while not work.is_completed():
+            while waits and not work.is_completed():
                 if time.monotonic() > end:
                     raise RuntimeError("too late")
                 time.sleep(20e-6)
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(_nobody(_WHERE, self.e.time_limit)) from error
+            _LATE.add(group)
+            got = f"no answer of all ranks within {limit:g} s, or an error of one"
+            raise refused(RuntimeError, _WHERE, "group", got, "every rank calls the layer") from error
 
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
         """The values of tokens, where they went."""
@@ -365,7 +415,7 @@ class AllToAll:
     def _exchange(self, values: Tensor, come: list[int], out: list[int]) -> Tensor:
         found = values.new_empty(sum(come), values.shape[1])
         target, source = (x.view(torch.uint8) for x in (found, values.contiguous()))  # as bytes: any backend knows them
-        dist.all_to_all_single(target, source, come, out, group=self.e.group)
+        self._send(target, source, come, out, waits=not values.is_cuda)
         return found
 
 

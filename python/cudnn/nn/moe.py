@@ -15,6 +15,7 @@ from cudnn.fused import kinds
 from cudnn.fused.gated import LAYOUTS
 from cudnn.gemm.formats import wide
 from cudnn.moe import layer as passes
+from cudnn.moe.exchange import said
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
@@ -24,6 +25,7 @@ from cudnn.ops._registration import autocast_type, is_seen, once
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
 
 
 class _Kept(NamedTuple):
@@ -251,8 +253,7 @@ class MoE(torch.nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its choice, without shared experts: for a loss that balances, say."""
         logits = self.router(tokens_of("MoE", x))
-        names = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
-        rule: dict[str, Any] = dict(zip(names, self._rule, strict=True))
+        rule: dict[str, Any] = dict(zip(_RULE, self._rule, strict=True))
         return logits, route(logits, self.top_k, bias=self.correction, scaling_factor=self._scaling_factor, **rule)
 
     def _shared(self, tokens: Tensor) -> Tensor:
@@ -341,7 +342,12 @@ class MoE(torch.nn.Module):
 
     def _agree(self, tokens: Tensor) -> None:
         """At the first call all ranks say what their layer is: see the operator's errors."""
-        words = f"{self.extra_repr()}, {self.glu_layout}, {self.up.dtype}, {self._numbers}"
+        words = said(
+            hidden=self.up.shape[2], intermediate=self.down.shape[2], experts=self.experts, top_k=self.top_k,
+            dtype=self.up.dtype, activation=self.activation, glu_layout=self.glu_layout, fp8=self.fp8, **self._numbers,
+            bias=self.up_bias is not None, correction_bias=self.correction is not None,
+            scaling_factor=self._scaling_factor, **dict(zip(_RULE, self._rule, strict=True)),
+        )  # fmt: skip
         sizes = (self.experts, self.top_k, tokens.shape[-1], autocast_type(tokens) or self.up.dtype)
         agreed("MoE", words=words, sizes=sizes, x=tokens, **self._ranks)
         self._agreed = True

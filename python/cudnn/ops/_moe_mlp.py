@@ -12,9 +12,11 @@ from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
 from cudnn.moe._run import architecture
+from cudnn.moe.exchange import said
 from cudnn.moe.experts import (
     ACTIVATIONS,
     GATED,
+    NUMBERS,
     WIDE,
     Experts,
     Products,
@@ -135,8 +137,11 @@ def _on_ranks(
             return _on_ranks(cast(x), indices, weights, e, sums, group, time_limit)
     _check(x, indices, weights, e, sums)
     experts, top_k = shape_of(e.up)[0] * ranks_of(_WHERE, group), indices.shape[1]
-    shapes = f"up {shape_of(e.up)}, down {shape_of(e.down)}, {x.dtype}"
-    words = f"{top_k} of {experts} experts, {shapes}, {e.activation} {e.glu_layout} {e.numbers} fp8={e.fp8}"
+    biases = {"up_bias": e.up_bias is not None, "down_bias": e.down_bias is not None}
+    words = said(
+        experts=experts, top_k=top_k, up=shape_of(e.up), down=shape_of(e.down), **biases, dtype=x.dtype,
+        activation=e.activation, glu_layout=e.glu_layout, fp8=e.fp8, **dict(zip(NUMBERS, e.numbers, strict=True)),
+    )  # fmt: skip
     exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
     return on_ranks(x, _in_32_bits(indices), weights, e, sums, exchange)
 
