@@ -134,7 +134,7 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. ``part`` accumulator columns pass through the epilogue at a time; ``staged``
+    multiplies; else both share one. Clusters draw their tiles, or each takes every n-th one. ``part`` accumulator columns pass through the epilogue at a time; ``staged``
     buffers hold them. ``halves`` as of the problem. ``prepared`` operands, by name, are written to the workspace first,
     in the same call: ``a`` and ``b`` are what becomes of them.
 
@@ -156,6 +156,7 @@ class GemmConfiguration:
     part: int = 64
     staged: int = 1
     halves: bool = False
+    draws: bool = False
     prepared: tuple[tuple[str, OperandConfiguration], ...] = ()
 
     def __post_init__(self) -> None:
@@ -228,7 +229,8 @@ class GemmConfiguration:
     def regions(self) -> tuple[Region, ...]:
         """The parts of the workspace: prepared operands, and what the epilogue writes."""
         made = (Region(name, partial(self.prepared_bytes, name)) for name, _ in self.prepared)
-        return (*made, *regions_of(self.epilogue, self.schedule.groups, self.schedule.d))
+        drawn = (Region("drawn", lambda _: 4),) if self.draws else ()
+        return (*made, *drawn, *regions_of(self.epilogue, self.schedule.groups, self.schedule.d))
 
     def prepared_bytes(self, name: str, sizes: Sizes) -> Any:
         """Those of a prepared operand."""

@@ -129,7 +129,8 @@ class Gemm(Mainloop):
         ring = self.ring = Ring.allocate(smem, stages)
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
         readers = 1 + max(len(self.sides), gatherers) + CONSUMERS * WARPS
-        self.feed = Feed(self.tiles, scheduled, readers, smem, turns=self.c.pingpong)
+        counter = scheduled[-1] if self.c.draws else None
+        self.feed = Feed(self.tiles, scheduled, readers, smem, self.c.pingpong, counter, self.cluster)
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
         if thread == 0:
