@@ -237,7 +237,7 @@ def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False,
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4) as report:
         gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
     torch.testing.assert_close(d, expected, rtol=0, atol=0, equal_nan=True)
-    return report.launches[0]
+    return report.launches[-1]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,35 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
     """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
     schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
     check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "ends"),
+    brief(
+        [
+            (choice, ends)
+            for choice in ({}, {"cluster": (1, 2)}, {"cluster": (2, 1)}, {"cluster": (1, 2), "pingpong": True})
+            for ends in ENDS
+        ],
+        6, 13, 16, 19,
+    ),
+)  # fmt: skip
+def test_drawn_tiles(choice: dict[str, Any], ends: str) -> None:
+    """Clusters draw them, the CTAs of one the same ones: under a schedule that lets some run far ahead, too."""
+    check_rows(HOPPER, PLAIN[0], ENDS[ends], draws=True, **choice)
+
+
+def test_drawn_tiles_of_a_later_call() -> None:
+    """The counter begins anew, in memory that holds anything."""
+    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=GroupedRows(), draws=True)
+    made, kernel, ends = gemm.operands(c, 600, 136, 96, 1, 3), gemm.compiled(HOPPER, c), [300, 428, 600]
+    given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": gemm.matrix(600, 136, 1, "float32")}
+    expected = gemm.product(c, made, ends)
+    with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=4):
+        for _ in range(2):
+            given["d"].fill_(torch.nan)
+            gemm.call(kernel, c, given, 4)
+            assert torch.equal(given["d"], expected)
 
 
 @given(st.integers(1, 5000), st.integers(1, 148))

@@ -77,6 +77,10 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
         HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows(), index="a"),
         (928, 64, 192)
     ),
+    "drawn": (
+        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(), index="a",
+                                   draws=True), (928, 128, 192)
+    ),
 }  # fmt: skip
 
 

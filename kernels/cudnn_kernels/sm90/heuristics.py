@@ -103,6 +103,9 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     those of many experts' products with factors of sums, 4 per cent faster. The CTAs of a cluster fetch equal shares of
     B's halves, which tiles of 192 columns have not. A quantiser of 128 columns behind a gate takes 256, experts' at
     once if few bits are staged: the gate is computed once then.
+
+    Rows by number are drawn: where each cluster takes every n-th tile, SMs farther from memory fall behind by whole
+    experts, and the rows and weights of more experts are in use than the L2 cache keeps.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns
@@ -146,7 +149,7 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     many = problem.groups > FEW or gathered
     if scale and many and problem.schedule.searches and beside(problem.n, choice["tile"][1]):
         choice |= {"cluster": (1, 2)}
-    choice = {"cluster": (2, 1), **choice}
+    choice = {"cluster": (2, 1), "draws": bool(problem.a.index) and not problem.schedule.splits_k, **choice}
     changes: dict[str, Any] = {"strip": choice.pop("strip")} if "strip" in choice else {}
     schedule = problem.schedule
     if schedule.aligned % (2 * choice["tile"][0]) and choice["cluster"] == (2, 1) and not gathered:
