@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     ),
     "drawn": (
         HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(), index="a",
-                                   draws=True), (928, 128, 192)
+                                   draws=True), (928, 128, 448)
     ),
 }  # fmt: skip
 
@@ -129,7 +129,8 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "last rows sideways": {WAIT: (1, IDLE), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
     "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
-EQUIVALENT["rows by number"] = {"bar.warp.sync": (4, LANES)}
+EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
+EQUIVALENT["drawn"] = {WAIT: (1, IDLE), "bar.warp.sync": (2, LANES), **CLUSTER}
 
 
 def names(*brief: str) -> list[Any]:

@@ -256,7 +256,8 @@ class Gather:
                         oldest, _ = advanced(ring, oldest, Int32(0))
                     waiting = Int32(0)
             cursor = self.feed.next(cursor)
-        self.hand_over(0)
+        if const_expr(not self.boxes):
+            self.hand_over(0)
         if const_expr(self.arrive is not None):
             for _ in cutlass.range(waiting, unroll=1):
                 self.arrive(ring.full + oldest)
