@@ -134,9 +134,10 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. Clusters draw their tiles, or each takes every n-th one. ``part`` accumulator columns pass through the epilogue at a time; ``staged``
-    buffers hold them. ``halves`` as of the problem. ``prepared`` operands, by name, are written to the workspace first,
-    in the same call: ``a`` and ``b`` are what becomes of them.
+    multiplies; else both share one. A cluster ``draws`` its tiles from a counter, or takes every n-th one. ``part``
+    accumulator columns pass through the epilogue at a time; ``staged`` buffers hold them. ``halves`` as of the problem.
+    ``prepared`` operands, by name, are written to the workspace first, in the same call: ``a`` and ``b`` are what
+    becomes of them.
 
     Raises:
         ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of

@@ -78,8 +78,8 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
         (928, 64, 192)
     ),
     "drawn": (
-        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(), index="a",
-                                   draws=True), (928, 128, 448)
+        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(),
+                                   index="a", draws=True), (928, 128, 448)
     ),
 }  # fmt: skip
 

@@ -21,7 +21,6 @@ GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
 WIDE = (torch.float32, torch.float64)  # types that only the reference takes
 COPIED = 896  # rows of an expert's up from which on, on Hopper, tokens are copied in the experts' order for gradients
-COPIED_FORWARD = 6 * 2**20  # elements of an expert's up from which on they are for the forward pass
 MANY = 1024  # and with fewer rows an expert, on average, for every product
 NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
@@ -40,16 +39,14 @@ class Rows:
     def count(self) -> int:
         return self.token.shape[0]
 
-    def read(self, x: Tensor, large: bool) -> tuple[Tensor, Tensor | None]:
+    def read(self, x: Tensor, large: bool = False) -> tuple[Tensor, Tensor | None]:
         """A matrix (T, H) as an operand of products by row: itself and the rows' numbers, or a copy in the experts'
         order, which is gone when the pass ends. The copy's rows of no choice are not written.
 
         Blackwell's kernels load rows by number. So do Hopper's where experts have many rows and the product is not
-        ``large``. Rows that are not shared arrive at 2.0 to 2.6 TB/s on an H200, and a copy takes 0.6 ps for an element
-        of a row: so for gradients a copy pays from about 900 columns on. In the up projection, whose rows two CTAs
-        share, it pays from 6 Mi elements of an expert's weights on, for the L2 cache keeps fewer of them then: 0.90 to
-        1.00 at 4 Mi and 1.00 to 1.04 at 6 Mi, with hidden sizes of 2048 and 4096. With few rows an expert it always
-        does: the forward pass was 1.6 to 2.1 times as fast.
+        ``large``, as gradients may be: rows that are not shared arrive at 2.0 to 2.6 TB/s on an H200, and a copy takes
+        0.6 ps for an element of a row, so it pays from about 900 columns on. With few rows an expert it always does:
+        the forward pass was 1.6 to 2.1 times as fast.
         """
         if self.by_number(x, large):
             return x, self.token
@@ -58,7 +55,7 @@ class Rows:
         spread(x, self.of_choice, found)
         return found, None
 
-    def by_number(self, x: Tensor, large: bool) -> bool:
+    def by_number(self, x: Tensor, large: bool = False) -> bool:
         """Whether :meth:`read` gives a matrix as it is."""
         many = self.count >= MANY * self.offsets.shape[0]
         return architecture(x) != "sm_90a" or (many and not large)

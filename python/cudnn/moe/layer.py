@@ -13,7 +13,6 @@ from cudnn.lazy import torch
 from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
 from cudnn.moe.experts import (
     COPIED,
-    COPIED_FORWARD,
     GATED,
     WIDE,
     Experts,
@@ -77,12 +76,12 @@ def forward(
     up, down = (_narrow(w, keeps) if e.fp8 else operand(w) for w in (e.up, e.down))
     tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": saved, "d": matrix(activated)}
     if e.fp8:
-        by_number = rows.by_number(x, wide * columns >= COPIED_FORWARD)
+        by_number = rows.by_number(x)
         tensors["a_index"] = rows.token if by_number else None
         tensors |= _narrow_rows(*(quantized(x) if by_number else quantized(x, rows.of_choice, count)))
         tensors["sfd_row"] = None if factors is None else factors.unsqueeze(2)
     else:
-        of_tokens, tensors["a_index"] = rows.read(x, wide * columns >= COPIED_FORWARD)
+        of_tokens, tensors["a_index"] = rows.read(x)
         tensors["a"] = matrix(of_tokens)
         del of_tokens
     if not gated:
