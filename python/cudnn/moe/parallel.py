@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -155,7 +156,7 @@ class _OverRanks(torch.autograd.Function):
         else:
             found = _none(tokens, weights, e, needed, kind.sums)
         by_x, by_weights = way.give_back(found.x, of_choice, None, sent, found.weights)
-        by_up, by_down = (_of_each(y, w) for y, w in ((found.up, e.up), (found.down, e.down)))
+        by_up, by_down = (of_each(y, w) for y, w in ((found.up, e.up), (found.down, e.down)))
         return by_x, by_weights, None, None, None, found.up_bias, found.down_bias, *by_up, *by_down
 
 
@@ -174,15 +175,21 @@ def _none(
     tokens: Tensor, weights: Tensor, e: Experts, needed: Any, sums: tuple[list[Tensor], list[Tensor]]
 ) -> layer.Gradients:
     """Where no choice is of an expert here."""
+    shapes, likes = shapes_of(tokens[:0], weights, e, needed, sums), (tokens, weights, *[tokens] * 4)
+    return layer.Gradients(*(None if s is None else x.new_zeros(s) for s, x in zip(shapes, likes, strict=True)))
+
+
+def shapes_of(x: Tensor, weights: Tensor, e: Experts, needed: Sequence[bool], sums: Sequence[Any]) -> list[Any]:
+    """The shapes of gradients of x, weights, up, down and the biases: None of those that are not ``needed``, and of up
+    and down where they are added to ``sums``.
+    """
     up, down = shape_of(e.up), shape_of(e.down)
-    shapes = [(0, tokens.shape[1]), weights.shape, up, down, up[:2], down[:2]]
     wanted = [*needed[:2], *(need and not s for need, s in zip(needed[2:4], sums, strict=True)), *needed[4:]]
-    types = [tokens.dtype, weights.dtype, *[tokens.dtype] * 4]
-    made = zip(shapes, wanted, types, strict=True)
-    return layer.Gradients(*(tokens.new_zeros(s, dtype=d) if want else None for s, want, d in made))
+    shapes = [x.shape, weights.shape, up, down, up[:2], down[:2]]
+    return [shape if want else None for shape, want in zip(shapes, wanted, strict=True)]
 
 
-def _of_each(gradient: Tensor | None, like: Any) -> list[Tensor | None]:
+def of_each(gradient: Tensor | None, like: Any) -> list[Tensor | None]:
     """The gradients of a list of weights."""
     if gradient is None:
         return [None] * len(like)

@@ -107,11 +107,9 @@ def causal_conv1d_bwd_primitive(
     return [dx, d_weight.to(x.dtype), d_bias.to(x.dtype)]
 
 
-@causal_conv1d_bwd_primitive.register_fake
-def _(
-    grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
-) -> list[torch.Tensor]:
-    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weight, bias)]
+causal_conv1d_bwd_primitive.register_fake(
+    lambda grad_out, *given: [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:3]]
+)
 
 
 def _launch(function: Any, tensors: tuple[torch.Tensor, ...], kinds: tuple[int, ...]) -> None:

@@ -119,9 +119,7 @@ def fused_sdpa(
     return o, lse
 
 
-@fused_sdpa.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _results(q, v)
+fused_sdpa.register_fake(lambda q, k, v, *_: _results(q, v))
 
 
 def _gradients(

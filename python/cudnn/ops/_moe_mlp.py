@@ -26,7 +26,7 @@ from cudnn.moe.experts import (
     products,
     shape_of,
 )
-from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
+from cudnn.moe.parallel import exchange_of, of_each, on_ranks, ranks_of, shapes_of
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import autocast_type, custom_op, in_type
@@ -389,11 +389,8 @@ def _gradients_like(
     x: torch.Tensor, weights: torch.Tensor, e: Experts, needed: Sequence[bool], sums: Sequence[Any]
 ) -> Six:
     """Memory of the gradients."""
-    up, down = shape_of(e.up), shape_of(e.down)
-    wanted = [*needed[:2], *(need and not s for need, s in zip(needed[2:4], sums, strict=True)), *needed[4:]]
-    shapes = [x.shape, weights.shape, up, down, up[:2], down[:2]]
-    likes = [x, weights, x, x, x, x]
-    made = (like.new_empty(s if want else (0,)) for like, s, want in zip(likes, shapes, wanted, strict=True))
+    shapes, likes = shapes_of(x, weights, e, needed, sums), [x, weights, x, x, x, x]
+    made = (like.new_empty((0,) if s is None else s) for like, s in zip(likes, shapes, strict=True))
     return tuple(made)  # pyright: ignore[reportReturnType]
 
 
@@ -428,15 +425,9 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     given: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     found = moe_mlp_bwd_primitive(gradient, *given)
     by_x, by_weights, by_up, by_down, *biases = (y if need else None for y, need in zip(found, needed, strict=True))
-    by_each = [_of_each(y, like, s) for y, like, s in zip((by_up, by_down), (up, down), ctx.sums, strict=True)]
+    matrices = zip((by_up, by_down), (up, down), ctx.sums, strict=True)
+    by_each = [of_each(None if s else y, like) for y, like, s in matrices]
     return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, *[None] * 5
-
-
-def _of_each(gradient: torch.Tensor | None, like: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:
-    """The gradients of a list of weights."""
-    if gradient is None or sums:
-        return [None] * len(like)
-    return list(gradient.unbind(0)) if is_list(like) else [gradient]
 
 
 moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)

@@ -179,13 +179,7 @@ def _check(
         shape = (rows, heads, width) if packed else (*first, heads, rows, width)
         if x.shape != shape:
             raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
-    kinds = {
-        "query": q.dtype,
-        "key": k.dtype,
-        "value": v.dtype,
-        "compressed_key": ck.dtype,
-        "compressed_value": cv.dtype,
-    }
+    kinds = {"query": q.dtype} | {name: x.dtype for name, (x, *_) in wanted.items() if name != "gates"}
     if len(set(kinds.values())) > 1:
         raise refused(ValueError, _WHERE, "types", kinds, "one type for all but gates", "call .to(query.dtype)")
 

@@ -74,11 +74,8 @@ def nsa_gates_bwd(
     d_out: torch.Tensor, compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of all but the first."""
-    branches, gates, d_out = (
-        [aligned(x) for x in (compressed, selected, near)],
-        aligned(gates),
-        aligned(d_out),
-    )
+    branches = [aligned(x) for x in (compressed, selected, near)]
+    gates, d_out = aligned(gates), aligned(d_out)
     if _by_kernel(compressed):
         changes = [torch.empty_like(x) for x in (*branches, gates)]
         _run(branches, gates, d_out, *changes)

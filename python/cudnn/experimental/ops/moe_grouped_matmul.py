@@ -144,9 +144,7 @@ def _like_weight(doutput: torch.Tensor, token: torch.Tensor, first_token_offset:
     return token.new_empty(first_token_offset.numel(), doutput.shape[2], token.shape[2]).mT
 
 
-@moe_grouped_matmul_bwd.register_fake
-def _(doutput: torch.Tensor, token: torch.Tensor, first_token_offset: torch.Tensor) -> torch.Tensor:
-    return _like_weight(doutput, token, first_token_offset)
+moe_grouped_matmul_bwd.register_fake(_like_weight)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
