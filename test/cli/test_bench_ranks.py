@@ -28,15 +28,6 @@ LINE = ranks.Line(
 )  # fmt: skip
 
 
-def test_bytes_of_an_even_routing() -> None:
-    """Against tokens that choose at random."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.rand(20000, 128, generator=generator).topk(8).indices
-    for count in (2, 4, 8):
-        first = (chosen < 128 // count).any(1).sum().item() * 10
-        assert ranks.expected_bytes(20000, 8, 128, count, 10) == pytest.approx(first, rel=0.03)
-
-
 def test_the_busiest_link_decides() -> None:
     sent = [[9e9, 366e6, 0.0], [366e6, 9e9, 366e6], [0.0, 366e6, 9e9]]  # what stays does not count
     assert ranks.busiest(sent) == 732e6

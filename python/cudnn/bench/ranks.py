@@ -97,14 +97,6 @@ def cases(quick: bool) -> list[Case]:
     return [Case(*size, routing) for size in (sizes[:1] if quick else sizes) for routing in ROUTINGS]
 
 
-def expected_bytes(tokens: int, chosen: int, experts: int, ranks: int, row: int) -> float:
-    """Bytes from a rank to another one, where ``chosen`` different experts of a token are equally likely: a row of
-    ``row`` bytes for each token that has at least one of the other's experts.
-    """
-    others = experts - experts // ranks
-    return tokens * row * (1 - math.comb(others, chosen) / math.comb(experts, chosen))
-
-
 def busiest(sent: Sequence[Sequence[float]]) -> float:
     """The most that a rank sends or receives, of bytes ``sent[source][target]``: links carry both ways at once."""
     ranks = range(len(sent))
