@@ -322,17 +322,9 @@ def logits_gradient(
     return d_logits
 
 
-@moe_route_bwd.register_fake
-def _(
-    gradient: torch.Tensor,
-    logits: torch.Tensor,
-    indices: torch.Tensor,
-    score: str,
-    pre_softmax: bool,
-    renormalize: bool,
-    scaling_factor: float,
-) -> torch.Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+moe_route_bwd.register_fake(
+    lambda gradient, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
