@@ -140,9 +140,10 @@ class GemmConfiguration:
     becomes of them.
 
     Raises:
-        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
-            halves that the CTAs of a cluster cannot share; an ``index`` that is not of experts' rows of A, which is
-            K-major, or not of their k, of an MN-major operand, or of one with scale factors that are not of sums.
+        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; drawn tiles
+            that are no experts'; tiles of halves that the CTAs of a cluster cannot share; an ``index`` that is not of
+            experts' rows of A, which is K-major, or not of their k, of an MN-major operand, or of one with scale
+            factors that are not of sums.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -178,6 +179,8 @@ class GemmConfiguration:
         if self.schedule.sideways and (self.cluster != (2, 1) or self.gathers):
             allowed = "(2, 1), of operands in order, where the last rows are taken sideways"
             raise ValueError(f"cluster: got {self.cluster}, {self.gathers}; allowed: {allowed}")
+        if self.draws and not self.schedule.searches:
+            raise ValueError(f"draws: got {self.schedule}; allowed: experts' tiles, which one warp finds for all")
         if self.a.ragged or self.b.ragged:
             raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
 

@@ -279,6 +279,11 @@ def test_drawn_tiles_of_a_later_call() -> None:
             assert torch.equal(given["d"], expected)
 
 
+def test_only_tiles_of_experts_are_drawn() -> None:
+    with pytest.raises(ValueError, match="draws: got Dense"):
+        configured(HOPPER, PLAIN[0], draws=True)
+
+
 @given(st.integers(1, 5000), st.integers(1, 148))
 def test_as_few_clusters_as_take_no_more_turns(tiles: int, clusters: int) -> None:
     found, turns = share(tiles, clusters), -(-tiles // clusters)
@@ -325,6 +330,7 @@ def test_what_experts_products_get(n: int, k: int, index: str, splits: bool, exp
     problem = GemmProblem(a, Operand("bfloat16", "mn"), (StoreTile("d", "bfloat16"),), schedule, n, k, groups=8)
     c = heuristics.configure_gemm(problem)
     assert (c.tile, c.cluster, c.schedule.strip) == expected
+    assert c.draws == (bool(index) and not splits)
 
 
 def test_a_warpgroup_without_rows_multiplies_nothing() -> None:
