@@ -386,7 +386,8 @@ class AllToAll:
         if group in _LATE:
             got = "one in which a rank did not answer in time"
             raise refused(RuntimeError, _WHERE, "group", got, "one whose ranks are in step", "make a new process group")
-        work, end = dist.all_to_all_single(*given, group=group, async_op=True), time.monotonic() + limit
+        work: Any = dist.all_to_all_single(*given, group=group, async_op=True)
+        end = time.monotonic() + limit
         try:
             while waits and not work.is_completed():
                 if time.monotonic() > end:
