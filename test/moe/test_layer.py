@@ -634,11 +634,15 @@ def test_a_router_in_float32() -> None:
 
 
 def test_gradients_are_not_differentiated_twice() -> None:
-    """Nor do they pass for constants, where those of the results are."""
-    x = torch.randn(5, 64).bfloat16().requires_grad_()
-    (gradient,) = torch.autograd.grad(MoE(64, 32, 4, 2)(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        (gradient.square().sum() + x.sum()).backward()
+    """Nor do they pass for constants, where those of the results are, or where the tensors are named."""
+    x, layer = torch.randn(5, 64).bfloat16().requires_grad_(), MoE(64, 32, 4, 2)
+    for call in (layer, lambda x: moe_mlp(x, layer.route(x)[1], layer.up, layer.down)):
+        for loss in (lambda y: y.sum(), lambda y: y.square().sum()):
+            (gradient,) = torch.autograd.grad(loss(call(x)), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiated twice"):
+                torch.autograd.grad(gradient.square().sum(), [x, layer.up], retain_graph=True, allow_unused=True)
+            with pytest.raises(RuntimeError, match="differentiated twice"):
+                (gradient.square().sum() + x.sum()).backward()
 
 
 def test_tangents_are_refused() -> None:
@@ -712,6 +716,8 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
             MoE(64, 32, **{"experts": 4, "top_k": 2, **rule})
     with pytest.raises(ValueError, match=r"MoE\.load_gate_up: gate_up: got"):
         layer.load_gate_up(gate)
+    with pytest.raises(TypeError, match=r"MoE\.load_gate_up: gate_up.*: got list; allowed: a torch\.Tensor"):
+        layer.load_gate_up([gate])  # pyright: ignore[reportArgumentType]
 
 
 def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:

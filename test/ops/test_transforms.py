@@ -65,8 +65,9 @@ def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: 
         torch.jit.trace(lambda *given: operator(*given, "silu"), tuple(leaf.detach() for leaf in leaves))
     with pytest.raises(SeenError):
         torch.vmap(lambda x: operator(x, weight, bias, "silu"))(x[None])
-    with pytest.raises(SeenError):  # its gradient has none
-        torch.autograd.grad(operator(*leaves, "silu").sum(), [x], create_graph=True)
+    (once,) = torch.autograd.grad(operator(*leaves, "silu").sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(once.sum(), [weight])
 
 
 # torch.func.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refused
 from cudnn.fused import kinds
 from cudnn.fused.gated import LAYOUTS
@@ -242,6 +243,7 @@ class MoE(torch.nn.Module):
 
     def load_gate_up(self, gate_up: Tensor) -> None:
         """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: halves, gates first."""
+        check_tensor("MoE.load_gate_up", "gate_up", gate_up)
         if self.activation not in GATED or gate_up.shape != self.up.shape:
             got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
             raise refused(ValueError, "MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one")

@@ -149,7 +149,8 @@ class _Operator(CustomOpDef):
                 tensors += given
             elif given is not None:
                 tensors.append(given)
-        if derived and not any(len(args[place]) for place in self._mutated):
+        writes = any(len(args[place]) for place in self._mutated)
+        if derived and not writes:
             device = tensors[0].device.type
             if self._has_autocast and torch.is_autocast_enabled(device):
                 return _cast(self, device, self._cast)(*args)
@@ -157,7 +158,7 @@ class _Operator(CustomOpDef):
         if is_seen(tensors, self._has_autocast):
             return self._by_pytorch(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return self._function.apply(args, *tensors) if self._function else self._opoverload(*args)
+            return self._opoverload(*args) if writes else (self._function or self._last).apply(args, *tensors)
         for place in self._mutated:
             torch.autograd.graph.increment_version(args[place])
         return self._init_fn(*args)
@@ -175,9 +176,11 @@ def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[.
             found = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
             return found
+        # They lead to what they were made of, so that a gradient that is asked for by its tensors comes by here, too.
+        made_of = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.requires_grad]
         make = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
-        refuse = make(f"cudnn: {_TWICE}".encode(), len(found))
-        return refuse(*(None if x is None else x.detach().requires_grad_() for x in found))
+        refuse = make(f"cudnn: {_TWICE}".encode(), len(found) + len(made_of))
+        return refuse(*(None if x is None else x.detach().requires_grad_() for x in found), *made_of)[: len(found)]
 
     return call
 
