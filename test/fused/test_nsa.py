@@ -16,7 +16,7 @@ from cudnn.native_sparse_attention.selection import inverse
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa
 from kernels.test_nsa import Choice, Ranking
-from support.dense_attention import attend
+from support.dense_attention import attend, flat
 from support.selection import ALONE, brief, within
 
 C, CHOICE = SelectionConfiguration("float16", 4, 2, 64, 64, 16), Choice((12, 0, 38), 3, spare=0)
@@ -370,11 +370,6 @@ def compressed(call: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.
     seen = torch.arange(k.shape[2]) < (torch.arange(q.shape[2])[:, None] + 1) // ratio
     found = attend(q, k, v, seen, scale=scale)
     return found.o, found.lse
-
-
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """(b, h, s, d) as packed sequences (t, h, d)."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 @pytest.mark.parametrize(

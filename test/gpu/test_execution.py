@@ -23,7 +23,7 @@ from gpu.common import (
     product,
     workspace,
 )
-from support.graphs import FLOAT, HALF, MODES
+from support.graphs import FLOAT, HALF, MODES, OnlyDlpack
 
 
 def built(**options: Any) -> cudnn.pygraph:
@@ -339,20 +339,7 @@ def test_other_views_of_the_same_memory_run() -> None:
     flat = {uid: array.flatten() for uid, array in pack.items()}
     merged = {**pack, 1: pack[1].view(BATCH * M, K)}
     raw = {uid: array.view(-1).view(torch.uint8) for uid, array in pack.items()}
-    for given in (flat, merged, raw, pack, flat, {**pack, 1: DLPackOnly(pack[1])}):
+    for given in (flat, merged, raw, pack, flat, {**pack, 1: OnlyDlpack(pack[1])}):
         pack[3].fill_(float("nan"))
         graph.execute(given, workspace(graph))
         check(pack)
-
-
-class DLPackOnly:
-    """A tensor that has DLPack's protocol alone."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._data.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._data.__dlpack_device__()

@@ -12,7 +12,7 @@ import torch
 import cudnn
 from cudnn.sdpa import SdpaBackward, SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
 from cudnn_kernels.attention import DESCALES
-from support.dense_attention import Attended, attend, band
+from support.dense_attention import Attended, attend, band, flat
 
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
 
@@ -34,11 +34,6 @@ def formula(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Attended:
     """In float32, the diagonal in the lower right corner."""
     seen = band(q.shape[2], k.shape[2], right=0 if causal else None, bottom_right=True, device="cuda")
     return attend(q.float(), k.float(), v.float(), seen, scale=scale)
-
-
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """(b, h, s, d) as packed sequences (t, h, d)."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 @pytest.mark.parametrize("options", [{}, CAUSAL])

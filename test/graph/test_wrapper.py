@@ -6,25 +6,12 @@ import gc
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import cudnn
 from cudnn.wrapper import destroy_default_handle, get_default_handle
-
-
-class OnlyDlpack:
-    """An array that speaks DLPack and nothing else."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()
+from support.graphs import OnlyDlpack
 
 
 def arrays() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

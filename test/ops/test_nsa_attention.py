@@ -19,7 +19,7 @@ from cudnn.ops import _nsa_attention, _nsa_decode, _nsa_gates, _streams, nsa_att
 from cudnn.ops._nsa_attention import nsa_selection
 from cudnn.ops._nsa_gates import nsa_gates, selection_takes_gates
 from support.dense_attention import attend, band
-from support.selection import ALONE, ARCHES, brief
+from support.selection import ALONE, brief, within
 
 BLOCK, STRIDE, WINDOW = 8, 4, 6
 OPTIONS = {"block_size": BLOCK, "compress_stride": STRIDE, "window_size": WINDOW, "selected_blocks": 6}
@@ -32,11 +32,6 @@ GPU: Any = ALONE[-1]
 def moved(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call's tensors in a place."""
     return {name: x.cuda() if where == "gpu" else x for name, x in call.items()}
-
-
-def within(where: str, races: bool = False) -> Any:
-    """The emulator, for an architecture."""
-    return cudnn.emulation(where, races=races) if where in ARCHES else nullcontext()
 
 
 def tensors(
@@ -99,7 +94,7 @@ def test_half_precision(arch: str) -> None:
     call = tensors((64, 96), (4, 2), 64, torch.float16)
     options = {**OPTIONS, "block_size": 16, "compress_stride": 8}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
-    with within(arch):
+    with within(arch, races=False):
         found = nsa_attention(**moved(call, arch), **options)
     assert found.dtype is torch.float16
     torch.testing.assert_close(found.cpu().double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
@@ -186,7 +181,7 @@ def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None
     weights, found = torch.randn(call["query"].shape), []
     for given, where in ((moved(call, arch), arch), (wide, "")):
         of = leaves(given)
-        with within(where):
+        with within(where, races=False):
             out = nsa_attention(**given, **{**OPTIONS_16, "compress_stride": stride})
             found.append(torch.autograd.grad((out * weights.to(out.device)).sum(), of))
     for mine, other in zip(*found, strict=True):
@@ -286,7 +281,7 @@ def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, done = nsa_selection(*(call[x] for x in ("query", "key", "value", "lists", "cu_seqlens")), 0.1, 64), []
     q, k, v, lists, ends = (moved(call, arch)[x] for x in ("query", "key", "value", "lists", "cu_seqlens"))
     monkeypatch.setattr(by_blocks, "run", lambda *given: (done.append(given[-2:]), run(*given)))
-    with within(arch):
+    with within(arch, races=False):
         nsa_selection(q[:99], k[:99], v[:99], lists[:99], ends.clamp(max=99), 0.1, 64)
         assert not done
         found = nsa_selection(q, k, v, lists, ends, 0.1, 64)
@@ -587,7 +582,7 @@ def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, bloc
     call = decode_call(dtype, d)
     options = {**OPTIONS, "block_size": block, "compress_stride": 4, "selected_blocks": 5, "window_size": 21}
     expected = nsa_decode(**{name: x.double() if x.is_floating_point() else x for name, x in call.items()}, **options)
-    with within(arch, races=True):
+    with within(arch):
         found = nsa_decode(**moved(call, arch), **options)
     torch.testing.assert_close(found.cpu().double(), expected, atol=8e-3, rtol=8e-3)
 

@@ -40,6 +40,11 @@ def band(
     return seen if left is None else seen & (distance >= -left)
 
 
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """(b, h, s, d) as packed sequences (t, h, d)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None, *, scale: float | None = None,
     modify: Callable[[torch.Tensor], torch.Tensor] | None = None, bias: torch.Tensor | float = 0.0,

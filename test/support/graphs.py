@@ -16,6 +16,19 @@ FLOAT, HALF, BFLOAT16 = cudnn.data_type.FLOAT, cudnn.data_type.HALF, cudnn.data_
 MODES = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
 
 
+class OnlyDlpack:
+    """An array that has DLPack's protocol and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
 def reference_graph(io: object = FLOAT, intermediate: object = FLOAT, compute: object = FLOAT) -> cudnn.pygraph:
     """A graph that the reference executor runs, on any machine."""
     return cudnn.pygraph(

@@ -18,9 +18,9 @@ WHERE = ("reference", *ARCHES, ALONE[-1])
 FULL = "CUDNN_TESTS_FULL" in os.environ  # as conftest.py says: with ``--full``
 
 
-def within(where: str) -> Any:
+def within(where: str, races: bool = True) -> Any:
     """The emulator, which detects races, for an architecture; nothing for another place."""
-    return cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext()
+    return cudnn.emulation(where, races=races) if where in ARCHES else contextlib.nullcontext()
 
 
 def selected(cases: list[Any]) -> list[Any]:
