@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import distributed as dist
 
 import cudnn
@@ -173,6 +174,26 @@ def test_one_token_of_float64() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         same_as_alone(0, 1, dist.group.WORLD, most=1, double=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_layer_is_left_for_its_experts_only() -> None:
+    """The exchange is not traced: there are graphs before it and behind it, for 10 tokens and for any number."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD)
+        layer(torch.zeros(1, HIDDEN).bfloat16())
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(lambda x: layer(x.sin()).cos(), backend="aot_eager")
+        for count in (10, 11, 12):
+            x = torch.randn(count, HIDDEN).bfloat16().requires_grad_()
+            found, expected = (torch.autograd.grad(y.sum(), x) for y in (compiled(x), layer(x.sin()).cos()))
+            torch.testing.assert_close(found, expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+        (reason,) = torch._dynamo.utils.counters["graph_break"]
+        assert "ranks exchange tokens" in reason
     finally:
         dist.destroy_process_group()
 

@@ -342,6 +342,7 @@ class MoE(torch.nn.Module):
         both = self._main_grads()
         return ([], []) if both is None else ([both[0]], [both[1]])
 
+    @torch.compiler.disable(reason="ranks compare their layers")
     def _agree(self, tokens: Tensor) -> None:
         """At the first call all ranks say what their layer is: see the operator's errors."""
         words = said(

@@ -72,7 +72,8 @@ def moe_mlp(
         routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
             and ``weights``, ``[T, K]``, differentiable: float32 or, for an x of float64, float64.
         up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of
-            every 64 rows, the first 32 are gates, see ``cudnn.interleave_glu_weights``; else I.
+            every 64 rows, the first 32 are gates: ``cudnn.interleave_glu_weights`` brings an expert's halves into this
+            order; else I.
         down: ``[E, H, I]``, or a list of E tensors ``[H, I]``.
         up_bias, down_bias: ``[E, N]`` and ``[E, H]``.
         activation: "swiglu", "geglu" or "srelu", as in :class:`cudnn.GroupedGemmGlu` and
@@ -126,6 +127,7 @@ def moe_mlp(
     return _on_one_rank(tokens, routing, *given).view(x.shape)
 
 
+@torch.compiler.disable(reason="ranks exchange tokens: compile what is before and behind it")
 def _on_ranks(
     x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Any, group: Any, time_limit: float
 ) -> torch.Tensor:
