@@ -76,17 +76,23 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
 def _activation(module: Any) -> tuple[str, dict[str, Any]]:
     """The name and the numbers of a module's activation for :func:`cudnn.ops.moe_mlp`."""
-    act, gate = getattr(module, "act_fn", None), type(module)._apply_gate
-    if module.has_gate and gate.__name__ == "_default_apply_gate" and type(act).__name__ in _SILU:
+    act, gate = getattr(module, "act_fn", None), _gate_of(type(module))
+    if module.has_gate and gate == "_default_apply_gate" and type(act).__name__ in _SILU:
         return "swiglu", {}
-    if module.has_gate and gate.__qualname__ == _GPT_OSS:
+    if module.has_gate and gate == _GPT_OSS:
         limits = {"glu_clamp_max": module.limit, "glu_clamp_min": -module.limit}
         return "geglu", {"linear_offset": 1.0, "geglu_alpha": module.alpha, **limits}
     if not module.has_gate and type(act).__name__ == "ReLUSquaredActivation":
         return "srelu", {}
-    got = f"{type(act).__name__} through {gate.__qualname__} in {type(module).__name__}"
+    got = f"{type(act).__name__} through {gate} in {type(module).__name__}"
     allowed = "SiLU gates, those of gpt-oss, or squared ReLU without gates"
     raise refused(ValueError, f"{_WHERE}.experts", "activation", got, allowed, 'choose the "grouped_mm" experts')
+
+
+@torch.compiler.assume_constant_result
+def _gate_of(kind: type[Any]) -> str:
+    """The name of the function of a class of experts; ``torch.compile`` cannot trace it."""
+    return kind._apply_gate.__qualname__
 
 
 def _in_halves(x: Tensor) -> Tensor:
