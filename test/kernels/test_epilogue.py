@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 
 pytest.importorskip("ptx_emulator")
 
+from cudnn.bench.sass import disassemble
 from cudnn.gemm import reference
 from cudnn_kernels import epilogue as declared
+from cudnn_kernels import fakes
 from cudnn_kernels.epilogue import (
     REGLU,
     SWIGLU,
@@ -39,8 +42,12 @@ from cudnn_kernels.epilogue import (
     SumColumn,
     SumRow,
 )
+from cudnn_kernels.problem import GemmProblem, Operand
 from cudnn_kernels.schedule import GroupedRows
+from cudnn_kernels.sm90 import heuristics
+from cudnn_kernels.sm90.gemm import Gemm
 from support import gemm
+from support.compiled import compile_kernel
 from support.gemm import E4M3, E5M2, E8M0
 from support.gemm import PACKED as FP4
 from support.selection import brief, in_turn
@@ -484,6 +491,21 @@ def test_what_cannot_be_configured(arch: str) -> None:
         gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
     with pytest.raises(ValueError, match="part: got 32 columns; allowed: multiples of 64"):
         check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
+
+
+def test_a_part_is_computed_while_the_one_before_is_stored() -> None:
+    """On Hopper, where both warpgroups share a tile: what ptxas can, it computes before that store begins."""
+    epilogue = (MultiplyGroup(), StoreTile("c", "bfloat16"), Gated(), StoreTile("d", "bfloat16"))
+    rows, weights = Operand("bfloat16", index="a_index"), Operand("bfloat16")
+    c = heuristics.configure(GemmProblem(rows, weights, epilogue, GroupedRows(), 1536, 2048, groups=128))
+    assert not c.pingpong
+    code = disassemble(compile_kernel("sm_90a", Gemm(c), *fakes.arguments(c)).cubin)
+    found = re.findall(r"UTMASTG|MUFU|DEPBAR.LE SB0", code[code.rindex("GMMA") :])
+    stores = "".join({"UTMASTG": "s", "MUFU": "m"}.get(each, "w") for each in found)
+    parts = re.findall(r"s+(m*)w", stores)  # what follows a part's stores until they are waited for
+    each = 2 * 64 * 32 // 128  # exponentials and reciprocals of a thread, of 64 rows and 32 gates
+    assert len(parts) == c.tile[1] // c.part
+    assert min(map(len, parts[:-1])) > 0.8 * each
 
 
 @ON_HOPPER

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cudnn_kernels.epilogue import BLOCK, Gate
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, indices, pick
-from cudnn_kernels.epilogue.operation import Operation, Tile
+from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.pipeline.copy import unwoven
 
@@ -30,22 +30,48 @@ class _Multiply(Operation):
 
 
 class Scale(_Multiply):
-    """The same factor for all, which the caller passes."""
+    """The same factor for all, which the caller passes.
+
+    Where parts are computed early, all but the first read it from shared memory. Nothing else keeps ptxas from
+    computing a part even before the store of the one before begins, so that nothing is left to do during the store.
+    """
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        self.reads = plan.early and plan.parts > 1
+
+    def bytes(self) -> int:
+        return 4 * self.plan.groups * self.reads
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().enter(parameters, smem)
+        if self.reads:
+            layout = cute.make_layout(self.plan.groups)
+            self.words = smem.allocate_tensor(Float32, layout, byte_alignment=self.alignment)
 
     def begin(self, tile: Tile) -> None:
-        self.factors = [self.parameters[0]] * self.plan.layout.slots
+        factor = self.factor(tile)
+        self.factors = [factor] * self.plan.layout.slots
+        if self.reads:
+            put_word(self.words, tile, factor)
+
+    def factor(self, tile: Tile) -> Float32:
+        """The factor of a tile."""
+        return self.parameters[0]
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value].values
-        x.store(x.load() * self.factors[0])  # two by one instruction, on Blackwell
+        x, factor = values[self.o.value].values, self.factors[0]
+        if self.reads and part > 0:
+            factor = read_again((self.words.iterator + tile.group).toint())
+        x.store(x.load() * factor)  # two by one instruction, on Blackwell
 
 
 class MultiplyGroup(Scale):
     """One factor, loaded before the tile's products."""
 
-    def begin(self, tile: Tile) -> None:
+    def factor(self, tile: Tile) -> Float32:
         factor = Float32(self.parameters[0][tile.expert])
-        self.factors = [math.prod([factor] * (self.o.power - 1), start=factor)] * self.plan.layout.slots
+        return math.prod([factor] * (self.o.power - 1), start=factor)
 
 
 class MultiplyColumn(_Multiply):
@@ -58,6 +84,8 @@ class MultiplyColumn(_Multiply):
 
 class AddRow(Operation):
     """The group loads what the tile's columns need into shared memory before the tile's products."""
+
+    tells = True
 
     def bytes(self) -> int:
         return self.plan.groups * self.columns() * 4 + 16
@@ -287,6 +315,21 @@ def minimum(a: Float32, b: Any) -> Float32:
 def maximum(a: Float32, b: Any) -> Float32:
     """The larger one, NaN if one is."""
     return cute.arch.fmax(a, Float32(b), nan=True)
+
+
+@cute.jit
+def put_word(words: cute.Tensor, tile: Tile, value: Float32) -> None:
+    """One thread of a group writes the group's word."""
+    if tile.thread == 0:
+        words[tile.group] = value
+
+
+def read_again(place: Int32) -> Float32:
+    """A word of shared memory, read after all that the warp has done before, whatever ptxas knows of it."""
+    cute.arch.sync_warp()
+    return cute.arch.inline_ptx(
+        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[place]
+    )
 
 
 @cute.jit

@@ -36,6 +36,7 @@ class Plan:
     offsets: str = ""  # the argument that says where groups of rows end
     apart: int = 0  # columns from the beginning of a part's first piece to that of its second; 0: it is one piece
     sweeps: int = 1  # parts that are measured together before they are worked on
+    early: bool = False  # whether a part is computed while the copy engine stores the one before
 
     @property
     def parts(self) -> int:
@@ -82,6 +83,7 @@ class Operation:
     alignment = 16  # of its shared memory
     streams = False  # whether it works value by value: may be applied by ``start``, ``step`` and ``finish``
     observes = False  # whether it leaves alone the values that others work on
+    tells = False  # whether threads read what others have written in ``begin``
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         self.o, self.plan, self.width = declaration, plan, width
@@ -127,6 +129,9 @@ class Operation:
 
     def finish(self, tile: Tile, part: int) -> None:
         """After all steps of a part."""
+
+    def put(self, tile: Tile, part: int) -> None:
+        """Writes what it has made of a part to the part's buffers, which are free."""
 
     def commit(self, tile: Tile, part: int) -> None:
         """The group's first warp, once all have applied the part and the copy engine sees shared memory."""
@@ -242,8 +247,10 @@ class Epilogue:
         """Applies all operations to a part of a tile."""
         for operation in self.operations:
             operation.ahead(tile, part)
-        self._free(tile.thread, part)
-        tile.barrier()
+        if not self.plan.early:
+            self._free(tile.thread, part)
+        if not self.plan.early or (part == 0 and any(operation.tells for operation in self.operations)):
+            tile.barrier()
         values = {"x": fragment}
         for streams, operations in itertools.groupby(self.operations, lambda o: o.streams and self.widens):
             if streams:
@@ -251,6 +258,11 @@ class Epilogue:
                 continue
             for operation in operations:
                 operation.apply(tile, part, values)
+        if self.plan.early:
+            self._free(tile.thread, part)
+            tile.barrier()
+            for operation in self.operations:
+                operation.put(tile, part)
         cute.arch.fence_view_async_shared()
         tile.barrier()
         self._commit(tile, part)

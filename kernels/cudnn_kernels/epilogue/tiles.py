@@ -152,7 +152,6 @@ class StoreTile(_StagedTile):
         return self.element.width >= 16
 
     def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        self.atom, self.copy = self.thread_copy(warp.StMatrix8x8x16bOp, tile)
         self.rounded = self.plan.fragment(self.element, self.width)
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
@@ -166,16 +165,21 @@ class StoreTile(_StagedTile):
                 self.rounded[left], self.rounded[right] = both[0], both[1]
 
     def finish(self, tile: Tile, part: int) -> None:
-        cute.copy(self.atom, self.copy.retile(self.rounded), self.copy.partition_D(self.buffer(tile, part)))
+        if not self.plan.early:
+            self.put(tile, part)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        self.rounded = self.plan.fragment(Float32 if self.packed else self.element, self.width)
+        self.rounded.store(values[self.o.value].values.load().to(self.rounded.element_type))
+        self.finish(tile, part)
+
+    def put(self, tile: Tile, part: int) -> None:
+        buffer = self.buffer(tile, part)
         if self.packed:
-            self.store_pairs(values[self.o.value], self.buffer(tile, part), tile.thread)
-            return
-        atom, copy = self.thread_copy(warp.StMatrix8x8x16bOp, tile)
-        rounded = self.plan.fragment(self.element, self.width)
-        rounded.store(values[self.o.value].values.load().to(self.element))
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(self.buffer(tile, part)))
+            self.store_pairs(Fragment(self.rounded, self.width, self.plan.layout), buffer, tile.thread)
+        else:
+            atom, copy = self.thread_copy(warp.StMatrix8x8x16bOp, tile)
+            cute.copy(atom, copy.retile(self.rounded), copy.partition_D(buffer))
 
     def store_pairs(self, fragment: Fragment, buffer: cute.Tensor, thread: Int32) -> None:
         """Two columns a byte, the left one in the low half; neighbouring columns of a thread at once."""

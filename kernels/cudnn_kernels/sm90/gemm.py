@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.epilogue import MultiplyGroup, Scale, needs_of
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Tile
@@ -86,6 +87,7 @@ class Gemm(Mainloop):
             layout=WgmmaRows(slots=2 * (self.group_rows // 64)),
             tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
             fragment=self.fragment,
+            early=self.computes_early(),
         )
 
     def launch(self, given: Mapping[str, Any]) -> None:
@@ -108,6 +110,13 @@ class Gemm(Mainloop):
     def fragment(self, dtype: Any, width: int, rows: int = 0) -> cute.Tensor:
         """Registers for ``width`` columns of a warpgroup's rows, or of so many, in the accumulator's order."""
         return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.group_rows, width)), dtype)
+
+    def computes_early(self) -> bool:
+        """Whether parts of a tile are computed while others are stored: where both warpgroups share the tile, so that
+        nothing else hides the stores, registers suffice, and there is a factor, see ``Scale``.
+        """
+        needs, scaled = needs_of(self.c.epilogue), any(isinstance(o, (Scale, MultiplyGroup)) for o in self.c.epilogue)
+        return scaled and not (self.c.pingpong or self.promotes or needs.registers or needs.width > 1)
 
     def stage_bytes(self) -> int:
         return sum(operand.bits() for operand in self.operands) // 8
