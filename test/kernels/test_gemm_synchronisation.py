@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     ),
     "drawn": (
         HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(),
-                                   index="a", draws=True), (928, 128, 448)
+                                   index="a", draws=True), (928, 128, 704)
     ),
 }  # fmt: skip
 
