@@ -104,7 +104,7 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     B's halves, which tiles of 192 columns have not. A quantiser of 128 columns behind a gate takes 256, experts' at
     once if few bits are staged: the gate is computed once then.
 
-    Rows by number are drawn: where each cluster takes every n-th tile, SMs farther from memory fall behind by whole
+    Rows by number are drawn: where each cluster takes every n-th tile, those on slower SMs fall behind by whole
     experts, and the rows and weights of more experts are in use than the L2 cache keeps.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
