@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,17 @@ def test_ranks_that_came_late_meet_the_others_at_their_next_call(monkeypatch: py
         assert exchange.agree(group, "layer", group.number, 60, "MoE") == [0, 1, 2]
 
     ranks.run(rank)
+
+
+def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the process that held it."""
+
+    def fail(*_: Any) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    (group,) = Threads(1, monkeypatch, SimpleNamespace(set=fail)).groups
+    with pytest.raises(RuntimeError, match=r"^MoE: group: got an error of its store, Broken pipe; allowed: every rank"):
+        exchange.agree(group, "layer", 0, 60, "MoE")
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

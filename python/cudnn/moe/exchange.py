@@ -292,8 +292,24 @@ def agree(group: Any, words: str, number: int, time_limit: float, where: str) ->
     if limit <= 0:
         raise refused(ValueError, where, "time_limit", time_limit, "seconds, above 0")
     words = f"{words}; time_limit={limit:g}"
-    rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), store_of(group)
-    count, end, heard, *keys = _met(group, rank, ranks, store, f"{number} {words}")
+    rank = dist.get_rank(group)
+    try:
+        failure, told = _heard(group, rank, f"{number} {words}", limit)
+    except RuntimeError as error:  # the process that holds the store is gone
+        failure, told = f"an error of its store, {error}", []
+    if failure:
+        raise refused(RuntimeError, where, "group", failure, "every rank calls the layer")
+    for other, (_, theirs) in enumerate(told):
+        if theirs != words:
+            got = f"{_only(words, theirs)} on rank {rank}, {_only(theirs, words)} on rank {other}"
+            raise refused(ValueError, where, "layer", got, "the same layer and time_limit on all ranks")
+    return [int(theirs) for theirs, _ in told]
+
+
+def _heard(group: Any, rank: int, words: str, limit: float) -> tuple[str, list[list[str]]]:
+    """Why the ranks did not meet, or nothing, and then what each one has said: its number, and the other words."""
+    ranks, store = dist.get_world_size(group), store_of(group)
+    count, end, heard, *keys = _met(group, rank, ranks, store, words)
     try:
         store.wait([end], timedelta(seconds=limit))
     except RuntimeError:
@@ -303,13 +319,7 @@ def agree(group: Any, words: str, number: int, time_limit: float, where: str) ->
     failure = store.get(end).decode()
     told = [] if failure else [store.get(key).decode().split(" ", 1) for key in keys]
     _forget(store, ranks, count, end, heard, *keys)
-    if failure:
-        raise refused(RuntimeError, where, "group", failure, "every rank calls the layer")
-    for other, (_, theirs) in enumerate(told):
-        if theirs != words:
-            got = f"{_only(words, theirs)} on rank {rank}, {_only(theirs, words)} on rank {other}"
-            raise refused(ValueError, where, "layer", got, "the same layer and time_limit on all ranks")
-    return [int(theirs) for theirs, _ in told]
+    return failure, told
 
 
 def _only(words: str, others: str) -> str:
