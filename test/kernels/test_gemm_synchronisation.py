@@ -130,7 +130,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
-EQUIVALENT["drawn"] = {WAIT: (1, IDLE), "bar.warp.sync": (2, LANES), **CLUSTER}
+EQUIVALENT["drawn"] = {"bar.warp.sync": (2, LANES), **CLUSTER}
 
 
 def names(*brief: str) -> list[Any]:
