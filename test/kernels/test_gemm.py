@@ -262,7 +262,7 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
     ),
 )  # fmt: skip
 def test_drawn_tiles(choice: dict[str, Any], ends: str) -> None:
-    """Clusters draw them, the CTAs of one the same ones: under a schedule that lets some run far ahead, too."""
+    """Clusters draw them, the CTAs of one the same ones."""
     check_rows(HOPPER, PLAIN[0], ENDS[ends], draws=True, **choice)
 
 

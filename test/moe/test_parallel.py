@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import pathlib
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -150,12 +152,21 @@ def absent(rank: int) -> None:
     dist.distributed_c10d._get_default_store().set("rank 0 has waited", "")
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """This process as a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def test_one_rank() -> None:
     """The whole way of tokens, to itself. Its exchange goes with a group, or when the next one needs one."""
     groups, left = list[Any](), list[Any]()
     for keeps in (True, False):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
+        with one_rank():
             same_as_alone(0, 1, dist.group.WORLD)
             gc.collect()
             assert not any(each() for each in left)
@@ -163,25 +174,19 @@ def test_one_rank() -> None:
             left.append(weakref.ref(made))
             del made
             groups += [dist.group.WORLD] if keeps else []  # as PyTorch's functions may
-        finally:
-            dist.destroy_process_group()
     gc.collect()
     assert not any(each() for each in left)
 
 
 def test_one_token_of_float64() -> None:
     """Its weights come behind the numbers of its experts, three words of 32 bits."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         same_as_alone(0, 1, dist.group.WORLD, most=1, double=True)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_compiled_layer_is_left_for_its_experts_only() -> None:
     """The exchange is not traced: there are graphs before it and behind it, for 10 tokens and for any number."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD)
         layer(torch.zeros(1, HIDDEN).bfloat16())
         torch.compiler.reset()
@@ -194,33 +199,25 @@ def test_a_compiled_layer_is_left_for_its_experts_only() -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
         (reason,) = torch._dynamo.utils.counters["graph_break"]
         assert "ranks exchange tokens" in reason
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_copy_of_a_layer_shares_its_group() -> None:
     """As averages of weights have one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD)
         x = tokens(0)[0]
         average = torch.optim.swa_utils.AveragedModel(layer)
         assert torch.equal(average(x), layer(x))
         average.module.up.data.zero_()
         assert not torch.equal(average(x), layer(x))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_e4m3_on_one_rank() -> None:
     layer = MoE(128, 128, 4, 2, fp8=True)
     x, up, down = torch.randn(20, 128).bfloat16(), layer.up.detach(), layer.down.detach()
     indices, weights = torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         found = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
     assert torch.equal(found, moe_mlp(x, (indices, weights), up, down, fp8=True))
     assert not torch.equal(found, moe_mlp(x, (indices, weights), up, down))
 

@@ -14,7 +14,6 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
-from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.copy import ending, matrices
 from cudnn_kernels.pipeline.factors import Factors, Side
@@ -57,9 +56,7 @@ class Mainloop(Kernel, ABC):
         clusters = self.tiles.clusters(scheduled, arguments["multiprocessors"] // (cm * cn))
         factors = Factors.arguments(arguments, self.sides, self.c.a.index)
         if self.c.draws:
-            counter = cute.make_tensor(cute.recast_ptr(arguments["drawn"], dtype=Int32), cute.make_layout(1))
-            self.restart(counter).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=arguments["stream"])
-            scheduled = (*scheduled, counter)
+            scheduled = (*scheduled, self.begin_drawing(arguments["drawn"], arguments["stream"]))
         self.kernel(*self.described({**arguments, **operands}), gathered, factors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[self.threads, 1, 1],
@@ -68,13 +65,6 @@ class Mainloop(Kernel, ABC):
             min_blocks_per_mp=1,
         )
         self.epilogue.follow(arguments)
-
-    @cute.kernel
-    def restart(self, counter: cute.Tensor) -> None:
-        """One thread: no tile was drawn."""
-        counter[0] = Int32(0)
-
-    name(restart, "cudnn_gemm_restart")
 
     def operand(self, name: str, arguments: Mapping[str, Any]) -> cute.Tensor:
         """A or B as the product has it: at any address, with as many lines as have numbers, or ending where experts do;

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cudnn_kernels.kernel import count_up
 from cudnn_kernels.pipeline import barriers
 
 
@@ -89,10 +90,7 @@ def draw(
     if const_expr(draws):
         cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
         if cute.arch.lane_idx() == 0:
-            drawn[0, stage] = cute.arch.inline_ptx(
-                "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
-                read_only_args=[count.iterator.toint()],
-            )  # fmt: skip
+            drawn[0, stage] = count_up(count)
             for i in cutlass.range_constexpr(len(told)):
                 drawn[1 + i, stage] = Int32(told[i])
             cute.arch.mbarrier_arrive(ring.full + stage)

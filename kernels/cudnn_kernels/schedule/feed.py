@@ -17,6 +17,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cudnn_kernels.kernel import count_up
 from cudnn_kernels.pipeline.cluster import Cluster
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.schedule.tiles import Extent, Tiles, Work, share
@@ -165,10 +166,7 @@ class Feed:
             cute.arch.mbarrier_wait(self.numbers.empty, phase ^ 1)
             number = Int32(0)
             if lane == 0:
-                number = cute.arch.inline_ptx(
-                    "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
-                    read_only_args=[self.counter.iterator.toint()],
-                )  # fmt: skip
+                number = count_up(self.counter)
             number = cute.arch.shuffle_sync(number, 0)
             if lane < self.cluster.size:
                 target, full = (

@@ -104,8 +104,8 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     B's halves, which tiles of 192 columns have not. A quantiser of 128 columns behind a gate takes 256, experts' at
     once if few bits are staged: the gate is computed once then.
 
-    Rows by number are drawn: where each cluster takes every n-th tile, those on slower SMs fall behind by whole
-    experts, and the rows and weights of more experts are in use than the L2 cache keeps.
+    Rows by number are drawn: where each cluster takes every n-th tile, some fall behind, and the rows and weights of
+    more experts are in use than the L2 cache keeps.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns

@@ -20,8 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.epilogue.fragment import upper_lane
-from cudnn_kernels.kernel import here
-from cudnn_kernels.naming import name
+from cudnn_kernels.kernel import count_up, here
 from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.copy import partition
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
@@ -178,21 +177,13 @@ class SelectedRows(AttentionForward):
         """Launches a kernel of :meth:`roles`. ``drawn``: the memory of a counter, where CTAs draw tiles."""
         offsets = given["cum_seqlen_q"]
         if const_expr(drawn is not None):
-            drawn = cute.make_tensor(cute.recast_ptr(drawn.align(16), dtype=Int32), cute.make_layout(1))
-            self.restart(drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=given["stream"])
+            drawn = self.begin_drawing(drawn.align(16), given["stream"])
         tiles = sequences.blocks_of(given["q"].shape[0], offsets.shape[0] - 1, self.queries, True) * self.shares
         choices = Choices(given["block_indices"], given.get("block_counts"), offsets, tiles, drawn, window)
         kernel(self.atoms(given, self.box, self.size), tensors, choices, scale).launch(
             grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
             block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
-
-    @cute.kernel
-    def restart(self, drawn: cute.Tensor) -> None:
-        """One thread: no tile was drawn."""
-        drawn[0] = Int32(0)
-
-    name(restart, "cudnn_attention_restart")
 
     @cute.jit
     def roles(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
@@ -406,14 +397,12 @@ class SelectedRows(AttentionForward):
     @cute.jit
     def draw(self, choices: Choices, steps: Steps, before: Int32) -> None:
         """One warp: draws a tile, and tells all warps through shared memory. A CTA has its first one without that."""
-        stage, parity, address = before % DRAWN, before // DRAWN % 2, choices.drawn.iterator.toint()
+        stage, parity = before % DRAWN, before // DRAWN % 2
         queue, numbers = steps.queue, steps.numbers
         every, _, _ = cute.arch.grid_dim()
         cute.arch.mbarrier_wait(queue.empty + stage, parity ^ 1)
         if cute.arch.lane_idx() == 0:
-            numbers[stage] = every + cute.arch.inline_ptx(
-                "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
-            )
+            numbers[stage] = every + count_up(choices.drawn)
             cute.arch.mbarrier_arrive(queue.full + stage)
 
     @cute.jit
