@@ -250,21 +250,14 @@ class Gemm(Mainloop):
             if const_expr(c.pingpong):
                 cursor = self.feed.next(cursor)  # the other warpgroup's
                 self.take_turn(group)
-            if const_expr(self.promotes):
-                self.promote(acc, position, k_tiles, share, thread)
-                self.give_turn(group, cursor)
-            elif const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
+            if const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
                 if cute.arch.make_warp_uniform(tile.row) < work.end:
-                    self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
-                    self.give_turn(group, cursor)
-                    self.settle(position, k_tiles)
+                    self.products(mma, acc, tCrA, tCrB, position, k_tiles, share, thread, group, cursor)
                 else:
                     self.pass_over(position, k_tiles)
                     self.give_turn(group, cursor)
             else:
-                self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
-                self.give_turn(group, cursor)
-                self.settle(position, k_tiles)
+                self.products(mma, acc, tCrA, tCrB, position, k_tiles, share, thread, group, cursor)
             position += k_tiles
             if const_expr(c.pingpong):
                 if self.feed.more(cursor):
@@ -273,6 +266,19 @@ class Gemm(Mainloop):
             count += 1
             cursor = self.feed.next(cursor)
         self.epilogue.drain(thread)
+
+    def products(
+        self, mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, position: Int32,
+        k_tiles: Int32, share: Any, thread: Int32, group: Int32, cursor: Any,
+    ) -> None:  # fmt: skip
+        """The products of a tile, and the turn of the other warpgroup."""
+        if self.promotes:
+            self.promote(acc, position, k_tiles, share, thread)
+            self.give_turn(group, cursor)
+        else:
+            self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
+            self.give_turn(group, cursor)
+            self.settle(position, k_tiles)
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
@@ -331,9 +337,12 @@ class Gemm(Mainloop):
         """Releases the operands of a tile of which this warpgroup has no rows: the other one multiplies faster then."""
         ring = self.ring
         stage, phase = position % ring.stages, position // ring.stages % 2
-        for _ in cutlass.range(k_tiles, unroll=1):
+        for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
             release(self.cluster, ring.empty + stage)
+            if const_expr(self.sides):
+                self.factor_ring.wait(position + k)
+                self.factor_ring.release(position + k)
             stage, phase = advanced(ring, stage, phase)
 
     @cute.jit
