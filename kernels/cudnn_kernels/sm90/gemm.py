@@ -351,34 +351,58 @@ class Gemm(Mainloop):
 
         Meanwhile the other warpgroup multiplies.
         """
-        together, ring = const_expr(self.together), self.ring
-        mma = self.tiled_mma(self.summed)
+        ring, mma = self.ring, self.tiled_mma(self.summed)
         part = mma.get_slice(thread)
         portions = self.portions(share)
         operands = [self.portion_operands(mma, part, portion) for portion in portions]
         sums = self.fragment(Float32, self.summed, 64)
         stage, phase = position % ring.stages, position // ring.stages % 2
-        acc.fill(0.0)
-        for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            for i in cutlass.range_constexpr(len(portions)):
-                tCrA, tCrB = operands[i]
-                mma.set(warpgroup.Field.ACCUMULATE, k % together != 0)
-                warpgroup.fence()
-                for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                    cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
-                    mma.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
-                if const_expr(i == 0):
-                    factors = self.portion_factors(portions, position + k, thread)
-                warpgroup.wait_group(0)
-                if const_expr(i == len(portions) - 1):
-                    release(self.cluster, ring.empty + stage)
-                if k % together == together - 1 or k == k_tiles - 1:
-                    self.add(i, acc, sums, factors[i])
-            if const_expr(self.sides):
-                self.factor_ring.release(position + k)
+        begun = const_expr(self.together == 1 and not self.tiles.clips_k)  # else there may be no k tile
+        if const_expr(begun):
+            first = (Int32(0), k_tiles, stage, phase, True)
+            self.promote_k_tile(mma, acc, sums, portions, operands, position, thread, first)
             stage, phase = advanced(ring, stage, phase)
+        else:
+            acc.fill(0.0)
+        for k in cutlass.range(int(begun), k_tiles, unroll=1):
+            now = (k, k_tiles, stage, phase, False)
+            self.promote_k_tile(mma, acc, sums, portions, operands, position, thread, now)
+            stage, phase = advanced(ring, stage, phase)
+
+    def promote_k_tile(
+        self, mma: cute.TiledMma, acc: cute.Tensor, sums: cute.Tensor, portions: Sequence[tuple[Any, int]],
+        operands: Sequence[tuple[Any, Any]], position: Int32, thread: Int32, now: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """The products of a k tile: its number, that of all, its buffer and phase, and whether it is the first one."""
+        together, ring, (k, k_tiles, stage, phase, first) = self.together, self.ring, now
+        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        for i, (tCrA, tCrB) in enumerate(operands):
+            mma.set(warpgroup.Field.ACCUMULATE, k % together != 0)
+            warpgroup.fence()
+            for block in range(cute.size(tCrA, mode=[2])):
+                cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            if i == 0:
+                factors = self.portion_factors(portions, position + k, thread)
+            warpgroup.wait_group(0)
+            if i == len(portions) - 1:
+                release(self.cluster, ring.empty + stage)
+            if together == 1:
+                self.add(i, acc, sums, factors[i], first)
+            else:
+                self.add_at_last(i, acc, sums, factors[i], k, k_tiles)
+        if self.sides:
+            self.factor_ring.release(position + k)
+
+    @cute.jit
+    def add_at_last(
+        self, i: cutlass.Constexpr[int], acc: cute.Tensor, sums: cute.Tensor, factors: cutlass.Constexpr[Any], k: Int32,
+        k_tiles: Int32,
+    ) -> None:  # fmt: skip
+        """The same once the k tiles that are promoted together have been multiplied."""
+        if k % self.together == self.together - 1 or k == k_tiles - 1:
+            self.add(i, acc, sums, factors)
 
     def portions(self, share: Any) -> list[tuple[Any, int]]:
         """Of a warpgroup's share of a tile, in the accumulators' order: 64 rows and columns, by number in the CTA."""
@@ -422,12 +446,14 @@ class Gemm(Mainloop):
 
         return [of(i) for i in range(len(portions))]
 
-    def add(self, i: int, acc: cute.Tensor, sums: cute.Tensor, factors: Any) -> None:
-        """Adds a portion's sums, times their factors, to its accumulators."""
+    def add(self, i: int, acc: cute.Tensor, sums: cute.Tensor, factors: Any, first: bool = False) -> None:
+        """Adds a portion's sums, times their factors, to its accumulators, which are 0 at ``first``."""
         for slot in range(2):
             for place, index in enumerate(self.epilogue.plan.layout.order(self.summed, slot)):
                 target = i * (self.summed // 2) + index
-                if factors is None:
+                if first:
+                    acc[target] = sums[index] if factors is None else sums[index] * factors(slot, place)
+                elif factors is None:
                     acc[target] = acc[target] + sums[index]
                 else:
                     acc[target] = fma(sums[index], factors(slot, place), acc[target])
