@@ -95,6 +95,14 @@ def assert_allocates_nothing_and_waits_for_nothing(call: Callable[[], object]) -
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of a call, which has run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 BATCH, M, K, N = 2, 128, 64, 96
 FP16: Any = {"dtype": torch.float16, "device": "cuda"}
 
@@ -125,4 +133,4 @@ def check(pack: dict[int, torch.Tensor]) -> None:
 
 
 def workspace(graph: cudnn.pygraph) -> torch.Tensor:
-    return torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    return torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")

@@ -13,6 +13,7 @@ import torch
 
 import cudnn
 from cudnn.backend import library
+from gpu.common import captured, workspace
 from support.attention import BACKWARD_CASES, CASES, DROPOUT_CASES, Described, Problem, attention, describe
 from support.graphs import FLOAT, MODES
 
@@ -179,8 +180,7 @@ def test_statistics_in_bfloat16_stay_inside_their_buffer(name: str) -> None:
     memory = torch.full((2 * count,), 7.0, dtype=torch.bfloat16, device="cuda")
     o = torch.full_like(data["dO"], float("nan"))
     results = {described.outputs["O"]: o, described.outputs["Stats"]: memory[:count]}
-    workspace = torch.empty(max(described.graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
-    described.graph.execute({**described.inputs, **results}, workspace)
+    described.graph.execute({**described.inputs, **results}, workspace(described.graph))
     torch.testing.assert_close(o.double(), exact["O"], atol=2e-2, rtol=2e-2)
     assert bool((memory[count:] == 7).all())
     torch.testing.assert_close(memory[:count].view_as(exact["Stats"]).double(), exact["Stats"], atol=5e-2, rtol=1e-2)
@@ -194,10 +194,7 @@ def test_cuda_graph_replay_with_new_data(name: str) -> None:
     found = first.run()
     second = describe(new_graph(torch.float16), problem, {**data, **found})
     gradients = second.run()
-    spaces = [
-        torch.empty(max(each.graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
-        for each in (first, second)
-    ]
+    spaces = [workspace(each.graph) for each in (first, second)]
 
     def step() -> None:
         first.graph.execute({**first.inputs, **{first.outputs[port]: x for port, x in found.items()}}, spaces[0])
@@ -206,15 +203,13 @@ def test_cuda_graph_replay_with_new_data(name: str) -> None:
 
     step()
     torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        step()
+    again = captured(step)
     fresh = problem.tensors(torch.float16, "cuda")
     for port, value in fresh.items():
         data[port].copy_(value)
     for result in (*found.values(), *gradients.values()):
         result.fill_(float("nan"))
-    captured.replay()
+    again.replay()
     exact, rough = attention(problem, data, torch.float64), attention(problem, data, torch.float16)
     check(problem, found | gradients, exact, rough)
 
@@ -231,7 +226,7 @@ def test_one_tensor_as_query_key_and_value(causal: bool, implementation: Any) ->
     o.set_output(True)
     graph.build(MODES)
     found = torch.full_like(x, float("nan"))
-    graph.execute({q: x, o: found}, torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda"))
+    graph.execute({q: x, o: found}, workspace(graph))
     wide = x.double()
     expected = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide, is_causal=causal, scale=0.125)
     torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)

@@ -18,6 +18,7 @@ from gpu.common import (
     M,
     N,
     assert_allocates_nothing_and_waits_for_nothing,
+    captured,
     check,
     data,
     product,
@@ -84,14 +85,12 @@ def test_capture_and_replay_with_changed_data(warm: bool) -> None:
     if warm:
         graph.execute(pack, space)
     torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        graph.execute(pack, space)
+    again = captured(lambda: graph.execute(pack, space))
     for _ in range(3):
         for uid in (1, 2):
             pack[uid].normal_()
         pack[3].fill_(float("nan"))
-        captured.replay()
+        again.replay()
         torch.cuda.synchronize()
         check(pack)
 
@@ -167,13 +166,13 @@ def test_a_scalar_that_changes_between_calls() -> None:
     assert factor.get_is_pass_by_value()
     data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
     out, scalar = torch.empty_like(data), torch.ones(1, 1, 1)
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    space = workspace(graph)
     for value in (2.0, -3.0, 0.5, 0.5):
         scalar.fill_(value)
-        graph.execute({x: data, factor: scalar, y: out.fill_(float("nan"))}, workspace)
+        graph.execute({x: data, factor: scalar, y: out.fill_(float("nan"))}, space)
         torch.testing.assert_close(out, data * value, atol=1e-2, rtol=1e-3)
     for fresh in (torch.full((1, 1, 1), 4.0), np.full((1, 1, 1), -1.0, dtype=np.float32)):
-        graph.execute({x: data, factor: fresh, y: out.fill_(float("nan"))}, workspace)
+        graph.execute({x: data, factor: fresh, y: out.fill_(float("nan"))}, space)
         torch.testing.assert_close(out, data * fresh.item(), atol=1e-2, rtol=1e-3)
 
 
@@ -181,12 +180,12 @@ def test_a_scalar_on_the_device_is_refused() -> None:
     graph, x, factor, y = scaled()
     data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
     out = torch.empty_like(data)
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    space = workspace(graph)
     wrong = {x: data, factor: torch.ones(1, 1, 1, device="cuda"), y: out}
     for _ in range(2):  # before and after a call that went well
         with pytest.raises(ValueError, match="got a tensor on cuda:0; allowed: the CPU"):
-            graph.execute(wrong, workspace)
-        graph.execute({x: data, factor: torch.ones(1, 1, 1), y: out}, workspace)
+            graph.execute(wrong, space)
+        graph.execute({x: data, factor: torch.ones(1, 1, 1), y: out}, space)
 
 
 # Refusals.

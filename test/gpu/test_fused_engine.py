@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cudnn
+from gpu.common import captured, workspace
 from support.attention import Problem, attention, describe
 from support.graphs import FLOAT, MODES
 
@@ -74,12 +75,10 @@ def test_gradients_of_addresses_and_captures() -> None:
     expected = made.run()
     results = {name: torch.empty_like(x) for name, x in expected.items()}
     pack = {**made.inputs, **{made.outputs[name]: x for name, x in results.items()}}
-    space = torch.empty(made.graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        made.graph.execute(pack, space)
+    space = workspace(made.graph)
+    replay = captured(lambda: made.graph.execute(pack, space)).replay
     addresses = {tensor.get_uid(): x.data_ptr() for tensor, x in pack.items()}
-    for run in (captured.replay, lambda: made.graph.execute(addresses, space.data_ptr())):
+    for run in (replay, lambda: made.graph.execute(addresses, space.data_ptr())):
         for x in results.values():
             x.fill_(torch.nan)
         run()
@@ -92,7 +91,7 @@ def test_streams_captures_and_new_addresses() -> None:
     made = described(PROBLEM, data, torch.bfloat16, implementation=FUSED, stats=False)
     graph, (node,) = made.graph, made.graph.nodes
     uids = [node.inputs[port].get_uid() for port in "QKV"] + [node.outputs["O"].get_uid()]
-    space = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    space = workspace(graph)
     expected = made.run()["O"]
     side = torch.cuda.Stream()
     for _ in range(3):
@@ -105,11 +104,9 @@ def test_streams_captures_and_new_addresses() -> None:
             graph.execute(pack, space)
         side.synchronize()
         assert torch.equal(out, expected)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        graph.execute(pack, space)
+    replay = captured(lambda: graph.execute(pack, space)).replay
     out.fill_(torch.nan)
-    captured.replay()
+    replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
     out.fill_(torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import StoreTile
 from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense
-from gpu.common import assert_allocates_nothing_and_waits_for_nothing
+from gpu.common import assert_allocates_nothing_and_waits_for_nothing, captured
 from support import gemms
 from support.gemm_families import BY_NAME, NAMES, Case, case, check, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -149,11 +150,10 @@ def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> Non
     gemm = compiled(of)
     workspace = torch.empty(gemm.workspace_size(), dtype=torch.uint8, device="cuda")
     for buffer in (workspace, None):
-        gemm.execute(**of.arguments(), workspace_tensor=buffer)
+        run = functools.partial(gemm.execute, **of.arguments(), workspace_tensor=buffer)
+        run()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            gemm.execute(**of.arguments(), workspace_tensor=buffer)
+        graph = captured(run)
         for _ in range(3):
             fresh = problem(name, 256, 256, 512, 2, **given)
             of.a.values, of.b.values = fresh.a.values, fresh.b.values

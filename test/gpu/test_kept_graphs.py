@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cudnn.fused.call import Repeated, lanes
+from gpu.common import captured
 from support.gemm_families import Case, case
 from support.gemms import E4M3, E8M0
 from support.threads import together
@@ -82,9 +83,7 @@ def test_streams_threads_and_captures(made: tuple[Any, Any]) -> None:
                 assert torch.equal(launch(gemm, mine), expected)
 
     together(work, 4)
-    graph, result = torch.cuda.CUDAGraph(), one.tensors[one.family.result]
-    with torch.cuda.graph(graph):
-        gemm.execute(**one.arguments())
+    graph, result = captured(lambda: gemm.execute(**one.arguments())), one.tensors[one.family.result]
     result.zero_()
     graph.replay()
     assert torch.equal(result, want)

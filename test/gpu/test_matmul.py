@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cudnn
-from gpu.common import gpu_graph
+from gpu.common import captured, gpu_graph, workspace
 from support.graphs import HALF, MODES, like
 
 
@@ -20,16 +20,14 @@ def at(offset: int, *dims: int) -> torch.Tensor:
 
 def replayed(graph: cudnn.pygraph, data: dict[cudnn.tensor, torch.Tensor], result: torch.Tensor) -> torch.Tensor:
     """The result of a captured call, replayed with other data in the same places; ``data`` has the result too."""
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
-    graph.execute(data, workspace)
+    space = workspace(graph)
+    graph.execute(data, space)
     torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        graph.execute(data, workspace)
+    again = captured(lambda: graph.execute(data, space))
     for tensor in data.values():
         tensor.random_(-4, 5)
     result.fill_(float("nan"))
-    captured.replay()
+    again.replay()
     torch.cuda.synchronize()
     return result
 
@@ -60,8 +58,7 @@ def test_an_operand_that_is_widened(k: int) -> None:
     torch.testing.assert_close(result, (a.double() @ b.double()).half())
     restored = cudnn.pygraph()
     restored.deserialize(graph.serialize())
-    workspace = torch.empty(max(1, restored.get_workspace_size()), dtype=torch.uint8, device="cuda")
     uids = [tensor.get_uid() for tensor in (first, second, c)]
     result.fill_(float("nan"))
-    restored.execute(dict(zip(uids, (a, b, result), strict=True)), workspace)
+    restored.execute(dict(zip(uids, (a, b, result), strict=True)), workspace(restored))
     torch.testing.assert_close(result, (a.double() @ b.double()).half())

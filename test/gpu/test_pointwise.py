@@ -9,7 +9,7 @@ import torch
 
 import cudnn
 from cudnn.pygraph import known_faults
-from gpu.common import IO_TYPES, assert_accurate, gpu_graph
+from gpu.common import IO_TYPES, assert_accurate, gpu_graph, workspace
 from support.fuzz.chain import OPS
 from support.graphs import MODES, like, run
 
@@ -73,9 +73,8 @@ def test_rotary_embeddings_in_place(kind: torch.dtype) -> None:
     graph.build(MODES)
     before = memory.clone()
     halves = memory[..., :16], memory[..., 16:]
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
     data = {x1: halves[0], x2: halves[1], c: cos, s: sin, outs[0]: halves[0], outs[1]: halves[1]}
-    graph.execute(data, workspace)
+    graph.execute(data, workspace(graph))
 
     def rotated(dtype: torch.dtype) -> torch.Tensor:
         a, b, cosine, sine = (item.to(dtype) for item in (before[..., :16], before[..., 16:], cos, sin))
@@ -99,8 +98,7 @@ def test_logic(method: str, formula: Callable[..., torch.Tensor]) -> None:
     y = getattr(graph, method)(*inputs).set_output(True)
     graph.build(MODES)
     result = torch.full_like(data[0], 0xA5)
-    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
-    graph.execute({**dict(zip(inputs, data, strict=True)), y: result}, workspace)
+    graph.execute({**dict(zip(inputs, data, strict=True)), y: result}, workspace(graph))
     assert torch.equal(result, formula(*data))
 
 

@@ -12,6 +12,7 @@ import torch
 import cudnn
 from cudnn.sdpa import SdpaBackward, SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
 from cudnn_kernels.attention import DESCALES
+from gpu.common import captured
 from support.dense_attention import Attended, attend, band, flat
 
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
@@ -188,9 +189,7 @@ def test_capture() -> None:
     attention = SdpaForward(q, k, v, o, lse, **CAUSAL)
     attention.compile()
     attention.execute(q, k, v, o, lse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attention.execute(q, k, v, o, lse)
+    graph = captured(lambda: attention.execute(q, k, v, o, lse))
     q.copy_(drawn(300, 4, integers=False))
     graph.replay()
     expected, *_ = formula(q, k, v, True, 1 / 16)
