@@ -105,7 +105,7 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     once if few bits are staged: the gate is computed once then.
 
     Rows by number are drawn: where each cluster takes every n-th tile, some fall behind, and the rows and weights of
-    more experts are in use than the L2 cache keeps.
+    more experts are in use than the L2 cache keeps. So are rows with factors of sums, but not those of the shortest k.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns
@@ -149,7 +149,9 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     many = problem.groups > FEW or gathered
     if scale and many and problem.schedule.searches and beside(problem.n, choice["tile"][1]):
         choice |= {"cluster": (1, 2)}
-    choice = {"cluster": (2, 1), "draws": bool(problem.a.index) and not problem.schedule.splits_k, **choice}
+    by_row = problem.schedule.searches and not problem.schedule.splits_k
+    draws = by_row and bool(problem.a.index or (scale and problem.k > SHORTEST))
+    choice = {"cluster": (2, 1), "draws": draws, **choice}
     changes: dict[str, Any] = {"strip": choice.pop("strip")} if "strip" in choice else {}
     schedule = problem.schedule
     if schedule.aligned % (2 * choice["tile"][0]) and choice["cluster"] == (2, 1) and not gathered:
