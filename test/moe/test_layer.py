@@ -26,7 +26,7 @@ from cudnn import moe
 from cudnn.moe import experts as operands
 from cudnn.moe import layer as passes
 from cudnn.moe import quantizing
-from cudnn.moe.quantizing import quantized, quantized_weights
+from cudnn.moe.quantizing import quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
 
@@ -204,64 +204,6 @@ def test_forward_products_of_e4m3(where: str, many: int, monkeypatch: pytest.Mon
         assert torch.equal(lists[name], found[name]), name
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_kernel_of_e4m3(arch: str) -> None:
-    """Rows, tokens by choice and weights: the bits of the reference; with zeros, and rows that fill no block."""
-    x = torch.randn(150, 256).bfloat16()
-    x[3, 128:] = 0.0
-    offsets, _, of_choice = moe.sort(torch.randint(-1, 4, (150, 2), dtype=torch.int32), 4)
-    weights = list(torch.randn(2, 128, 256).bfloat16())
-
-    def made() -> list[torch.Tensor]:
-        by_choice = [t[: offsets[-1]] for t in quantized(x, of_choice, 300)]
-        every = [*quantized(x), *by_choice, *quantized_weights(weights, True)]
-        return [t.view(torch.uint8) if t.itemsize == 1 else t for t in every]
-
-    expected = made()
-    with cudnn.emulation(arch, races=True):
-        assert all(torch.equal(a, b) for a, b in zip(made(), expected, strict=True))
-    narrow, factors = quantized(x)
-    wide = (narrow.float().unflatten(1, (-1, 128)) * factors[..., None]).flatten(1)
-    assert float((wide - x.float()).norm() / x.float().norm()) < 0.03
-
-
-def test_weights_in_e4m3_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept between passes without gradients, in memory that CUDA graphs may read, also for another call's list."""
-    up, down = (case(hidden=128, inner=128).leaves()[name] for name in WEIGHTS)
-    captured = False
-    monkeypatch.setattr(quantizing, "_captures", lambda x: captured)
-    first = quantized_weights([up], False)
-    before = [x.float().clone() for x in first]
-    assert quantized_weights([up], False) is first
-    with torch.no_grad():
-        up.mul_(2.0)
-    captured = True
-    assert quantized_weights([up], False) is not first
-    captured = False
-    assert quantized_weights([up], False)[1] is first[1]
-    assert torch.equal(first[0].float(), before[0])
-    assert torch.equal(first[1], 2 * before[1])
-    up.data.mul_(2.0)  # as Megatron's optimizers do, which no version tells
-    assert torch.equal(quantized_weights([up], True)[1], 4 * before[1])
-    up.data.mul_(2.0)
-    assert torch.equal(quantized_weights([up], False)[1], 8 * before[1])
-    captured = True
-    assert quantized_weights([up], False)[1] is first[1]
-    quantized_weights([up], True)  # replays of this train
-    captured = False
-    for factor in (8, 16):
-        assert torch.equal(quantized_weights([up], False)[1], factor * before[1])
-        up.data.mul_(2.0)
-    captured = True
-    quantized_weights([down], False)  # written by replays only
-    captured = False
-    assert quantized_weights([down], False) is quantized_weights([down], False)
-    with torch.inference_mode():
-        fixed = down.clone()
-        assert quantized_weights([fixed], False) is not quantized_weights([fixed], False)
-
-
 def test_every_pass_says_that_its_stream_uses_the_copies_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that trains writes those that an earlier pass keeps, in the default stream's memory."""
     used: list[Any] = []
@@ -298,20 +240,6 @@ def test_copies_in_e4m3_are_made_anew_after_all_streams_have_read_them(monkeypat
     current(4)
     kept.written()
     assert waits[2:] == [(4, 2)]
-
-
-@pytest.mark.gpu
-def test_weights_in_e4m3_on_other_streams() -> None:
-    """Those that one stream makes, late, are waited for by another one."""
-    up = case(hidden=128, inner=128).leaves()["up"].cuda().detach()
-    expected = quantized_weights([up.clone()], False)[1].clone()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
-    quantized_weights([up], False)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        found = quantized_weights([up], False)[1].clone()
-    torch.cuda.synchronize()
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("lists", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
 _kept: Any = WeakTensorKeyDictionary()
 _replayed: Any = WeakTensorKeyDictionary()  # weights that a CUDA graph trains
+_LOCK = threading.RLock()  # of both, and of what is noted of kept weights
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -124,6 +126,11 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     training pass was since; not of tensors of ``torch.inference_mode``, which have no versions, nor in a capture, which
     makes none.
     """
+    with _LOCK:
+        return _quantized_weights(weights, trains)
+
+
+def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     first, captures = weights[0], _captures(weights[0])
     addresses, kept = tuple(w.data_ptr() for w in weights), _kept.get(first)
     if kept is not None and kept.addresses != addresses:
