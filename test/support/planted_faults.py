@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "partial sum of the fp8 promotion", f"{KERNELS}/sm90/gemm.py",
-        "k % together == together - 1 or k == k_tiles - 1", "k % together == together - 1",
+        "k % self.together == self.together - 1 or k == k_tiles - 1", "k % self.together == self.together - 1",
         _test("kernels/test_gemm.py", "test_types_and_majors and sm_90a"),
     ),
     # epilogues
