@@ -30,7 +30,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     SumColumn,
 )
 from cudnn_kernels.formats import bits  # noqa: E402
-from cudnn_kernels.problem import GemmProblem, Operand  # noqa: E402
+from cudnn_kernels.problem import BlockScale, GemmProblem, Operand  # noqa: E402
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows  # noqa: E402
 from cudnn_kernels.schedule.tiles import share, tiles_of  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
@@ -333,10 +333,19 @@ def test_what_experts_products_get(n: int, k: int, index: str, splits: bool, exp
     assert c.draws == (bool(index) and not splits)
 
 
-def test_a_warpgroup_without_rows_multiplies_nothing() -> None:
-    """Of three tiles' halves, 64 rows each, one belongs to no row of its expert; two tiles of columns, and of k."""
-    launch = check_rows(HOPPER, PLAIN[0], [1, 129])
-    assert launch.operations["wgmma multiply-adds"] == 3 * 64 * (2 * 128) * (2 * 64)
+@pytest.mark.parametrize("types", [PLAIN[0], SUMS[0]])
+def test_a_warpgroup_without_rows_multiplies_nothing(types: Types) -> None:
+    """Of three tiles' halves, 64 rows each, one belongs to no row of its expert; two tiles of columns, 128 of k."""
+    launch = check_rows(HOPPER, types, [1, 129])
+    assert launch.operations["wgmma multiply-adds"] == 3 * 64 * (2 * 128) * 128
+
+
+@pytest.mark.parametrize("k", [256, 384])
+def test_rows_with_factors_are_drawn_unless_k_is_short(k: int) -> None:
+    factor = BlockScale("float32", 128)
+    operands = Operand(E4M3, scale=factor), Operand(E4M3, scale=replace(factor, rows=128))
+    problem = GemmProblem(*operands, (StoreTile("d", "bfloat16"),), GroupedRows(), 2048, k, groups=8)
+    assert heuristics.configure_gemm(problem).draws == (k > 256)
 
 
 SIDEWAYS = {"cluster": (2, 1), "schedule": GroupedRows(sideways=True)}
