@@ -57,6 +57,10 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
         HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows()),
         (928, 64, 192)
     ),
+    "rows with factors": (
+        HOPPER, gemm.configuration(STORE, E4M3, scale="float32", vector=128, tile=(128, 64, 128), part=32,
+                                   schedule=GroupedRows()), (928, 256, 384)
+    ),
     "last rows sideways": (
         HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, part=32,
                                    schedule=GroupedRows(sideways=True)), (928, 192, 192)
@@ -116,6 +120,7 @@ END = "the cluster's last barrier waits for what the producers' tails and the fr
 TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
 SHUFFLES = "the shuffles that add up the lanes' tiles wait for all lanes, too"
 IDLE = "a warpgroup without rows reads nothing of what it waits for"
+READ = "sums were only read since the products before, and what is looked for is writes"
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "plain": {WAIT: (3, TAIL)},
@@ -130,6 +135,9 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
+EQUIVALENT["rows with factors"] = {
+    WAIT: (1, IDLE), "bar.warp.sync": (4, f"{SHUFFLES}; {LANES}"), "wgmma.fence.sync.aligned": (1, READ)
+}  # fmt: skip
 EQUIVALENT["drawn"] = {"bar.warp.sync": (2, LANES), **CLUSTER}
 
 
