@@ -183,7 +183,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What a thread does for a tile, besides the products, with every branch of it taken once: an upper bound.
+    """What a thread does for a tile, besides the loop over k, with every branch of it taken once: an upper bound.
 
     ``special``: results of the special function units. ``shared``: bytes to and from shared memory. ``tensor``: 32-bit
     reads of tensor memory.
@@ -218,21 +218,23 @@ def facts(text: str) -> Facts:
     """What the text of a GEMM kernel says.
 
     Raises:
-        ValueError: not one kind of product, in one loop.
+        ValueError: not one kind of product, in one loop; those of a tile's first k tile may come before it.
     """
     program = Program(text)
     code = program.instructions
     products = [n for n, i in enumerate(code) if MMA.match(i.opcode)]
     kinds = sorted({code[n].opcode for n in products})
-    around = program.loops_around(products)
-    if len(kinds) != 1 or len(around) < 2:
+    around = program.loops_around(products[-1:])
+    if len(kinds) != 1 or len(around) < 2 or not around[1].issuperset(products):
         allowed = "one kind, in a loop over k in one over tiles"
         raise refused(ValueError, "facts", "products", f"{kinds} in {len(around)} loops", allowed)
     over_k, over_tiles = around[:2]
     reads = program.places("LDTM")
     own = program.loops_around(reads)[0] if reads else over_tiles - over_k
     body = [code[n] for n in own]
-    run, waits = _runs(program, products)
+    repeated = [n for n in products if n in over_k]
+    before = len(over_k) if len(repeated) < len(products) else 0  # a tile's first k tile, as long as the others
+    run, waits = _runs(program, repeated)
     return Facts(
         mma=kinds[0],
         run=run,
@@ -242,7 +244,7 @@ def facts(text: str) -> Facts:
         local=sum(i.name in ("LDL", "STL") for i in code),
         registers=max(i.registers for i in code),
         epilogue=Epilogue(
-            instructions=len(body),
+            instructions=len(body) - before,
             special=sum(i.name == "MUFU" for i in body),
             shared=sum(i.bytes for i in body if i.name in ("LDS", "STS", "LDSM", "STSM")),
             tensor=sum(i.columns for i in body if i.name == "LDTM"),
