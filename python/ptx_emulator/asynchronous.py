@@ -151,7 +151,7 @@ class AsyncCopies:
                 if machine.race.on:
                     component = self.component("cp.async", "write", lane)
                     known = machine.race.empty()
-                    known[:, component] = self.epoch("cp.async", lane)
+                    known[0, component] = self.epoch("cp.async", lane)  # a write of the generic proxy
                 sync.agent_arrive(place, site, known, None)
 
         machine.queues.issue(None, finish)

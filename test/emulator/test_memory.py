@@ -96,6 +96,21 @@ def test_bulk_reduction(schedule: dict[str, Any]) -> None:
     assert out.tolist() == [10, 11, 12, 13]
 
 
+def test_what_threads_copy_is_of_the_generic_proxy(schedule: dict[str, Any]) -> None:
+    """An mbarrier hands it over to other threads, but the copy engine sees it after a proxy fence only."""
+    source, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
+    code = f"""{PLACE} @%p1 mbarrier.init.shared.b64 [%r3], 32; bar.sync 0; mad.lo.s32 %r4, %r99, 16, %r1;
+      mul.wide.u32 %rd1, %r99, 16; add.s64 %rd1, %rd1, %rd90; cp.async.cg.shared.global [%r4], [%rd1], 16;
+      cp.async.mbarrier.arrive.noinc.shared.b64 [%r3]; {WAIT} FENCE @!%p1 bra E;
+      cp.async.bulk.global.shared::cta.bulk_group [%rd91], [%r1], 512;
+      cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;
+    E:"""
+    run(code.replace("FENCE", "fence.proxy.async.shared::cta;"), source, out, block=32, shared=SHARED, **schedule)
+    assert out.tolist() == source.tolist()
+    with pytest.raises(ptx_emulator.RaceError, match="read by bulk"):
+        run(code.replace("FENCE", ""), source, out, block=32, shared=SHARED, **schedule)
+
+
 def test_cp_async_groups_and_zero_fill(schedule: dict[str, Any]) -> None:
     source, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
     code = f"""{PLACE} shl.b32 %r4, %r99, 4; add.s32 %r4, %r4, %r1; mul.wide.u32 %rd1, %r99, 16;
