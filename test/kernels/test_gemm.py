@@ -319,15 +319,19 @@ def test_experts_backward_has_no_cluster_of_rows(n: int, cluster: tuple[int, int
         (1152, 1024, "", False, ((128, 128, 64), (2, 1), 8)),
         (512, 4096, "a", False, ((128, 256, 64), (1, 2), 2)),
         (640, 4096, "a", False, ((128, 256, 64), (1, 1), 8)),
-        (4096, 8 * 2048, "a", True, ((128, 256, 64), (1, 1), 8)),
+        (4096, 8 * 2048, "a", True, ((128, 256, 64), (2, 1), 8)),
+        (4096, 8 * 2048, "b", True, ((256, 128, 64), (1, 2), 8)),
+        (640, 8 * 2048, "b", True, ((256, 128, 64), (1, 1), 8)),
+        (4096, 8 * 2048, "ab", True, ((256, 128, 64), (1, 1), 8)),
         (4096, 8 * 2048, "", True, ((256, 128, 64), (1, 2), 8)),
         (4096, 8 * 512, "", True, ((128, 192, 64), (2, 1), 8)),
     ],
 )
 def test_what_experts_products_get(n: int, k: int, index: str, splits: bool, expected: tuple[Any, ...]) -> None:
-    a = Operand("bfloat16", "mn" if splits else "k", index="a_index" if index else "")
+    a = Operand("bfloat16", "mn" if splits else "k", index="a_index" if "a" in index else "")
+    b = Operand("bfloat16", "mn", index="b_index" if "b" in index else "")
     schedule = GroupedK() if splits else GroupedRows()
-    problem = GemmProblem(a, Operand("bfloat16", "mn"), (StoreTile("d", "bfloat16"),), schedule, n, k, groups=8)
+    problem = GemmProblem(a, b, (StoreTile("d", "bfloat16"),), schedule, n, k, groups=8)
     c = heuristics.configure_gemm(problem)
     assert (c.tile, c.cluster, c.schedule.strip) == expected
     assert c.draws == (bool(index) and not splits)
@@ -574,6 +578,12 @@ def test_k_of_operands_by_number(grouped: Any, index: str, ends: list[int]) -> N
     arch, types, choice = grouped
     wide = {"tile": (256, 128)} if "b" in index and "tile" in choice else {}  # for two CTAs, 128 bytes each
     check_k(arch, types, ends, major="mn", index=index, **{**choice, **wide})
+
+
+@pytest.mark.parametrize(("index", "cluster", "tile"), [("a", (2, 1), (128, 64)), ("b", (1, 2), (256, 64))])
+def test_ctas_that_copy_lines_share_the_other_operand(index: str, cluster: Any, tile: Any) -> None:
+    """Which the copy engine sends to both."""
+    check_k(HOPPER, PLAIN[0], [0, 1, 70, 70, 203, 300], major="mn", index=index, cluster=cluster, tile=tile)
 
 
 STORES = [

@@ -81,6 +81,10 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
         HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows(), index="a"),
         (928, 64, 192)
     ),
+    "k by number": (
+        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(2, 1), part=32, majors="mn",
+                                   schedule=GroupedK(), index="a"), (512, 64, 928)
+    ),
     "drawn": (
         HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(),
                                    index="a", draws=True), (928, 128, 704)
@@ -121,6 +125,7 @@ TWICE = "the barriers are initialised in groups, a fence each: the last one cove
 SHUFFLES = "the shuffles that add up the lanes' tiles wait for all lanes, too"
 IDLE = "a warpgroup without rows reads nothing of what it waits for"
 READ = "sums were only read since the products before, and what is looked for is writes"
+DONE = "warpgroups have waited for all copies when the warps that copy end"
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "plain": {WAIT: (3, TAIL)},
@@ -137,6 +142,10 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
 EQUIVALENT["rows with factors"] = {
     WAIT: (1, IDLE), "bar.warp.sync": (4, f"{SHUFFLES}; {LANES}"), "wgmma.fence.sync.aligned": (1, READ)
+}  # fmt: skip
+EQUIVALENT["k by number"] = {
+    "bar.warp.sync": (2, f"{LANES}; {DONE}"), "cp.async.wait_group": (1, DONE),
+    "fence.proxy.async.shared::cta": (1, DONE),
 }  # fmt: skip
 EQUIVALENT["drawn"] = {"bar.warp.sync": (2, LANES), **CLUSTER}
 

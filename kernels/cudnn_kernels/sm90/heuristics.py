@@ -61,12 +61,16 @@ def for_experts(problem: GemmProblem, needs: Needs) -> dict[str, Any]:
     it is short, each has a tile: one tile's epilogue is hidden behind the other's products. Two CTAs share A rather
     than B then, so that a cluster has 128 rows, not 256, of which an expert's last ones may be few: 128 x 128 is 3 to 8
     per cent faster than 128 x 192 with a shared B, but for a gate and one tensor, and weights' gradients. Lines by
-    number arrive too slowly for two tiles; two CTAs share rows that the copy engine gathers, 30 per cent faster.
+    number arrive too slowly for two tiles; two CTAs share rows that the copy engine gathers, 30 per cent faster. Those
+    of k are copied by threads, each CTA's by its own; two CTAs share the other operand, 2 per cent faster.
     """
     splits, one = problem.schedule.splits_k, len(needs.staged) == 1
     depth = problem.k // (problem.groups if splits else 1)
-    if splits and (problem.a.index or problem.b.index):
-        return {"tile": (256, 128) if problem.b.index else (128, 256), "part": 64, "cluster": (1, 1)}
+    if splits and problem.b.index:
+        shares = not problem.a.index and beside(problem.n, 128)
+        return {"tile": (256, 128), "part": 64, "cluster": (1, 2) if shares else (1, 1)}
+    if splits and problem.a.index:
+        return {"tile": (128, 256), "part": 64, "cluster": (2, 1)}
     if problem.a.index:
         shared = {"cluster": (1, 2), "strip": strip(problem)} if beside(problem.n, 256) else {"cluster": (1, 1)}
         return {"tile": (128, 256), "part": 64, **shared}
@@ -99,10 +103,11 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
     each warpgroup if what it stages leaves room for the operands, else one for both. For experts, the CTAs of a cluster
-    share A then: with 256 rows in a cluster, a warpgroup may have none, which took 1.6 to 1.9 times as long. So do
-    those of many experts' products with factors of sums, 4 per cent faster. The CTAs of a cluster fetch equal shares of
-    B's halves, which tiles of 192 columns have not. A quantiser of 128 columns behind a gate takes 256, experts' at
-    once if few bits are staged: the gate is computed once then.
+    share A then: with 256 rows in a cluster a warpgroup may have none, and with a branch around its products ``ptxas``
+    has each wait for the one before, which took 1.6 to 1.9 times as long. So do those of many experts' products with
+    factors of sums, 4 per cent faster. The CTAs of a cluster fetch equal shares of B's halves, which tiles of 192
+    columns have not. A quantiser of 128 columns behind a gate takes 256, experts' at once if few bits are staged: the
+    gate is computed once then.
 
     Rows by number are drawn: where each cluster takes every n-th tile, some fall behind, and the rows and weights of
     more experts are in use than the L2 cache keeps. So are rows with factors of sums, but not those of the shortest k.

@@ -21,6 +21,7 @@ GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
 WIDE = (torch.float32, torch.float64)  # types that only the reference takes
 COPIED = 896  # rows of an expert's up from which on, on Hopper, tokens are copied in the experts' order for gradients
+COPIED_UP = 2048  # the same for that of up, beside whose product the rows of another gradient are summed then
 MANY = 1024  # and with fewer rows an expert, on average, for every product
 NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 

@@ -13,6 +13,7 @@ from cudnn.lazy import torch
 from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
 from cudnn.moe.experts import (
     COPIED,
+    COPIED_UP,
     GATED,
     WIDE,
     Experts,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BESIDE = 2**26  # elements of the rows of tokens' gradients from which on they are summed beside a product
-MARGIN = 6  # clusters that it leaves to them
+MARGIN = 3  # clusters of two CTAs that it leaves to them
 
 
 class Needs(NamedTuple):
@@ -155,7 +156,7 @@ def _of_x_and_up(
     def of_up(margin: int = 0) -> Tensor | None:
         if not needs.up:
             return None
-        of_x, index = rows.read(x, wide >= COPIED)
+        of_x, index = rows.read(x, wide >= COPIED_UP)
         tensors = {"offsets": rows.offsets, "a": transposed(by_hidden), "b": transposed(of_x), "b_index": index}
         return _of_weights(kind, "up", tensors, up, sums, margin)
 
@@ -168,7 +169,7 @@ def _of_x_and_up(
     kind.run("x", "grouped_gemm", tensors, options)
     if not summed:
         return made, of_up()
-    if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide >= COPIED)):
+    if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide >= COPIED_UP)):
         by_x = sum_rows(made, rows.of_choice)
         del made, tensors  # before rows of x are copied
         return by_x, of_up()
