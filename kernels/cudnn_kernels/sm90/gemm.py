@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -69,6 +69,7 @@ class Gemm(Mainloop):
         self.operands = [TileOperand(c, side, clips, alike=side) for side in range(2)]
         self.sideways = [TileOperand(c, side, clips, alike=1 - side) for side in range(2) if c.schedule.sideways]
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
+        self.lacks_rows = self.tiles.clips_rows and self.tiles.rows > self.group_rows  # whether a warpgroup may
         self.promotes = promotes(c)
         self.together = c.a.scale.vector // self.tile_k if c.scales_sums else 1  # k tiles whose sum is promoted
         self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
@@ -250,14 +251,10 @@ class Gemm(Mainloop):
             if const_expr(c.pingpong):
                 cursor = self.feed.next(cursor)  # the other warpgroup's
                 self.take_turn(group)
-            if const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
-                if cute.arch.make_warp_uniform(tile.row) < work.end:
-                    self.products(mma, acc, tCrA, tCrB, position, k_tiles, share, thread, group, cursor)
-                else:
-                    self.pass_over(position, k_tiles)
-                    self.give_turn(group, cursor)
-            else:
-                self.products(mma, acc, tCrA, tCrB, position, k_tiles, share, thread, group, cursor)
+            has_rows = cutlass.Boolean(True)
+            if const_expr(self.lacks_rows):
+                has_rows = cute.arch.make_warp_uniform(tile.row) < work.end
+            self.products(mma, acc, tCrA, tCrB, position, k_tiles, share, thread, group, cursor, has_rows)
             position += k_tiles
             if const_expr(c.pingpong):
                 if self.feed.more(cursor):
@@ -267,18 +264,27 @@ class Gemm(Mainloop):
             cursor = self.feed.next(cursor)
         self.epilogue.drain(thread)
 
+    @cute.jit
     def products(
         self, mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, position: Int32,
-        k_tiles: Int32, share: Any, thread: Int32, group: Int32, cursor: Any,
+        k_tiles: Int32, share: Any, thread: Int32, group: Int32, cursor: Any, has_rows: cutlass.Boolean,
     ) -> None:  # fmt: skip
-        """The products of a tile, and the turn of the other warpgroup."""
-        if self.promotes:
-            self.promote(acc, position, k_tiles, share, thread)
+        """The products of a tile, if the warpgroup has rows of it, and the turn of the other warpgroup."""
+        if const_expr(self.promotes):
+            if has_rows:
+                self.promote(acc, position, k_tiles, share, thread)
+            else:
+                self.pass_over(position, k_tiles)
             self.give_turn(group, cursor)
         else:
-            self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
+            count = k_tiles  # without a branch, in which ptxas would make each product wait for the one before
+            if const_expr(self.lacks_rows):
+                count = Int32(select_(has_rows, k_tiles, 0))
+            self.multiply(mma, acc, tCrA, tCrB, position, count)
             self.give_turn(group, cursor)
-            self.settle(position, k_tiles)
+            self.settle(position, count)
+            if const_expr(self.lacks_rows):
+                self.pass_over(position + count, k_tiles - count)
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
@@ -326,7 +332,7 @@ class Gemm(Mainloop):
     def settle(self, position: Int32, k_tiles: Int32) -> None:
         """Waits for the products of a tile's last k tile, and releases its operands."""
         warpgroup.wait_group(0)
-        if const_expr(self.tiles.clips_k):
+        if const_expr(self.tiles.clips_k or self.lacks_rows):
             if k_tiles > 0:
                 release(self.cluster, self.ring.empty + (position + k_tiles - 1) % self.ring.stages)
         else:
