@@ -281,10 +281,10 @@ class Gemm(Mainloop):
             if const_expr(self.lacks_rows):
                 count = Int32(select_(has_rows, k_tiles, 0))
             self.multiply(mma, acc, tCrA, tCrB, position, count)
-            self.give_turn(group, cursor)
-            self.settle(position, count)
             if const_expr(self.lacks_rows):
                 self.pass_over(position + count, k_tiles - count)
+            self.give_turn(group, cursor)
+            self.settle(position, count)
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
