@@ -222,10 +222,10 @@ ENDS = {
 }
 
 
-def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False, **choice: Any) -> Any:
+def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False, k: int = 96, **choice: Any) -> Any:
     """Rows of no expert stay as they were."""
     c = configured(arch, types, **{"tile": (128, 128), "schedule": GroupedRows(), **choice})
-    m, n, k = ends[-1] + 56, 136 if len(ends) < 9 else 72, 96  # of many experts one tile of columns
+    m, n = ends[-1] + 56, 136 if len(ends) < 9 else 72  # of many experts one tile of columns
     made = gemm.operands(c, m, n, k, 1, len(ends))
     if c.a.index:
         made[c.a.index][ends[-1] :] = 1 << 30  # not looked at
@@ -342,6 +342,14 @@ def test_a_warpgroup_without_rows_multiplies_nothing(types: Types) -> None:
     """Of three tiles' halves, 64 rows each, one belongs to no row of its expert; two tiles of columns, 128 of k."""
     launch = check_rows(HOPPER, types, [1, 129])
     assert launch.operations["wgmma multiply-adds"] == 3 * 64 * (2 * 128) * 128
+
+
+@pytest.mark.parametrize("cluster", [(2, 1), pytest.param((2, 2), marks=pytest.mark.full)])
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_other_warpgroup_waits_for_k_tiles_that_are_passed_over(cluster: tuple[int, int], draws: bool) -> None:
+    """More k tiles than there are buffers: else it would take one that has not come for the one before."""
+    tile = {"tile": (64, 64), "cluster": cluster, "pingpong": True, "draws": draws}
+    check_rows(HOPPER, PLAIN[0], [0, 3, 70, 200], k=1160, **tile)
 
 
 @pytest.mark.parametrize("k", [256, 384])

@@ -8,10 +8,15 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cudnn.bench import model, sass
+from cudnn_kernels.epilogue import Amax, Gated, SquaredRelu, StoreTile
+from cudnn_kernels.problem import GemmProblem, Operand
+from cudnn_kernels.schedule import GroupedRows
+from cudnn_kernels.sm90 import heuristics
 from support import sass as table
 from support.selection import brief
 
@@ -245,3 +250,28 @@ def test_a_sample_is_still_about_what_the_table_says(name: str) -> None:
     for x in ("instructions", "special", "shared", "tensor"):  # what the model counts with
         assert getattr(found.facts.epilogue, x) == pytest.approx(getattr(known.facts.epilogue, x), rel=0.1, abs=8), x
     assert found.facts.loop == pytest.approx(known.facts.loop, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("index", "epilogue", "n"),
+    brief(
+        itertools.product(
+            ("", "a_index"),
+            (
+                (Amax(), StoreTile("d", "bfloat16")),
+                (Gated(), Amax(), StoreTile("d", "float32")),
+                (StoreTile("c", "bfloat16"), SquaredRelu(), Amax(), StoreTile("d", "float32")),
+            ),
+            (384, 1024),
+        ),
+        0, 3, 8,
+    ),
+)  # fmt: skip
+def test_products_of_experts_are_issued_together(index: str, epilogue: tuple[Any, ...], n: int) -> None:
+    """On Hopper, all of a k tile's, though a warpgroup may have no rows of an expert's last tile."""
+    operands = Operand("bfloat16", index=index), Operand("bfloat16")
+    c = heuristics.configure(GemmProblem(*operands, epilogue, GroupedRows(), n, 4096, groups=8))
+    c = replace(c, draws=False)  # else there are two kernels
+    height = c.tile[0] if c.pingpong else c.tile[0] // 2
+    assert c.tile[0] * c.cluster[0] > height
+    assert model.examine("sm_90a", c).facts.run == 4 * (height // 64)

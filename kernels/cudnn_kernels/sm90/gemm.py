@@ -277,8 +277,8 @@ class Gemm(Mainloop):
                 self.pass_over(position, k_tiles)
             self.give_turn(group, cursor)
         else:
-            count = k_tiles  # without a branch, in which ptxas would make each product wait for the one before
-            if const_expr(self.lacks_rows):
+            count = k_tiles
+            if const_expr(self.lacks_rows):  # with a branch, ptxas had each product wait for the one before
                 count = Int32(select_(has_rows, k_tiles, 0))
             self.multiply(mma, acc, tCrA, tCrB, position, count)
             if const_expr(self.lacks_rows):
