@@ -103,11 +103,10 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
     each warpgroup if what it stages leaves room for the operands, else one for both. For experts, the CTAs of a cluster
-    share A then: with 256 rows in a cluster a warpgroup may have none, and with a branch around its products ``ptxas``
-    has each wait for the one before, which took 1.6 to 1.9 times as long. So do those of many experts' products with
-    factors of sums, 4 per cent faster. The CTAs of a cluster fetch equal shares of B's halves, which tiles of 192
-    columns have not. A quantiser of 128 columns behind a gate takes 256, experts' at once if few bits are staged: the
-    gate is computed once then.
+    share A then, so that fewer of an expert's last rows are wasted. So do those of many experts' products with factors
+    of sums, 4 per cent faster. The CTAs of a cluster fetch equal shares of B's halves, which tiles of 192 columns have
+    not. A quantiser of 128 columns behind a gate takes 256, experts' at once if few bits are staged: the gate is
+    computed once then.
 
     Rows by number are drawn: where each cluster takes every n-th tile, some fall behind, and the rows and weights of
     more experts are in use than the L2 cache keeps. So are rows with factors of sums, but not those of the shortest k.
