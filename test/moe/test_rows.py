@@ -14,6 +14,7 @@ import cudnn
 from cudnn.moe import experts as operands
 from cudnn.moe import layer as passes
 from cudnn.moe.experts import Rows
+from cudnn.nn import moe as modules
 from cudnn.ops import moe_mlp
 
 
@@ -150,3 +151,27 @@ def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(operands, "_TABLES", tables)
     weight = torch.ones(2)
     assert int(operands.pointers([weight])) == weight.data_ptr()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_logits_are_kept_for_gradients_alone(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    """Where the experts begin, the router's logits are gone unless a backward pass needs them."""
+    layer, x = cudnn.nn.MoE(32, 32, 4, 2).bfloat16(), torch.randn(20, 32).bfloat16()
+    made: list[StorageWeakRef] = []
+    alive: list[bool] = []
+    routed, forward = modules.routed, passes.forward
+
+    def routes(logits: torch.Tensor, *rest: Any) -> Any:
+        made.append(StorageWeakRef(logits.untyped_storage()))
+        return routed(logits, *rest)
+
+    def computes(*given: Any) -> Any:
+        alive.append(not made[0].expired())
+        return forward(*given)
+
+    monkeypatch.setattr(modules, "routed", routes)
+    monkeypatch.setattr(passes, "forward", computes)
+    with torch.set_grad_enabled(grad):
+        y = layer(x)
+    assert y.requires_grad == grad
+    assert alive == [grad]

@@ -314,13 +314,15 @@ class MoE(torch.nn.Module):
         weights, indices, *sorted_ = routed(
             logits, self.correction, rule_of(self.top_k, *self._rule), self._scaling_factor
         )
+        kept = tokens, logits if keeps else logits.new_empty(0)
+        del logits  # without gradients their memory is free for the experts
         if shared is not None:
             indices, weights = self._with_shared(indices), torch.cat([weights, shared], 1)
             sorted_ = sort(indices, len(self.up))
         e, rows = self._experts(parameters), Rows(*sorted_)
         kind = checked(tokens, weights, indices, e, self._sums())
         y, hidden = passes.forward(kind, tokens, weights, rows, e, keeps)
-        return y, _Kept(tokens, logits, hidden, indices, weights, *sorted_), kind
+        return y, _Kept(*kept, hidden, indices, weights, *sorted_), kind
 
     def _by_logits(self, by_weights: Tensor, kept: _Kept) -> Tensor:
         """The gradient of the logits, from that of the chosen experts' weights."""
