@@ -344,12 +344,10 @@ def test_a_warpgroup_without_rows_multiplies_nothing(types: Types) -> None:
     assert launch.operations["wgmma multiply-adds"] == 3 * 64 * (2 * 128) * 128
 
 
-@pytest.mark.parametrize("cluster", [(2, 1), pytest.param((2, 2), marks=pytest.mark.full)])
 @pytest.mark.parametrize("draws", [False, True])
-def test_the_other_warpgroup_waits_for_k_tiles_that_are_passed_over(cluster: tuple[int, int], draws: bool) -> None:
+def test_the_other_warpgroup_waits_for_k_tiles_that_are_passed_over(draws: bool) -> None:
     """More k tiles than there are buffers: else it would take one that has not come for the one before."""
-    tile = {"tile": (64, 64), "cluster": cluster, "pingpong": True, "draws": draws}
-    check_rows(HOPPER, PLAIN[0], [0, 3, 70, 200], k=1160, **tile)
+    check_rows(HOPPER, PLAIN[0], [0, 3, 70, 200], k=1160, tile=(64, 64), cluster=(2, 1), pingpong=True, draws=draws)
 
 
 @pytest.mark.parametrize("k", [256, 384])
