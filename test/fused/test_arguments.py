@@ -120,7 +120,9 @@ def spoiled(tensor: torch.Tensor, written: bool) -> Iterator[tuple[str, Any]]:
             yield str(dtype), torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
     yield "meta", tensor.to("meta")
     yield "no dimension", torch.empty((), dtype=tensor.dtype)
-    yield "one dimension", torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    # Every bit is set: -1, which no offset is. With one expert more, offsets of this shape would be taken.
+    size = (tensor.numel() + 1) * tensor.itemsize
+    yield "one dimension", torch.full((size,), 255, dtype=torch.uint8).view(tensor.dtype)
     if written and tensor.numel() > 1:
         dim = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
         yield "one element for all", tensor.narrow(dim, 0, 1).expand(tensor.shape)
