@@ -6,11 +6,11 @@ FOLDER has SonicMoE, its benchmark, and the CuTe DSL that it needs, as `cudnn be
 tokens,hidden,intermediate,experts,top_k, with `,zipf` for experts by Zipf's law; without, the three of `cudnn bench
 moe`. SECONDS, 150, are those of the turns: SonicMoE compiles for more than a minute before.
 
-Both have the same tokens and router, and weights from one distribution. SonicMoE's benchmark runs first; its passes are
-kept, and so stay what it measures. When nothing else runs, its tuners forget what they chose, and choose again. A pass
-has turns of 0.2 s, of which the last 60 per cent of the calls count, by CUDA events; of the two, chance says which is
-first. A ratio is SonicMoE's time over ours, the median over the turns, with the interval in which the median of 95 per
-cent of random draws with repetition lies.
+Both have the same tokens, router and rule, a softmax of the chosen experts' logits, and weights from one distribution.
+SonicMoE's benchmark runs first; its passes are kept, and so stay what it measures. When nothing else runs, its tuners
+forget what they chose, and choose again. A pass has turns of 0.2 s, of which the last 60 per cent of the calls count,
+by CUDA events; of the two, chance says which is first. A ratio is SonicMoE's time over ours, the median over the turns,
+with the interval in which the median of 95 per cent of random draws with repetition lies.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def ours(shape: str) -> tuple[Passes, float]:
     import cudnn
 
     tokens, *layer_sizes = sizes(shape)
-    layer = cudnn.nn.MoE(*layer_sizes, device="cuda")
+    layer = cudnn.nn.MoE(*layer_sizes, renormalize=True, device="cuda")
     x = torch.empty(tokens, layer_sizes[0], device="cuda", dtype=torch.bfloat16).requires_grad_()
     busiest = fill(shape, x, layer.router.weight, [layer.up, layer.down])
     gradient = torch.randn_like(x)

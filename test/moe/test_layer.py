@@ -29,6 +29,7 @@ from cudnn.moe import quantizing
 from cudnn.moe.quantizing import quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
+from support.selection import WHERE, in_turn, within
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPSILON = {BF16: 2.0**-8, F16: 2.0**-11, F64: 2.0**-40}
@@ -531,6 +532,34 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     del layer.router.forward
     layer.router.bias = torch.nn.Parameter(torch.tensor([0.0, 0.0, 9.0, 0.0]).bfloat16())
     assert torch.equal(layer(x), layer(x, layer.route(x)[1]))
+
+
+RULES: list[dict[str, Any]] = [
+    {"score": "sigmoid", "renormalize": True, "shared_experts": 2, "shared_gate": True},
+    {"renormalize": True, "scaling_factor": 3.0},
+    {"pre_softmax": False, "correction_bias": True, "activation": "srelu"},
+    {},
+]
+
+
+@pytest.mark.parametrize(("where", "rule"), in_turn([(rule,) for rule in RULES], 1, WHERE))
+def test_gradients_through_the_router(where: str, rule: dict[str, Any]) -> None:
+    """Beside the operators of the same layer one by one, where the router's part of tokens' gradients is large."""
+    device = "cuda" if where == "gpu" else "cpu"
+    layer = MoE(64, 32, 4, 2, **rule, device=device)
+    with torch.no_grad():
+        layer.router.weight.mul_(16)
+    x = torch.randn(50, 64, device=device).bfloat16().requires_grad_()
+    leaves, weight = [x, *layer.parameters()], torch.randn_like(x)
+    with within(where):
+        found = torch.autograd.grad(layer(x), leaves, weight)
+    _, routing = layer.route(x)
+    expected = torch.autograd.grad(layer(x, routing), leaves, weight)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
+    constant = routing._replace(weights=routing.weights.detach())
+    (by_experts,) = torch.autograd.grad(layer(x, constant), [x], weight)
+    assert (found[0] - by_experts).norm() > 0.3 * by_experts.norm()
 
 
 def test_as_many_choices_as_a_router_makes_beside_shared_experts() -> None:

@@ -195,6 +195,15 @@ def test_gradient_of_logits(where: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(gradient.cpu().double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", GRADIENTS)
+def test_what_is_kept_for_the_gradient(options: dict[str, Any]) -> None:
+    """Logits of all experts only for a softmax of all of them; else those of the chosen ones."""
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        route(torch.randn(13, 40, requires_grad=True), 6, **options)
+    assert kept == [13 * (6 if options else 40), 13 * 6]
+
+
 @pytest.mark.parametrize("where", ALONE)
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(where: str, tokens: int) -> None:

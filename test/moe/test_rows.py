@@ -153,10 +153,19 @@ def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.Monkey
     assert int(operands.pointers([weight])) == weight.data_ptr()
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_logits_are_kept_for_gradients_alone(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
-    """Where the experts begin, the router's logits are gone unless a backward pass needs them."""
-    layer, x = cudnn.nn.MoE(32, 32, 4, 2).bfloat16(), torch.randn(20, 32).bfloat16()
+@pytest.mark.parametrize(
+    ("grad", "rule", "kept"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"renormalize": True}, False),
+        (True, {"pre_softmax": False}, False),
+        (True, {"score": "sigmoid", "renormalize": True}, False),
+    ],
+)
+def test_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch, grad: bool, rule: dict[str, Any], kept: bool) -> None:
+    """Where the experts begin, those of all experts are gone, unless the backward pass of a softmax needs them."""
+    layer, x = cudnn.nn.MoE(32, 32, 4, 2, **rule).bfloat16(), torch.randn(20, 32).bfloat16()
     made: list[StorageWeakRef] = []
     alive: list[bool] = []
     routed, forward = modules.routed, passes.forward
@@ -174,4 +183,4 @@ def test_logits_are_kept_for_gradients_alone(monkeypatch: pytest.MonkeyPatch, gr
     with torch.set_grad_enabled(grad):
         y = layer(x)
     assert y.requires_grad == grad
-    assert alive == [grad]
+    assert alive == [kept]

@@ -20,6 +20,11 @@ def of_choices(name: str, top_k: int, dtype: str = "int32", at_once: bool = Fals
     return Tensor(name, dtype, ("tokens", top_k), (top_k, 1), 4 * min(4, top_k & -top_k) if at_once else 4)
 
 
+def of_each_row(name: str) -> Tensor:
+    """A float32 for each row."""
+    return Tensor(name, "float32", ("rows", 1, 1), (1, 1, 1), align=4)
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a router chooses ``top_k`` experts for a token from their logits, and weighs them.
@@ -84,6 +89,8 @@ class RouteConfiguration:
             scored.append(Tensor("logits", self.dtype, ("tokens", self.experts), (None, 1), align=size))
             scored += [Tensor("bias", "float32", (self.experts,), (1,), align=4)] if self.biased else []
             scored.append(of_choices("weights", self.top_k, "float32"))
+            if not self.rule.is_dense:
+                scored.append(Tensor("chosen", self.dtype, ("tokens", self.top_k), (self.top_k, 1), align=size))
             scored.append(Scalar("scaling_factor", "float32"))
         return (
             *scored,
@@ -98,20 +105,27 @@ class RouteConfiguration:
 
 @dataclass(frozen=True)
 class RouteGradientConfiguration:
-    """The gradient of logits from that of weights."""
+    """The gradient of logits from that of weights.
+
+    ``logits`` are those of all experts where the rule is dense, else of the chosen ones. With ``choices`` of a token,
+    shared experts' too, their rows are given the gradients of their logits, 0 for a shared expert's.
+    """
 
     experts: int
     rule: Rule
     dtype: str
+    choices: int = 0
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        size, logits = FORMATS[self.dtype].bits // 8, ("tokens", self.experts)
+        size, known = FORMATS[self.dtype].bits // 8, self.experts if self.rule.is_dense else self.rule.top_k
+        of_rows = (of_choices("row_of_choice", self.choices), of_each_row("of_rows"))
         return (
             of_choices("gradient", self.rule.top_k, "float32"),
-            Tensor("logits", self.dtype, logits, (None, 1), align=size),
+            Tensor("logits", self.dtype, ("tokens", known), (None, 1), align=size),
             of_choices("indices", self.rule.top_k),
-            Tensor("d_logits", self.dtype, logits, (None, 1), align=size),
+            Tensor("d_logits", self.dtype, ("tokens", self.experts), (self.experts, 1), align=size),
+            *(of_rows if self.choices else ()),
             Scalar("scaling_factor", "float32"),
             Stream(),
         )
@@ -181,7 +195,7 @@ class ValuesConfiguration:
         return (
             of_choices("row_of_choice", self.top_k),
             of_choices("of_choices", self.top_k, "float32"),
-            *(Tensor(x, "float32", ("rows", 1, 1), (1, 1, 1), align=4) for x in names),
+            *map(of_each_row, names),
             Stream(),
         )
 

@@ -93,10 +93,10 @@ class Route(Kernel):
         stream, counts, indices = given["stream"], given["counts"], given["indices"]
         blocks = counts.shape[0] - 1
         per_warp = cute.ceil_div(indices.shape[0], blocks * WARPS)
-        logits, bias, weights = (given.get(x) for x in ("logits", "bias", "weights"))
-        self.choose(
-            logits, bias, weights, indices, given["row_of_choice"], counts, given.get("scaling_factor"), per_warp
-        ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        scored = (given.get(x) for x in ("logits", "bias", "weights", "chosen"))
+        self.choose(*scored, indices, given["row_of_choice"], counts, given.get("scaling_factor"), per_warp).launch(
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
         self.add_up(counts, blocks).launch(
             grid=[-(-c.experts // WARP), 1, 1], block=[ADDING_WARPS * WARP, 1, 1], stream=stream
         )
@@ -106,7 +106,7 @@ class Route(Kernel):
 
     @cute.kernel
     def choose(
-        self, logits: Any, bias: Any, weights: Any, indices: cute.Tensor, row_of_choice: cute.Tensor,
+        self, logits: Any, bias: Any, weights: Any, chosen: Any, indices: cute.Tensor, row_of_choice: cute.Tensor,
         counts: cute.Tensor, scaling_factor: Any, per_warp: Int32,
     ) -> None:  # fmt: skip
         """``per_warp`` tokens for each warp; ``row_of_choice``: how many choices of the expert the CTA made before."""
@@ -132,10 +132,13 @@ class Route(Kernel):
                 values = [ahead[j] for j in range(self.steps)]
                 if token + 1 < end:
                     self.load(logits, token + 1, lane, ahead)
-                expert, weight = self.choose_for(logits, bias, token, lane, values, keys[None, warp], scaling_factor)
+                expert, logit, softmax = self.choose_for(logits, bias, token, lane, values, keys[None, warp])
+                weight = self.weight(logit, softmax) * scaling_factor
                 if lane < c.top_k:
                     indices[token, lane] = expert
                     weights[token, lane] = weight
+                    if const_expr(not c.rule.is_dense):
+                        chosen[token, lane] = logit.to(chosen.element_type)
                     row_of_choice[token, lane] = mine[expert]
                     mine[expert] += 1
                 cute.arch.sync_warp()
@@ -209,10 +212,9 @@ class Route(Kernel):
 
     @cute.jit
     def choose_for(
-        self, logits: cute.Tensor, bias: Any, token: Int32, lane: Int32, values: list, keys: cute.Tensor,
-        scaling_factor: Float32,
-    ) -> tuple:  # fmt: skip
-        """The lane-th expert of a token, and its weight, in the first ``top_k`` lanes."""
+        self, logits: cute.Tensor, bias: Any, token: Int32, lane: Int32, values: list, keys: cute.Tensor
+    ) -> tuple:
+        """The lane-th expert of a token, in the first ``top_k`` lanes, its logit, and the softmax of all, if needed."""
         c, rule = self.c, self.c.rule
         is_scored = const_expr(c.biased and rule.is_scored_before)
         softmax = None
@@ -240,7 +242,7 @@ class Route(Kernel):
         logit = -Float32.inf
         if lane < rule.top_k:
             logit = logits[token, expert].to(Float32)
-        return expert, self.weight(logit, softmax) * scaling_factor
+        return expert, logit, softmax
 
     @cute.jit
     def best_of_sorted(self, keys: cute.Tensor, chosen: cute.Tensor, lane: Int32) -> Int32:
@@ -456,15 +458,17 @@ class RouteGradient(Kernel):
         self.steps = -(-configuration.experts // WARP)
 
     def launch(self, given: Mapping[str, Any]) -> None:
-        tensors = [given[x] for x in ("gradient", "logits", "indices", "d_logits")]
-        self.kernel(*tensors, given["scaling_factor"]).launch(
-            grid=[cute.ceil_div(tensors[0].shape[0], WARPS), 1, 1], block=[THREADS, 1, 1], stream=given["stream"]
+        names = ("gradient", "logits", "indices", "d_logits", "row_of_choice", "of_rows", "scaling_factor")
+        self.kernel(*map(given.get, names)).launch(
+            grid=[cute.ceil_div(given["gradient"].shape[0], WARPS), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=given["stream"],
         )
 
     @cute.kernel
     def kernel(
         self, gradient: cute.Tensor, logits: cute.Tensor, indices: cute.Tensor, d_logits: cute.Tensor,
-        scaling_factor: Float32,
+        row_of_choice: Any, of_rows: Any, scaling_factor: Float32,
     ) -> None:  # fmt: skip
         c, rule = self.c, self.c.rule
         thread, block = here()
@@ -477,12 +481,16 @@ class RouteGradient(Kernel):
             if lane < rule.top_k:
                 expert = indices[token, lane]
                 g = gradient[token, lane] * scaling_factor
-                logit = logits[token, expert].to(Float32)
+                logit = logits[token, expert if rule.is_dense else lane].to(Float32)
             values, softmax = [Float32(0.0)] * self.steps, None
             if const_expr(rule.is_dense):
                 values = [self.logit(logits, token, lane + j * WARP) for j in range(self.steps)]
                 softmax = Softmax(values)
             mine, shared = self.gradients(g, logit, softmax)
+            if const_expr(c.choices):
+                value = Float32(select_(lane < rule.top_k, mine, Float32(0.0)))
+                if lane < c.choices:
+                    of_rows[row_of_choice[token, lane], 0, 0] = value
             others = [-softmax.of(value) * shared if rule.is_dense else Float32(0.0) for value in values]
             for j in cutlass.range_constexpr(self.steps):
                 if lane + j * WARP < c.experts:

@@ -1,7 +1,7 @@
 """Benchmark of a whole layer of experts: router, experts and weighted sum, forward and backward.
 
 The yardstick is the same layer in PyTorch, compiled: tokens copied into the experts' order, ``torch._grouped_mm``, and
-a weighted sum of each token's rows.
+a weighted sum of each token's rows. Weights are the softmax of the chosen experts' logits, as SonicMoE has them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -
 
     torch.compiler.reset()  # PyTorch compiles a function for a few shapes, and no more
     tokens, hidden, inner, experts, chosen = shape
-    layer = MoE(hidden, inner, experts, chosen, device=operands.DEVICE)
+    layer = MoE(hidden, inner, experts, chosen, renormalize=True, device=operands.DEVICE)
     with torch.no_grad():
         layer.router.weight.normal_()
     x = (operands.normal(tokens, hidden) * hidden**-0.5).bfloat16().requires_grad_()
@@ -113,7 +113,7 @@ def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -
 
         made.insert(1, replace(peer, check=in_blocks))
     if which != PASSES[2] and not hidden % 128 and not inner % 128:
-        narrow = MoE(hidden, inner, experts, chosen, fp8=True, device="meta")
+        narrow = MoE(hidden, inner, experts, chosen, renormalize=True, fp8=True, device="meta")
         narrow.router.weight, narrow.up, narrow.down = layer.router.weight, layer.up, layer.down
         one = candidate(NARROW, lambda: narrow(x), ours)
         made.append(replace(one, check=functools.partial(check, ours, slack=NARROW_SLACK), ours=True))

@@ -32,10 +32,10 @@ Product = Callable[[Any, Any, Any], Any]
 
 def plain(product: Product, chosen: int, x: Any, up: Any, down: Any, router: Any, indices: Any = None) -> Any:
     """The layer in PyTorch; ``up`` in blocks of 32 gates and 32 others. ``indices``: a choice made elsewhere."""
-    scores = torch.nn.functional.linear(x, router).float().softmax(-1)
+    logits = torch.nn.functional.linear(x, router).float()
     if indices is None:
-        indices = scores.topk(chosen).indices
-    weights = scores.gather(1, indices)
+        indices = logits.topk(chosen).indices
+    weights = logits.gather(1, indices).softmax(-1)
     flat = indices.flatten()
     order = flat.argsort(stable=True)
     counts = torch.zeros(len(up), dtype=torch.int32, device=x.device)
@@ -82,7 +82,7 @@ def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) 
     _, hidden, inner, experts, chosen = shape
     config = Qwen3MoeConfig(
         hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=chosen,
-        norm_topk_prob=False,
+        norm_topk_prob=True,
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):

@@ -109,8 +109,21 @@ def backward(
     ``sums``: what those of up and down are added to instead, float32; empty: nothing. Not ``summed``, that of x
     is that of each row.
     """
-    (experts, _, inner), count = shape_of(e.down), rows.count
     needs = Needs(*needed)
+    found, by_hidden = by_activation(kind, gradient, x, hidden, indices, weights, rows, e, needs, sums[1])
+    by_x, by_up = by_product(kind, x, by_hidden, rows, e.up, needs, sums[0], summed)
+    return found._replace(x=by_x, up=by_up)
+
+
+def by_activation(
+    kind: Products, gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows,
+    e: Experts, needs: Needs, sums: Sequence[Tensor],
+) -> tuple[Gradients, Tensor]:  # fmt: skip
+    """The first half of :func:`backward`: all gradients but those of x and up, and that of the up projection's product.
+
+    ``sums``: those of down.
+    """
+    (experts, _, inner), count = shape_of(e.down), rows.count
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(count, inner)
     of_rows, index = rows.read(gradient, 2 * inner >= COPIED)
     weight_of_row, by_row = values_of_rows(weights, rows.of_choice, count)
@@ -126,9 +139,7 @@ def backward(
     by_down = None
     if needs.down:
         tensors = {"offsets": rows.offsets, "a": transposed(of_rows), "a_index": index, "b": transposed(activated)}
-        by_down = _of_weights(kind, "down", tensors, e.down, sums[1])
-    del tensors, of_rows, index, activated, activation
-    by_x, by_up = _of_x_and_up(kind, x, by_hidden, rows, e.up, needs, sums[0], summed)
+        by_down = _of_weights(kind, "down", tensors, e.down, sums)
     by_weights = values_of_choices(by_row, rows.of_choice) if needs.weights else None
     by_down_bias = None
     if e.down_bias is not None:  # what it added to a row was weighted too
@@ -139,14 +150,17 @@ def backward(
             shares = gradient.new_zeros(len(x), experts)
             by_down_bias = shares.scatter_add_(1, chosen, weights.where(kept, 0.0).to(shares.dtype)).T @ gradient
     by_bias = None if by_bias is None else by_bias.to(x.dtype)
-    return Gradients(by_x, by_weights, by_up, by_down, by_bias, by_down_bias)
+    return Gradients(None, by_weights, None, by_down, by_bias, by_down_bias), by_hidden
 
 
-def _of_x_and_up(
+def by_product(
     kind: Products, x: Tensor, by_hidden: Tensor, rows: Rows, up: Sequence[Tensor], needs: Needs,
-    sums: Sequence[Tensor], summed: bool,
+    sums: Sequence[Tensor], summed: bool = True, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of x and of up, from that of the up projection's product.
+    """The second half of :func:`backward`: the gradients of x and up, from that of the up projection's product.
+
+    ``added``: a number for each row (R, 1, 1), float32, and a vector for each expert (E, H), whose product the row of
+    x's gradient gets besides: a router's part, where only chosen experts' logits have a gradient.
 
     A product for up that reads rows of x by number leaves bandwidth of the memory: the rows of x's gradient are summed
     beside it, on a second stream.
@@ -166,7 +180,9 @@ def _of_x_and_up(
     tensors, options = operand(up, True)
     tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
     tensors |= {"a": matrix(by_hidden), "d": matrix(made)}
-    kind.run("x", "grouped_gemm", tensors, options)
+    if added is not None:
+        tensors |= {"prob": added[0], "bias": _vectors(added[1])}
+    kind.run(("x", added is None), "grouped_gemm", tensors, options)
     if not summed:
         return made, of_up()
     if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide >= COPIED_UP)):

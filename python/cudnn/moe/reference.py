@@ -53,26 +53,30 @@ def weigh(logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_facto
 
 
 def logits_gradient(
-    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_factor: float
-) -> torch.Tensor:
-    """The gradient of logits from that of the weights, in the type of logits."""
+    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, experts: int, rule: Rule,
+    scaling_factor: float, row_of_choice: torch.Tensor | None, of_rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`cudnn.moe.routing.logits_gradient`."""
     chosen = indices.long()
     values, g = wide(logits), wide(gradient) * scaling_factor
-    total = torch.zeros_like(values)
+    total = values.new_zeros(values.shape[0], experts)
     if rule.is_dense:
         p = values.softmax(-1)
         picked = p.gather(1, chosen)
         total = -p * (g * picked).sum(-1, keepdim=True)
         mine = g * picked
     elif rule.score == "softmax":
-        p = values.gather(1, chosen).softmax(-1)
+        p = values.softmax(-1)
         mine = p * (g - (g * p).sum(-1, keepdim=True))
     else:
-        s = values.gather(1, chosen).sigmoid()
+        s = values.sigmoid()
         if rule.renormalize:
             sums = s.sum(-1, keepdim=True) + 1e-20
             g = (g - (g * s).sum(-1, keepdim=True) / sums) / sums
         mine = g * s * (1 - s)
+    if row_of_choice is not None and of_rows is not None:
+        others = row_of_choice.shape[1] - mine.shape[1]
+        of_rows[row_of_choice.flatten().long(), 0, 0] = torch.nn.functional.pad(mine, (0, others)).flatten()
     return total.scatter_add_(1, chosen, mine).to(logits.dtype)
 
 

@@ -29,7 +29,7 @@ _SCORES = ("softmax", "sigmoid")
 _SCORES_IN_WORDS = " or ".join(map(repr, _SCORES))
 _MOST_ROWS = 2**30
 Maybe = torch.Tensor | None
-Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Routing(NamedTuple):
@@ -94,8 +94,9 @@ def route(
     counts = (("top_k", top_k), ("n_group", n_group), ("topk_group", topk_group))
     top_k, n_group, topk_group = (whole("route", name, count) for name, count in counts)
     rule = (top_k, score, pre_softmax, renormalize, n_group, topk_group)
-    weights, indices, *rest = moe_route(logits, bias, *rule, checked_number("route", "scaling_factor", scaling_factor))
-    return Routing(indices, weights, *rest)
+    factor = checked_number("route", "scaling_factor", scaling_factor)
+    weights, indices, *sorted_, _ = moe_route(logits, bias, *rule, factor)
+    return Routing(indices, weights, *sorted_)
 
 
 def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -240,25 +241,38 @@ def moe_route(
     n_group: int,
     topk_group: int,
     scaling_factor: float,
-) -> Five:
-    """The fields of :class:`Routing`, weights first: PyTorch's ``opcheck`` adds up results in the type of the first."""
+) -> Six:
+    """The fields of :class:`Routing`, and what :func:`routed` says besides.
+
+    Weights are first: PyTorch's ``opcheck`` adds up results in the type of the first.
+    """
     rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
     return routed(logits, bias, rule, scaling_factor)
 
 
-def routed(logits: torch.Tensor, bias: Maybe, rule: Rule, scaling_factor: float) -> Five:
-    """What :func:`moe_route` returns, without gradients."""
+def routed(logits: torch.Tensor, bias: Maybe, rule: Rule, scaling_factor: float) -> Six:
+    """What :func:`moe_route` returns, without gradients: last, the logits of the chosen experts (T, K).
+
+    Where the rule is dense, they do not suffice for the gradient of the logits: then they are no elements.
+    """
     _check(logits, bias, rule)
     if not has_kernel(logits, "route"):
         indices = reference.choose(logits, bias, rule)
         weights = reference.weigh(logits, indices, rule, scaling_factor)
-        return weights, indices, *reference.sort(indices, logits.shape[1])
+        chosen = logits.new_empty(0) if rule.is_dense else logits.gather(1, indices.long())
+        return weights, indices, *reference.sort(indices, logits.shape[1]), chosen
     tokens, experts = logits.shape
     indices = logits.new_empty(tokens, rule.top_k, dtype=torch.int32)
     weights = torch.empty_like(indices, dtype=torch.float32)
-    scored = (logits, *(() if bias is None else (bias,)), weights, scaling_factor)
+    chosen = logits.new_empty(_known(indices, rule))
+    scored = [x for x in (logits, bias, weights, None if rule.is_dense else chosen) if x is not None]
     made = kernel(_ROUTE, RouteConfiguration, experts, rule.top_k, rule, logits.dtype, bias is not None)
-    return weights, indices, *_sorted(made, indices, scored)
+    return weights, indices, *_sorted(made, indices, (*scored, scaling_factor)), chosen
+
+
+def _known(indices: torch.Tensor, rule: Rule) -> tuple[int, ...]:
+    """The shape of the chosen experts' logits."""
+    return (0,) if rule.is_dense else tuple(indices.shape)
 
 
 @functools.lru_cache(maxsize=None, typed=True)
@@ -282,11 +296,13 @@ def _sorted(
 
 
 @moe_route.register_fake
-def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *others: Any) -> Five:
-    *rule, _ = others  # and the factor
-    _check(logits, bias, Rule(top_k, *rule))
+def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *others: Any) -> Six:
+    *fields, _ = others  # and the factor
+    rule = Rule(top_k, *fields)
+    _check(logits, bias, rule)
     indices = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
-    return wide(torch.empty_like(indices, dtype=logits.dtype)), indices, *_empty(indices, logits.shape[1])
+    weights, chosen = wide(torch.empty_like(indices, dtype=logits.dtype)), logits.new_empty(_known(indices, rule))
+    return weights, indices, *_empty(indices, logits.shape[1]), chosen
 
 
 def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -299,37 +315,48 @@ def moe_route_bwd(
     gradient: torch.Tensor,
     logits: torch.Tensor,
     indices: torch.Tensor,
+    experts: int,
     score: str,
     pre_softmax: bool,
     renormalize: bool,
     scaling_factor: float,
 ) -> torch.Tensor:
-    """The gradient of logits from that of the weights; in the type of logits."""
+    """The gradient of logits from that of the weights: see :func:`logits_gradient`."""
     rule = rule_of(indices.shape[1], score, pre_softmax, renormalize)
-    return logits_gradient(gradient, logits, indices, rule, scaling_factor)
+    return logits_gradient(gradient, logits, indices, experts, rule, scaling_factor)
 
 
 def logits_gradient(
-    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_factor: float
-) -> torch.Tensor:
-    """What :func:`moe_route_bwd` returns; the groups of the rule do not matter."""
+    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, experts: int, rule: Rule,
+    scaling_factor: float, row_of_choice: Maybe = None, of_rows: Maybe = None,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of logits (T, E) from that of the weights, in the type of ``logits``: these are those of all experts
+    where the rule is dense, else of the chosen ones. The groups of the rule do not matter.
+
+    With ``row_of_choice`` (T, K or more), whose further columns are of shared experts, each row in ``of_rows`` (R, 1,
+    1) is given the gradient of its expert's logit, 0 for a shared one; float32 or, of logits in float64, that.
+    """
     if not has_kernel(logits, "route"):
-        return reference.logits_gradient(gradient, logits, indices, rule, scaling_factor)
-    d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        given = gradient, logits, indices, experts, rule, scaling_factor
+        return reference.logits_gradient(*given, row_of_choice, of_rows)
+    d_logits = logits.new_empty(logits.shape[0], experts)
     if logits.numel():
-        made = kernel(_GRADIENT, RouteGradientConfiguration, logits.shape[1], rule, logits.dtype)
-        made(gradient, logits, indices, d_logits, scaling_factor)
+        choices, rows = 0, ()
+        if row_of_choice is not None:
+            choices, rows = row_of_choice.shape[1], (row_of_choice, of_rows)
+        made = kernel(_GRADIENT, RouteGradientConfiguration, experts, rule, logits.dtype, choices)
+        made(gradient, logits, indices, d_logits, *rows, scaling_factor)
     return d_logits
 
 
-moe_route_bwd.register_fake(
-    lambda gradient, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format)
-)
+moe_route_bwd.register_fake(lambda gradient, logits, indices, experts, *_: logits.new_empty(logits.shape[0], experts))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(inputs[0], output[1])
-    ctx.options = (*inputs[3:6], inputs[8])
+    logits, chosen = inputs[0], output[5]
+    ctx.save_for_backward(chosen if chosen.ndim > 1 else logits, output[1])
+    ctx.mark_non_differentiable(chosen)
+    ctx.options = (logits.shape[1], *inputs[3:6], inputs[8])
     ctx.set_materialize_grads(False)
 
 

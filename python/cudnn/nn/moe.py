@@ -30,7 +30,7 @@ _RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
 
 
 class _Kept(NamedTuple):
-    """What the backward pass needs."""
+    """What the backward pass needs. ``logits`` are those of all experts, or of the chosen ones where they suffice."""
 
     tokens: Tensor
     logits: Tensor
@@ -45,7 +45,8 @@ class _Kept(NamedTuple):
 class _Layer(torch.autograd.Function):
     """The layer as one node of autograd, which takes the host less time than one for each operator would.
 
-    The two parts of the tokens' gradient meet here: the router's product adds its own to the experts'.
+    The two parts of the tokens' gradient meet here. Where only the logits of chosen experts have a gradient, a row of a
+    choice gets its logit's, times the router's weight for the expert; else the router's product adds its part at last.
     """
 
     @staticmethod
@@ -66,21 +67,23 @@ class _Layer(torch.autograd.Function):
         for part in sums:
             torch.autograd.graph.increment_version(part)
         e, rows = layer._experts(parameters), Rows(kept.offsets, kept.token_of_row, kept.row_of_choice)
-        needed = (of_tokens, of_tokens or of_shared or of_router, *rest)
-        given = (kept.tokens, kept.hidden, kept.indices, kept.weights, rows, e, needed, sums)
-        found = passes.backward(ctx.kind, aligned(gradients[0]), *given)
-        by_tokens, by_shared, by_router = found.x, None, None
+        needs = passes.Needs(of_tokens, of_tokens or of_shared or of_router, *rest)
+        given = (kept.hidden, kept.indices, kept.weights, rows, e, needs, sums[1])
+        found, by_hidden = passes.by_activation(ctx.kind, aligned(gradients[0]), kept.tokens, *given)
+        by_shared = by_router = by_logits = added = None
         if found.weights is not None:
             by_chosen = found.weights
             if of_shared:
                 by_chosen, by_shared = (x.contiguous() for x in by_chosen.split([layer.top_k, layer.shared_experts], 1))
             elif layer.shared_experts:
                 by_chosen = by_chosen[:, : layer.top_k].contiguous()
-            by_logits = layer._by_logits(by_chosen, kept)
+            by_logits, of_rows = layer._by_logits(by_chosen, kept)
+            added = None if of_rows is None else (of_rows, layer._with_zeros(router))
             by_router = by_logits.T @ kept.tokens if of_router else None
-            if by_tokens is not None:
-                by_tokens.addmm_(by_logits, router)  # nobody else has this gradient
-        return None, by_tokens, by_shared, by_router, *found[2:]
+        by_tokens, by_up = passes.by_product(ctx.kind, kept.tokens, by_hidden, rows, e.up, needs, sums[0], added=added)
+        if by_tokens is not None and by_logits is not None and added is None:
+            by_tokens.addmm_(by_logits, router)  # nobody else has this gradient
+        return None, by_tokens, by_shared, by_router, by_up, *found[3:]
 
 
 class _Router(torch.nn.Linear):
@@ -311,11 +314,10 @@ class MoE(torch.nn.Module):
     ) -> tuple[Tensor, _Kept, Products]:
         """The result, what the backward pass needs, and the products."""
         logits, tokens = torch.nn.functional.linear(tokens, router), aligned(tokens)
-        weights, indices, *sorted_ = routed(
-            logits, self.correction, rule_of(self.top_k, *self._rule), self._scaling_factor
-        )
-        kept = tokens, logits if keeps else logits.new_empty(0)
-        del logits  # without gradients their memory is free for the experts
+        rule = rule_of(self.top_k, *self._rule)
+        weights, indices, *sorted_, chosen = routed(logits, self.correction, rule, self._scaling_factor)
+        kept = tokens, logits if keeps and rule.is_dense else chosen
+        del logits  # where they are not kept, their memory is free for the experts
         if shared is not None:
             indices, weights = self._with_shared(indices), torch.cat([weights, shared], 1)
             sorted_ = sort(indices, len(self.up))
@@ -324,11 +326,20 @@ class MoE(torch.nn.Module):
         y, hidden = passes.forward(kind, tokens, weights, rows, e, keeps)
         return y, _Kept(*kept, hidden, indices, weights, *sorted_), kind
 
-    def _by_logits(self, by_weights: Tensor, kept: _Kept) -> Tensor:
-        """The gradient of the logits, from that of the chosen experts' weights."""
+    def _by_logits(self, by_weights: Tensor, kept: _Kept) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the logits, from that of the chosen experts' weights; and of each row's, (R, 1, 1), where
+        only these have one.
+        """
         indices = kept.indices if not self.shared_experts else kept.indices[:, : self.top_k].contiguous()
         rule = rule_of(self.top_k, *self._rule[:3])
-        return logits_gradient(by_weights, kept.logits, indices, rule, self._scaling_factor)
+        of_rows = None if rule.is_dense else by_weights.new_empty(kept.token_of_row.numel(), 1, 1)
+        rows = () if of_rows is None else (kept.row_of_choice, of_rows)
+        factor = self._scaling_factor
+        return logits_gradient(by_weights, kept.logits, indices, self.experts, rule, factor, *rows), of_rows
+
+    def _with_zeros(self, router: Tensor) -> Tensor:
+        """The router's weight with rows of zeros for shared experts."""
+        return torch.nn.functional.pad(router, (0, 0, 0, self.shared_experts)) if self.shared_experts else router
 
     def _experts(self, parameters: Sequence[Any]) -> Experts:
         up, down, up_bias, down_bias = parameters
