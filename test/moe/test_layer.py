@@ -29,7 +29,7 @@ from cudnn.moe import quantizing
 from cudnn.moe.quantizing import quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
-from support.selection import WHERE, in_turn, within
+from support.selection import ALONE, WHERE, in_turn, within
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPSILON = {BF16: 2.0**-8, F16: 2.0**-11, F64: 2.0**-40}
@@ -560,6 +560,24 @@ def test_gradients_through_the_router(where: str, rule: dict[str, Any]) -> None:
     constant = routing._replace(weights=routing.weights.detach())
     (by_experts,) = torch.autograd.grad(layer(x, constant), [x], weight)
     assert (found[0] - by_experts).norm() > 0.3 * by_experts.norm()
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_a_router_whose_weight_lies_otherwise(where: str) -> None:
+    """Transposed, or at an odd address as a part of a flat parameter may be."""
+    device = "cuda" if where == "gpu" else "cpu"
+    layer = MoE(64, 32, 4, 2, renormalize=True, device=device)
+    x, weight = torch.randn(50, 64, device=device).bfloat16().requires_grad_(), layer.router.weight.detach()
+
+    def gradients(router: torch.Tensor) -> list[torch.Tensor]:
+        layer.router.weight = torch.nn.Parameter(router)
+        return list(torch.autograd.grad(layer(x).sum(), [x, layer.router.weight]))
+
+    expected = gradients(weight)
+    flat = torch.cat([weight.new_zeros(1), weight.flatten()])
+    for other in (weight.T.contiguous().T, flat[1:].view(weight.shape)):
+        for one, right in zip(gradients(other), expected, strict=True):
+            torch.testing.assert_close(one, right, rtol=2e-2, atol=1e-2 * float(right.abs().max()))
 
 
 def test_as_many_choices_as_a_router_makes_beside_shared_experts() -> None:

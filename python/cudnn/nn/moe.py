@@ -338,8 +338,9 @@ class MoE(torch.nn.Module):
         return logits_gradient(by_weights, kept.logits, indices, self.experts, rule, factor, *rows), of_rows
 
     def _with_zeros(self, router: Tensor) -> Tensor:
-        """The router's weight with rows of zeros for shared experts."""
-        return torch.nn.functional.pad(router, (0, 0, 0, self.shared_experts)) if self.shared_experts else router
+        """The router's weight, contiguous, with rows of zeros for shared experts."""
+        shared = self.shared_experts
+        return torch.nn.functional.pad(router, (0, 0, 0, shared)) if shared else router.contiguous()
 
     def _experts(self, parameters: Sequence[Any]) -> Experts:
         up, down, up_bias, down_bias = parameters
