@@ -546,11 +546,11 @@ RULES: list[dict[str, Any]] = [
 def test_gradients_through_the_router(where: str, rule: dict[str, Any]) -> None:
     """Beside the operators of the same layer one by one, where the router's part of tokens' gradients is large."""
     device = "cuda" if where == "gpu" else "cpu"
-    layer = MoE(64, 32, 4, 2, **rule, device=device)
+    layer = MoE(64, 32, 4, 2, **rule).to(device)  # drawn on the CPU: the same in every place
     with torch.no_grad():
         layer.router.weight.mul_(16)
-    x = torch.randn(50, 64, device=device).bfloat16().requires_grad_()
-    leaves, weight = [x, *layer.parameters()], torch.randn_like(x)
+    x = torch.randn(50, 64).bfloat16().to(device).requires_grad_()
+    leaves, weight = [x, *layer.parameters()], torch.randn(50, 64).bfloat16().to(device)
     with within(where):
         found = torch.autograd.grad(layer(x), leaves, weight)
     _, routing = layer.route(x)

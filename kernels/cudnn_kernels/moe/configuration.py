@@ -119,13 +119,12 @@ class RouteGradientConfiguration:
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         size, known = FORMATS[self.dtype].bits // 8, self.experts if self.rule.is_dense else self.rule.top_k
-        of_rows = (of_choices("row_of_choice", self.choices), of_each_row("of_rows"))
         return (
             of_choices("gradient", self.rule.top_k, "float32"),
             Tensor("logits", self.dtype, ("tokens", known), (None, 1), align=size),
             of_choices("indices", self.rule.top_k),
             Tensor("d_logits", self.dtype, ("tokens", self.experts), (self.experts, 1), align=size),
-            *(of_rows if self.choices else ()),
+            *([of_choices("row_of_choice", self.choices), of_each_row("of_rows")] if self.choices else []),
             Scalar("scaling_factor", "float32"),
             Stream(),
         )

@@ -54,7 +54,7 @@ def weigh(logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_facto
 
 def logits_gradient(
     gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, experts: int, rule: Rule,
-    scaling_factor: float, row_of_choice: torch.Tensor | None, of_rows: torch.Tensor | None,
+    scaling_factor: float, rows: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`cudnn.moe.routing.logits_gradient`."""
     chosen = indices.long()
@@ -74,7 +74,8 @@ def logits_gradient(
             sums = s.sum(-1, keepdim=True) + 1e-20
             g = (g - (g * s).sum(-1, keepdim=True) / sums) / sums
         mine = g * s * (1 - s)
-    if row_of_choice is not None and of_rows is not None:
+    if rows is not None:
+        row_of_choice, of_rows = rows
         others = row_of_choice.shape[1] - mine.shape[1]
         of_rows[row_of_choice.flatten().long(), 0, 0] = torch.nn.functional.pad(mine, (0, others)).flatten()
     return total.scatter_add_(1, chosen, mine).to(logits.dtype)

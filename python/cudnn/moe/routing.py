@@ -328,24 +328,22 @@ def moe_route_bwd(
 
 def logits_gradient(
     gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, experts: int, rule: Rule,
-    scaling_factor: float, row_of_choice: Maybe = None, of_rows: Maybe = None,
+    scaling_factor: float, rows: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of logits (T, E) from that of the weights, in the type of ``logits``: these are those of all experts
     where the rule is dense, else of the chosen ones. The groups of the rule do not matter.
 
-    With ``row_of_choice`` (T, K or more), whose further columns are of shared experts, each row in ``of_rows`` (R, 1,
-    1) is given the gradient of its expert's logit, 0 for a shared one; float32 or, of logits in float64, that.
+    ``rows``: the rows of a token's choices, (T, K or more), whose further columns are of shared experts, and memory for
+    a number of each row, (R, 1, 1), which becomes the gradient of its expert's logit, 0 for a shared one; float32 or,
+    of logits in float64, that.
     """
     if not has_kernel(logits, "route"):
-        given = gradient, logits, indices, experts, rule, scaling_factor
-        return reference.logits_gradient(*given, row_of_choice, of_rows)
+        return reference.logits_gradient(gradient, logits, indices, experts, rule, scaling_factor, rows)
     d_logits = logits.new_empty(logits.shape[0], experts)
     if logits.numel():
-        choices, rows = 0, ()
-        if row_of_choice is not None:
-            choices, rows = row_of_choice.shape[1], (row_of_choice, of_rows)
+        choices = 0 if rows is None else rows[0].shape[1]
         made = kernel(_GRADIENT, RouteGradientConfiguration, experts, rule, logits.dtype, choices)
-        made(gradient, logits, indices, d_logits, *rows, scaling_factor)
+        made(gradient, logits, indices, d_logits, *(rows or ()), scaling_factor)
     return d_logits
 
 

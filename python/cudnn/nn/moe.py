@@ -333,9 +333,9 @@ class MoE(torch.nn.Module):
         indices = kept.indices if not self.shared_experts else kept.indices[:, : self.top_k].contiguous()
         rule = rule_of(self.top_k, *self._rule[:3])
         of_rows = None if rule.is_dense else by_weights.new_empty(kept.token_of_row.numel(), 1, 1)
-        rows = () if of_rows is None else (kept.row_of_choice, of_rows)
-        factor = self._scaling_factor
-        return logits_gradient(by_weights, kept.logits, indices, self.experts, rule, factor, *rows), of_rows
+        rows = None if of_rows is None else (kept.row_of_choice, of_rows)
+        given = (by_weights, kept.logits, indices, self.experts, rule, self._scaling_factor, rows)
+        return logits_gradient(*given), of_rows
 
     def _with_zeros(self, router: Tensor) -> Tensor:
         """The router's weight, contiguous, with rows of zeros for shared experts."""
