@@ -167,8 +167,10 @@ def main() -> None:
         worker.close()
 
     peer = f"{workers[1].version} (cuDNN {workers[1].backend})" if arguments.peer else "not run"
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {arguments.tensors} tensors; ours "
-          f"{workers[0].version} (cuDNN {workers[0].backend}), peer {peer}")  # fmt: skip
+    print(
+        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {arguments.tensors} tensors; ours "
+        f"{workers[0].version} (cuDNN {workers[0].backend}), peer {peer}"
+    )
     print(f"{'pointers':10}{'ours, us':>10}{'peer, us':>10}{'ratio':>8}{'bar':>7}")
     for row in rows:
         beside = "" if row.peer is None else f"{row.peer:10.2f}{row.ratio:8.2f}"

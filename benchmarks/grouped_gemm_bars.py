@@ -195,8 +195,11 @@ def measure(shape: tuple[int, ...]) -> None:
         mine, theirs = map(statistics.median, times)
         flops = 2e-12 * m * n * k / (2 if name.startswith("gradient of SwiGLU") else 1)
         met = "" if ratio >= bar else "  MISSED"
-        print(f"  {name:26s} {mine * 1e6:8.1f} us {flops / mine:6.0f} TF   {other:34s} {theirs * 1e6:8.1f} us"
-              f"   {ratio:.3f} [{least:.3f} {most:.3f}] (bar {bar:.3f}){met}", flush=True)  # fmt: skip
+        print(
+            f"  {name:26s} {mine * 1e6:8.1f} us {flops / mine:6.0f} TF   {other:34s} {theirs * 1e6:8.1f} us"
+            f"   {ratio:.3f} [{least:.3f} {most:.3f}] (bar {bar:.3f}){met}",
+            flush=True,
+        )
 
 
 def host() -> None:

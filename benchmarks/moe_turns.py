@@ -193,8 +193,10 @@ def main() -> None:
     print("pass: SonicMoE, ours in ms; ratio [95 per cent] (least to greatest) of turns")
     for shape in shapes:
         with tempfile.TemporaryDirectory() as spot:
-            layers = {which: started(which, shape, place, f"{spot}/{which}")
-                      for which, place in (("sonicmoe", folder), ("ours", None))}  # fmt: skip
+            layers = {
+                which: started(which, shape, place, f"{spot}/{which}")
+                for which, place in (("sonicmoe", folder), ("ours", None))
+            }
             lines = [line for _, line in layers.values()]
             known = []
             for line in lines:  # one after the other, so that SonicMoE's tuners measure alone
@@ -206,8 +208,11 @@ def main() -> None:
                 ratios = [a / b for a, b in found]
                 low, high = interval(ratios)
                 theirs, own = (statistics.median(times) for times in zip(*found, strict=True))
-                print(f"  {which}: {theirs:.3f}, {own:.3f}; {statistics.median(ratios):.3f} [{low:.3f} to {high:.3f}] "
-                      f"({min(ratios):.3f} to {max(ratios):.3f}) of {len(ratios)}", flush=True)  # fmt: skip
+                print(
+                    f"  {which}: {theirs:.3f}, {own:.3f}; {statistics.median(ratios):.3f} [{low:.3f} to {high:.3f}] "
+                    f"({min(ratios):.3f} to {max(ratios):.3f}) of {len(ratios)}",
+                    flush=True,
+                )
             for process, line in layers.values():
                 line.send(None)
                 process.wait(60)

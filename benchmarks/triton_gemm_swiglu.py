@@ -26,10 +26,21 @@ def configurations() -> list[triton.Config]:
 
 @triton.jit
 def gemm_swiglu_kernel(
-    a, b, ab12, c, alpha, m, n, k,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, K_BYTES: tl.constexpr, STRIP: tl.constexpr,
-    CTAS: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    ab12,
+    c,
+    alpha,
+    m,
+    n,
+    k,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    K_BYTES: tl.constexpr,
+    STRIP: tl.constexpr,
+    CTAS: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """c (m, n / 2) = up * gate * sigmoid(gate); ab12 (m, n) = alpha a (m, k) b (n, k)^T, written with ``KEEP``."""
     TILE_K: tl.constexpr = K_BYTES * 8 // a.dtype.element_ty.primitive_bitwidth
     RENEWED: tl.constexpr = TILE_K if a.dtype.element_ty.primitive_bitwidth == 8 else 0

@@ -25,9 +25,20 @@ def configurations() -> list[triton.Config]:
 
 @triton.jit
 def grouped_gemm_kernel(
-    a, b, d, ends, m, n, k, experts,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EXPERTS: tl.constexpr, CTAS: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    d,
+    ends,
+    m,
+    n,
+    k,
+    experts,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CTAS: tl.constexpr,
+):
     """d (m, n) = a (m, k) b[e] (n, k)^T for the rows of each expert e, which end at ``ends``."""
     source_a = tl.make_tensor_descriptor(a, [m, k], [k, 1], [TILE_M, TILE_K])
     source_b = tl.make_tensor_descriptor(b, [experts * n, k], [k, 1], [TILE_N, TILE_K])

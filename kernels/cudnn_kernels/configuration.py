@@ -259,8 +259,10 @@ def prepared_first(problem: GemmProblem, configure: Callable[[GemmProblem], Gemm
     bare = [replace(x, scale=None) if x.scale and x.scale.of_sums else x for x in operands]
     steps = [preparation(x, problem.accurate, problem.schedule.splits_k) for x in bare]
     prepared = [step.result if step else x for x, step in zip(bare, steps, strict=True)]
-    a, b = (replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
-            for x, was in zip(prepared, operands, strict=True))  # fmt: skip
+    a, b = (
+        replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
+        for x, was in zip(prepared, operands, strict=True)
+    )
     gemm = configure(replace(problem, a=a, b=b))
     return replace(gemm, prepared=tuple((name, step) for name, step in zip("ab", steps, strict=True) if step))
 

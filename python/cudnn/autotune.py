@@ -113,8 +113,14 @@ def autotune(
     if iterations < 1:
         raise refused(ValueError, "autotune", "iterations", iterations, "1 or more")
     if isinstance(workspace, int):
-        raise refused(TypeError, "autotune", "workspace", "an address", "a tensor, whose size is known, or None",
-                      "pass the tensor")  # fmt: skip
+        raise refused(
+            TypeError,
+            "autotune",
+            "workspace",
+            "an address",
+            "a tensor, whose size is known, or None",
+            "pass the tensor",
+        )
     if not graph.get_execution_plan_count():
         graph.validate()
         graph.build_operation_graph()
@@ -185,9 +191,14 @@ def _kept_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[None]:
             if data is None:
                 continue
             if isinstance(data, int):
-                raise refused(TypeError, "autotune", f"output {tensor.name!r} (uid {tensor.get_uid()})", "an address",
-                              "a tensor, whose content is put back after the measurement",
-                              "pass the tensor")  # fmt: skip
+                raise refused(
+                    TypeError,
+                    "autotune",
+                    f"output {tensor.name!r} (uid {tensor.get_uid()})",
+                    "an address",
+                    "a tensor, whose content is put back after the measurement",
+                    "pass the tensor",
+                )
             view = data if _is_torch_tensor(data) else torch.from_dlpack(data)
             saved.append((view, view.detach().clone()))
     try:

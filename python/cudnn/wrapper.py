@@ -38,14 +38,34 @@ else:  # they are looked up in the pygraph of the block
 _TENSOR_METHODS = frozenset({"tensor", "tensor_like", "tensor_scalar"})
 _LIFE_CYCLE = frozenset(
     {
-        "build", "build_operation_graph", "build_plan_at_index", "build_plans", "check_support",
-        "create_execution_plan", "create_execution_plans", "deselect_behavior_notes", "deselect_engines",
-        "deselect_numeric_notes", "deselect_workspace_greater_than", "execute", "execute_plan_at_index",
-        "get_behavior_notes", "get_behavior_notes_for_plan_at_index", "get_engine_count", "get_execution_plan_count",
-        "get_knobs_for_engine", "get_numerical_notes_for_plan_at_index", "get_plan_name_at_index", "key",
-        "populate_cuda_graph", "select_behavior_notes", "select_numeric_notes", "update_cuda_graph", "validate",
+        "build",
+        "build_operation_graph",
+        "build_plan_at_index",
+        "build_plans",
+        "check_support",
+        "create_execution_plan",
+        "create_execution_plans",
+        "deselect_behavior_notes",
+        "deselect_engines",
+        "deselect_numeric_notes",
+        "deselect_workspace_greater_than",
+        "execute",
+        "execute_plan_at_index",
+        "get_behavior_notes",
+        "get_behavior_notes_for_plan_at_index",
+        "get_engine_count",
+        "get_execution_plan_count",
+        "get_knobs_for_engine",
+        "get_numerical_notes_for_plan_at_index",
+        "get_plan_name_at_index",
+        "key",
+        "populate_cuda_graph",
+        "select_behavior_notes",
+        "select_numeric_notes",
+        "update_cuda_graph",
+        "validate",
     }
-)  # fmt: skip
+)
 _INTEGERS = frozenset({data_type.INT8, data_type.INT32, data_type.INT64, data_type.UINT8, data_type.BOOLEAN})
 
 
@@ -144,8 +164,9 @@ class Graph(Operations):
     # Building.
     def __enter__(self) -> Graph:
         if self._graph is not None:
-            raise refused(RuntimeError, "Graph", "with block", "a second one", "one per Graph",
-                          "make a new cudnn.Graph")  # fmt: skip
+            raise refused(
+                RuntimeError, "Graph", "with block", "a second one", "one per Graph", "make a new cudnn.Graph"
+            )
         self._graph = self._described = pygraph(handle=self._handle, **self._kwargs)
         self._open = True
         return self
@@ -164,8 +185,14 @@ class Graph(Operations):
 
     def _built(self) -> pygraph:
         if self._graph is None:
-            raise refused(RuntimeError, "Graph", "use", "a graph that was not built", "a graph after its with block",
-                          "write 'with cudnn.Graph(...) as graph:' and add operations inside")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                "Graph",
+                "use",
+                "a graph that was not built",
+                "a graph after its with block",
+                "write 'with cudnn.Graph(...) as graph:' and add operations inside",
+            )
         return self._graph
 
     @staticmethod
@@ -220,16 +247,23 @@ class Graph(Operations):
             tensor = self._find(key)
             if tensor is None or tensor not in allowed:
                 why = " (a virtual tensor)" if tensor is not None and tensor.is_virtual else ""
-                raise refused(ValueError, "Graph", what, f"{_shown(key)}{why}", f"one of {self._listing(allowed)}",
-                              "use these names")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    "Graph",
+                    what,
+                    f"{_shown(key)}{why}",
+                    f"one of {self._listing(allowed)}",
+                    "use these names",
+                )
             if tensor in found:
                 raise refused(ValueError, "Graph", what, f"{_shown(key)} twice", "each tensor once", "drop one")
             found.append(tensor)
         missing = [tensor for tensor in needed if tensor not in found]
         if missing:
             names = self._listing(missing)
-            raise refused(ValueError, "Graph", what, f"a list without {names}", f"all {what} of the graph",
-                          f"add {names} to it")  # fmt: skip
+            raise refused(
+                ValueError, "Graph", what, f"a list without {names}", f"all {what} of the graph", f"add {names} to it"
+            )
         return found
 
     def _listing(self, tensors: Iterable[Tensor]) -> str:
@@ -258,17 +292,28 @@ class Graph(Operations):
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _LIFE_CYCLE:
-            raise refused(RuntimeError, "Graph", name, "a call",
-                          "operations, tensors and queries: a cudnn.Graph goes through its life cycle by itself",
-                          "use cudnn.pygraph for the single steps")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                "Graph",
+                name,
+                "a call",
+                "operations, tensors and queries: a cudnn.Graph goes through its life cycle by itself",
+                "use cudnn.pygraph for the single steps",
+            )
         if not callable(getattr(pygraph, name, None)):
             alike = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
             cure = f"write {alike[0]}" if alike else "look at dir(cudnn.Graph())"
             raise refused(AttributeError, "Graph", "attribute", repr(name), "an operation of cudnn.pygraph", cure)
         method = getattr(self._built(), name)
         if not self._open:
-            raise refused(RuntimeError, "Graph", name, "a call after the with block", "operations inside it",
-                          "make a new cudnn.Graph")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                "Graph",
+                name,
+                "a call after the with block",
+                "operations inside it",
+                "make a new cudnn.Graph",
+            )
         return partial(self._make_tensor if name in _TENSOR_METHODS else self._add_node, method)
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
@@ -287,8 +332,9 @@ class Graph(Operations):
         self._counters[method.__name__] = index + 1
         node = kwargs.pop("name", None) or f"{method.__name__}.{index}"
         if node in self._node_names:
-            raise refused(ValueError, "Graph", f"name of {method.__name__}", repr(node), "a name once",
-                          "choose another name")  # fmt: skip
+            raise refused(
+                ValueError, "Graph", f"name of {method.__name__}", repr(node), "a name once", "choose another name"
+            )
         self._node_names.add(node)
         positional = [self._argument(f"{node}::{position}", value) for position, value in enumerate(args)]
         keyword = {key: self._argument(f"{node}::{key}", value) for key, value in kwargs.items()}
@@ -341,8 +387,9 @@ class Graph(Operations):
         """
         graph = self._built()
         if self._open:
-            raise refused(RuntimeError, "Graph", "call", "inside the with block", "after it",
-                          "move the call out of the block")  # fmt: skip
+            raise refused(
+                RuntimeError, "Graph", "call", "inside the with block", "after it", "move the call out of the block"
+            )
         if isinstance(handle, str):
             _check_auto(handle)
             handle = default_handle(graph._device())  # pyright: ignore[reportPrivateUsage]
@@ -353,9 +400,14 @@ class Graph(Operations):
             self._autotune(args, self._workspace if none else workspace, handle=handle)
         if workspace is None:
             if self._workspace_size and not self._workspace_alloc:
-                raise refused(RuntimeError, "Graph", "workspace", "none",
-                              f"{self._workspace_size} bytes on the device, since the "
-                              "graph was made with workspace_alloc=False", "pass workspace=")  # fmt: skip
+                raise refused(
+                    RuntimeError,
+                    "Graph",
+                    "workspace",
+                    "none",
+                    f"{self._workspace_size} bytes on the device, since the graph was made with workspace_alloc=False",
+                    "pass workspace=",
+                )
             workspace = self._workspace
         graph.execute(pack, workspace, handle)
         outputs = list(made.values())
@@ -386,8 +438,9 @@ class Graph(Operations):
         order = self._inputs if len(args) == len(self._inputs) else self._all_inputs
         if len(args) != len(order):
             names = self._listing(self._inputs)
-            raise refused(ValueError, "Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}",
-                          "pass them in order")  # fmt: skip
+            raise refused(
+                ValueError, "Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}", "pass them in order"
+            )
         pack = {**self._values, **dict(zip(order, args, strict=True))}
         made = self._allocate(pack, self._outputs)
         return {**pack, **made}, made
@@ -399,8 +452,14 @@ class Graph(Operations):
             if tensor is None or (tensor not in self._all_inputs and tensor not in self._outputs):
                 why = " (a virtual tensor; set_output(True) makes it an output)" if tensor in self._tensors else ""
                 listing = self._listing([*self._all_inputs, *self._outputs])
-                raise refused(ValueError, "Graph", "key", f"{_shown(key)}{why}",
-                              f"{listing}, or their assigned names, uids or tensors", "correct the key")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    "Graph",
+                    "key",
+                    f"{_shown(key)}{why}",
+                    f"{listing}, or their assigned names, uids or tensors",
+                    "correct the key",
+                )
             if tensor in given:
                 got = f"{_shown(key)}, another key for {self._name(tensor)!r}"
                 raise refused(ValueError, "Graph", "key", got, "one key for each tensor", "drop one")
@@ -410,8 +469,9 @@ class Graph(Operations):
         missing = [tensor for tensor in self._all_inputs if tensor not in pack]
         if missing:
             names = self._listing(missing)
-            raise refused(RuntimeError, "Graph", "inputs", f"no data for {names}", "data for every input",
-                          "add it to the dict")  # fmt: skip
+            raise refused(
+                RuntimeError, "Graph", "inputs", f"no data for {names}", "data for every input", "add it to the dict"
+            )
         made = self._allocate(pack, [tensor for tensor in self._outputs if tensor not in pack])
         return {**pack, **made}, made
 
@@ -422,9 +482,14 @@ class Graph(Operations):
         for tensor in outputs:
             kind = _cudnn_to_torch_data_type(tensor.data_type)
             if kind is None or tensor.data_type is data_type.FP4_E2M1:
-                raise refused(NotImplementedError, "Graph", f"output {self._name(tensor)!r}", tensor.data_type.name,
-                              "a type of which PyTorch can allocate single elements",
-                              "call with a dict that holds memory for this output")  # fmt: skip
+                raise refused(
+                    NotImplementedError,
+                    "Graph",
+                    f"output {self._name(tensor)!r}",
+                    tensor.data_type.name,
+                    "a type of which PyTorch can allocate single elements",
+                    "call with a dict that holds memory for this output",
+                )
             made[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=kind, device=device)
         return made
 
@@ -472,8 +537,14 @@ class Graph(Operations):
         A description without a plan is built here.
         """
         if self._graph is not None:
-            raise refused(RuntimeError, "Graph", "deserialize", "a graph with operations", "a new one",
-                          "call Graph.deserialize(data)")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                "Graph",
+                "deserialize",
+                "a graph with operations",
+                "a new one",
+                "call Graph.deserialize(data)",
+            )
         graph = pygraph(handle=self._handle, **self._kwargs)
         graph.deserialize(*arguments)
         data = arguments[-1]

@@ -196,8 +196,14 @@ def compare(op: str, x: Array, y: Array) -> Array:
         return ~unordered
     if op == "nan":
         return unordered
-    plain = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-             "ge": np.greater_equal}[op[:2]]  # fmt: skip
+    plain = {
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+    }[op[:2]]
     return plain(x, y) | unordered if op.endswith("u") else plain(x, y) & ~unordered
 
 
@@ -246,8 +252,15 @@ def half_op(
     elif op in ("max", "min"):
         result = (maximum if op == "max" else minimum)(v[0], v[1], nan)
     else:
-        result = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs,
-                  "ex2": np.exp2, "tanh": np.tanh}[op](*v)  # fmt: skip
+        result = {
+            "add": np.add,
+            "sub": np.subtract,
+            "mul": np.multiply,
+            "neg": np.negative,
+            "abs": np.abs,
+            "ex2": np.exp2,
+            "tanh": np.tanh,
+        }[op](*v)
     if relu:
         result = np.where(np.isnan(result) | (result > 0), result, f32(0))
     where = m if m is True else m[:, None]
@@ -262,8 +275,10 @@ def half_op(
 
 def mixed(op: str, kinds: list[str], count: int, *sources: Any) -> Array:
     """add/sub/fma.rn.f32.{bf16,f16}: the narrow sources widen exactly, one rounding at the end."""
-    v = [np.asarray(x).view(f32) if k == "f32" else halves(x, k, count)[:, 0]
-         for x, k in zip(sources, kinds, strict=True)]  # fmt: skip
+    v = [
+        np.asarray(x).view(f32) if k == "f32" else halves(x, k, count)[:, 0]
+        for x, k in zip(sources, kinds, strict=True)
+    ]
     return {"fma": N.fma_f32, "add": np.add, "sub": np.subtract}[op](*v)
 
 

@@ -14,12 +14,19 @@ from ptx_emulator.errors import UnsupportedPTX
 from ptx_emulator.numerics import Array, f32, u32, u64
 
 _ROUND_TO_INTEGER = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
-_PAIR_OF = {"f16x2": "f16", "bf16x2": "bf16", "e4m3x2": "e4m3", "e5m2x2": "e5m2", "e2m3x2": "e2m3", "e3m2x2": "e3m2",
-            "e2m1x2": "e2m1", "ue8m0x2": "ue8m0"}  # fmt: skip
+_PAIR_OF = {
+    "f16x2": "f16",
+    "bf16x2": "bf16",
+    "e4m3x2": "e4m3",
+    "e5m2x2": "e5m2",
+    "e2m3x2": "e2m3",
+    "e3m2x2": "e3m2",
+    "e2m1x2": "e2m1",
+    "ue8m0x2": "ue8m0",
+}
 
 
-_LARGEST = {"bf16": np.array(0x7F7F0000, u32).view(f32), "f16": f32(65504),
-            "tf32": np.array(0x7F7FE000, u32).view(f32)}  # fmt: skip
+_LARGEST = {"bf16": np.array(0x7F7F0000, u32).view(f32), "f16": f32(65504), "tf32": np.array(0x7F7FE000, u32).view(f32)}
 
 
 def _integer(raw: Array, kind: str) -> Array:

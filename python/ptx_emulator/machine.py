@@ -57,9 +57,15 @@ class Options:
 
 class Machine:
     def __init__(
-        self, program: Program, launch: Launch, options: Options, parameters: Any, ranges: set[tuple[int, int]],
-        clusters: list[int], waiting: deque[int],
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        launch: Launch,
+        options: Options,
+        parameters: Any,
+        ranges: set[tuple[int, int]],
+        clusters: list[int],
+        waiting: deque[int],
+    ) -> None:
         self.program, self.report = program, launch
         grid, block, cluster = launch.grid, launch.block, launch.cluster
         # Clusters of the grid: resident here; not started; and started where a resident one ended, to run afterwards.
@@ -424,9 +430,18 @@ def parameter_buffer(program: Program, values: Sequence[bytes]) -> tuple[Any, An
 
 
 def execute(
-    text: str, entry: str, grid: Dim3, block: Dim3, cluster: Dim3, shared_bytes: int, values: Sequence[bytes], *,
-    ranges: set[tuple[int, int]], options: Options, report: Report,
-) -> Launch:  # fmt: skip
+    text: str,
+    entry: str,
+    grid: Dim3,
+    block: Dim3,
+    cluster: Dim3,
+    shared_bytes: int,
+    values: Sequence[bytes],
+    *,
+    ranges: set[tuple[int, int]],
+    options: Options,
+    report: Report,
+) -> Launch:
     """Runs one launch, in waves of whole clusters, and adds it to `report`.
 
     With cluster launch control a wave is as many blocks as there are multiprocessors: the others wait to be handed out.

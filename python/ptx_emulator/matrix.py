@@ -77,9 +77,15 @@ def unpack_padded(chunks: Array, bits: int) -> Array:
 
 
 def read_rows(
-    memory: Memory, block: int, descriptor: Descriptor, rows: int, chunks: int, site: int, touch: Touch,
+    memory: Memory,
+    block: int,
+    descriptor: Descriptor,
+    rows: int,
+    chunks: int,
+    site: int,
+    touch: Touch,
     k_major: bool = True,
-) -> Array:  # fmt: skip
+) -> Array:
     """(rows, chunks of 16 bytes); `touch` gets their addresses."""
     offsets = chunk_offsets(rows, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride)
     place = swizzle(descriptor.start + offsets, descriptor.mode)
@@ -93,9 +99,17 @@ def read_rows(
 
 
 def read(
-    memory: Memory, block: int, descriptor: Descriptor, rows: int, k: int, kind: str, k_major: bool, site: int,
-    touch: Touch, packed_fp4: bool = False,
-) -> Array:  # fmt: skip
+    memory: Memory,
+    block: int,
+    descriptor: Descriptor,
+    rows: int,
+    k: int,
+    kind: str,
+    k_major: bool,
+    site: int,
+    touch: Touch,
+    packed_fp4: bool = False,
+) -> Array:
     """The (rows, k) operand as float32."""
     element = ELEMENT_BYTES[kind]
     rows, extent = (rows, k) if k_major else (k, rows)

@@ -151,8 +151,11 @@ class Memory:
         if bad.any():
             one = int(np.flatnonzero(bad)[0])
             place = int(address[one])
-            near = [f"{int(a):#x}..{int(b):#x}" for a, b in zip(self.first, self.last, strict=True)
-                    if min(abs(int(a) - place), abs(int(b) - place)) < 1 << 24][:3]  # fmt: skip
+            near = [
+                f"{int(a):#x}..{int(b):#x}"
+                for a, b in zip(self.first, self.last, strict=True)
+                if min(abs(int(a) - place), abs(int(b) - place)) < 1 << 24
+            ][:3]
             raise OutOfBounds(
                 f"{what} out of bounds: {size} bytes at {place:#x}, {int(bad.sum())} of {len(address)}; "
                 f"allocations nearby: {', '.join(near) or 'none'}",
@@ -173,8 +176,10 @@ class Memory:
             one = int(np.flatnonzero(bad)[0])
             raise OutOfBounds(
                 f"shared access out of bounds: {size} bytes at +{int(place[one]):#x} of rank {int(rank[one])}; the "
-                f"block has {self.shared_end} bytes, the cluster {self.machine.cluster_size} blocks", lanes[bad], site,
-            )  # fmt: skip
+                f"block has {self.shared_end} bytes, the cluster {self.machine.cluster_size} blocks",
+                lanes[bad],
+                site,
+            )
         physical = self.machine.cluster_base[lanes] + address
         gone = self.machine.running[physical >> 24] == 0
         if gone.any():
@@ -267,9 +272,18 @@ class Memory:
                     memory[index + number] = at(value, lanes).astype(UINT[size * 8])
 
     def atomic(
-        self, site: int, m: Any, space: str, op: str, kind: str, target: Any, place: Place, values: list[Any],
-        order: str, alignment: int,
-    ) -> None:  # fmt: skip
+        self,
+        site: int,
+        m: Any,
+        space: str,
+        op: str,
+        kind: str,
+        target: Any,
+        place: Place,
+        values: list[Any],
+        order: str,
+        alignment: int,
+    ) -> None:
         """One element; `alignment` is that of the whole vector where it is the first."""
         size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(kind) or int("".join(c for c in kind if c.isdigit())) // 8
         if size == 16:
@@ -309,9 +323,16 @@ class Memory:
         return shadow, start[:, None] + np.arange(max(1, size // self.granule))
 
     def touched_by_agent(
-        self, site: int, address: Array, size: int, issue: Issue, component: int, epoch: int, write: bool,
+        self,
+        site: int,
+        address: Array,
+        size: int,
+        issue: Issue,
+        component: int,
+        epoch: int,
+        write: bool,
         flags: int = ASYNC,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Asynchronous accesses of `size` bytes of shared memory."""
         granules = self.shared_granules(address, size)
         self.machine.race.by_agent(site, self.shared_shadow, granules, issue, component, epoch, write, flags)
@@ -330,8 +351,14 @@ class Memory:
             race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True)
 
 
-_COMBINE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "add": np.add, "min": np.minimum,
-            "max": np.maximum}  # fmt: skip
+_COMBINE = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
 
 def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:

@@ -79,8 +79,9 @@ class WarpMatrices:
         raw = data.view(np.uint8) if bits >= 8 else matrix.unpack_padded(data, bits)
         tile = raw.view(u16 if bits == 16 else np.uint8).reshape(count, len(warps), each, -1)
         words = np.ascontiguousarray(tile.swapaxes(2, 3) if transpose else tile).view(u32)
-        for register, values in zip(registers, words.reshape(count, -1, per, 32).swapaxes(1, 2).reshape(-1, warps.size),
-                                    strict=True):  # fmt: skip
+        for register, values in zip(
+            registers, words.reshape(count, -1, per, 32).swapaxes(1, 2).reshape(-1, warps.size), strict=True
+        ):
             register[warps.reshape(-1)] = values
 
     def stmatrix(
@@ -100,9 +101,16 @@ class WarpMatrices:
 
     # -- mma.sync
     def mma_sync(
-        self, site: int, m: Any, shape: str, kinds: list[str], d: list[Array], a: list[Array], b: list[Array],
+        self,
+        site: int,
+        m: Any,
+        shape: str,
+        kinds: list[str],
+        d: list[Array],
+        a: list[Array],
+        b: list[Array],
         c: list[Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         rows, columns, k = shape_of(shape)
         to, left, right, addend = kinds
         if (rows, columns) != (16, 8) or to not in ("f32", "f16", "s32") or addend != to:
@@ -114,9 +122,16 @@ class WarpMatrices:
             self._accumulate(A, B, to, (left, right), d, [lanes_of(x, self.machine.count) for x in c], warp, True)
 
     def _accumulate(
-        self, A: Array, B: Array, to: str, kinds: tuple[str, str], d: list[Array], c: list[Array], lanes: Array,
+        self,
+        A: Array,
+        B: Array,
+        to: str,
+        kinds: tuple[str, str],
+        d: list[Array],
+        c: list[Array],
+        lanes: Array,
         add: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """D = A B^T + C, or A B^T, of fragments in registers."""
         dtype, per = {"s32": (np.int32, 1), "f32": (f32, 1), "f16": (np.float16, 2)}[to]
         here, order = slice(int(lanes[0]), int(lanes[-1]) + 1), ACCUMULATORS[per]
@@ -173,9 +188,18 @@ class WarpMatrices:
             self._run(group, 1 << 60)
 
     def wgmma(
-        self, site: int, m: Any, shape: str, kinds: list[str], fragments: Array, d: list[Array], a: Any, b: Any,
-        scale_d: Any, rest: list[int],
-    ) -> None:  # fmt: skip
+        self,
+        site: int,
+        m: Any,
+        shape: str,
+        kinds: list[str],
+        fragments: Array,
+        d: list[Array],
+        a: Any,
+        b: Any,
+        scale_d: Any,
+        rest: list[int],
+    ) -> None:
         machine = self.machine
         _, n, k = shape_of(shape)
         to, left, right = kinds

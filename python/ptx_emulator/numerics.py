@@ -37,8 +37,19 @@ TABLES["ue8m0"] = np.arange(256, dtype=u8).view(ml_dtypes.float8_e8m0fnu).astype
 TABLES["ue4m3"] = TABLES["e4m3"][np.arange(256) & 127]
 
 # Bytes per element in memory (4-bit elements: see `matrix`), the unsigned numpy type of one element.
-ELEMENT_BYTES = {"bf16": 2, "f16": 2, "tf32": 4, "f32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1, "e2m3": 1, "e3m2": 1,
-                 "e2m1": 1}  # fmt: skip
+ELEMENT_BYTES = {
+    "bf16": 2,
+    "f16": 2,
+    "tf32": 4,
+    "f32": 4,
+    "s8": 1,
+    "u8": 1,
+    "e4m3": 1,
+    "e5m2": 1,
+    "e2m3": 1,
+    "e3m2": 1,
+    "e2m1": 1,
+}
 UNSIGNED: dict[int, Any] = {1: u8, 2: u16, 4: u32, 8: u64}
 
 

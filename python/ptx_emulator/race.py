@@ -231,8 +231,10 @@ class Races:
             raise RaceError(
                 f"race on {self.machine.place(shadow, granule)}: {'write' if write else 'read'} by lane {one & 31} of "
                 f"{self.name(one >> 5)} is not ordered after the {then} by another lane at "
-                f"{self.machine.describe_site(int(other))}: no bar.warp.sync between them", [one], site,
-            )  # fmt: skip
+                f"{self.machine.describe_site(int(other))}: no bar.warp.sync between them",
+                [one],
+                site,
+            )
         if np.ndim(lane) == 0:
             return
         if write:
@@ -244,9 +246,16 @@ class Races:
             shadow.read_turn[flat[several], slot[several]] = turn[several] << 6 | 32
 
     def by_agent(
-        self, site: int, shadow: Shadow, index: Array, issue: Issue, component: int, epoch: int, write: bool,
+        self,
+        site: int,
+        shadow: Shadow,
+        index: Array,
+        issue: Issue,
+        component: int,
+        epoch: int,
+        write: bool,
         flags: int = ASYNC,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """An asynchronous access by `component`."""
         flat = index.reshape(-1)
         if shadow.by_lane and issue.lane >= 0:
@@ -266,17 +275,27 @@ class Races:
         return True
 
     def _access(
-        self, site: int, shadow: Shadow, index: Array, who: Any, epochs: Any, clock: Array, row: Any, write: bool,
+        self,
+        site: int,
+        shadow: Shadow,
+        index: Array,
+        who: Any,
+        epochs: Any,
+        clock: Array,
+        row: Any,
+        write: bool,
         flags: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """By components `who` that know what rows `row` of `clock` say; both are a number or an array like `index`."""
         last = shadow.write_key[index]
         if not write and shadow.must_be_written and not last.all():
             missing = index[np.flatnonzero(last == 0)]
             raise UninitializedRead(
                 f"read of uninitialised {shadow.name}: {len(missing)} places, first at "
-                f"{self.machine.place(shadow, int(missing[0]))}", [], site,
-            )  # fmt: skip
+                f"{self.machine.place(shadow, int(missing[0]))}",
+                [],
+                site,
+            )
 
         def unordered(keys: Array, who: Any, row: Any, plane: Any) -> Array:
             other = (keys >> 32) - 1
@@ -289,8 +308,10 @@ class Races:
             raise RaceError(
                 f"race on {self.machine.place(shadow, int(index[where[0]]))}: {'write' if write else 'read'} by "
                 f"{self.name(one)} is not ordered after the {then} by {self.name(int(keys[where] >> 32) - 1)} at "
-                f"{self.machine.describe_site(int(sites[index][where]))}", [], site,
-            )  # fmt: skip
+                f"{self.machine.describe_site(int(sites[index][where]))}",
+                [],
+                site,
+            )
 
         earlier, together = shadow.write_flags[index], np.ndim(who) == 0
         if together and alike(last) and alike(earlier):
@@ -333,12 +354,15 @@ class Races:
         if late.any():
             raise RaceError(
                 f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}",
-                [], site,
-            )  # fmt: skip
+                [],
+                site,
+            )
 
     def check_init_of_agent(self, site: int, issue: Issue, init: tuple[int, int, int, int], what: str) -> None:
         if issue.clock[1, init[0]] < init[1]:
             raise BarrierError(
                 f"{what}: its init by {self.name(init[0])} has not been made visible to the async proxy "
-                "(fence.mbarrier_init and a barrier)", [], site,
-            )  # fmt: skip
+                "(fence.mbarrier_init and a barrier)",
+                [],
+                site,
+            )

@@ -75,16 +75,27 @@ class Launch:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "kernel": self.kernel, "grid": list(self.grid), "block": list(self.block), "cluster": list(self.cluster),
-            "shared_bytes": self.shared_bytes, "emulation_seconds": round(self.seconds, 4),
-            "instructions": dict(self.instructions.most_common()), "bytes": dict(self.bytes),
-            "operations": dict(self.operations), "waits": dict(self.waits), "bank_conflicts": self.bank_conflicts,
-            "warnings": self.warnings, "error": self.error,
-        }  # fmt: skip
+            "kernel": self.kernel,
+            "grid": list(self.grid),
+            "block": list(self.block),
+            "cluster": list(self.cluster),
+            "shared_bytes": self.shared_bytes,
+            "emulation_seconds": round(self.seconds, 4),
+            "instructions": dict(self.instructions.most_common()),
+            "bytes": dict(self.bytes),
+            "operations": dict(self.operations),
+            "waits": dict(self.waits),
+            "bank_conflicts": self.bank_conflicts,
+            "warnings": self.warnings,
+            "error": self.error,
+        }
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}", f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, "
-                 f"{self.shared_bytes} bytes of shared memory; emulated in {self.seconds:.3f} s"]  # fmt: skip
+        lines = [
+            f"{self.kernel}",
+            f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, "
+            f"{self.shared_bytes} bytes of shared memory; emulated in {self.seconds:.3f} s",
+        ]
         top = ", ".join(f"{name} {n}" for name, n in self.instructions.most_common(8))
         lines.append(f"  {sum(self.instructions.values())} warp instructions: {top}")
         for title, counter in (("bytes", self.bytes), ("operations", self.operations), ("waits", self.waits)):

@@ -291,11 +291,15 @@ class Sync:
     def describe(self) -> list[str]:
         lines = []
         for key, named in sorted(self.named.items()):
-            lines.append(f"  named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
-                         f"{named.arrived} of {named.expected} threads")  # fmt: skip
+            lines.append(
+                f"  named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
+                f"{named.arrived} of {named.expected} threads"
+            )
         for place, b in sorted(self.barriers.items()):
-            lines.append(f"  mbarrier {self.machine.shared_name(place)}: {b.count - b.pending} of {b.count} arrivals, "
-                         f"{b.tx} bytes outstanding, phase {b.phase & 1} (number {b.phase})")  # fmt: skip
+            lines.append(
+                f"  mbarrier {self.machine.shared_name(place)}: {b.count - b.pending} of {b.count} arrivals, "
+                f"{b.tx} bytes outstanding, phase {b.phase & 1} (number {b.phase})"
+            )
         lines += [
             f"  cluster barrier {number}: {int(self.cluster_arrived[number])} threads arrived"
             for number in np.flatnonzero(self.cluster_arrived).tolist()

@@ -23,16 +23,31 @@ if TYPE_CHECKING:
 
 LANES, COLUMNS = 128, 512
 _F8 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
-_FORMATS = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "i8": {0: "u8", 1: "s8"},
-            "mxf4": {5: "e2m1", 1: "e2m1"}, "mxf4nvf4": {5: "e2m1", 1: "e2m1"}}  # fmt: skip
+_FORMATS = {
+    "f16": {0: "f16", 1: "bf16"},
+    "tf32": {2: "tf32"},
+    "i8": {0: "u8", 1: "s8"},
+    "mxf4": {5: "e2m1", 1: "e2m1"},
+    "mxf4nvf4": {5: "e2m1", 1: "e2m1"},
+}
 _K = {"f16": 16, "tf32": 8, "i8": 32, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
-_SCALES = {"block32": lambda k: k // 32, "block16": lambda k: k // 16, "scale_vec::1X": lambda k: 1,
-           "scale_vec::2X": lambda k: 2, "scale_vec::4X": lambda k: 4}  # fmt: skip
+_SCALES = {
+    "block32": lambda k: k // 32,
+    "block16": lambda k: k // 16,
+    "scale_vec::1X": lambda k: 1,
+    "scale_vec::2X": lambda k: 2,
+    "scale_vec::4X": lambda k: 4,
+}
 _LANE = np.arange(LANES)
 # tcgen05.cp: lanes that are written, and the row of shared memory that each of them gets
-_COPIES = {"128x256b": (_LANE, _LANE), "128x128b": (_LANE, _LANE), "4x256b": (_LANE[:4] * 32, _LANE[:4]),
-           "64x128b.warpx2::02_13": (_LANE, _LANE % 64), "32x128b.warpx4": (_LANE, _LANE % 32),
-           "64x128b.warpx2::01_23": (_LANE, _LANE // 64 * 32 + _LANE % 32)}  # fmt: skip
+_COPIES = {
+    "128x256b": (_LANE, _LANE),
+    "128x128b": (_LANE, _LANE),
+    "4x256b": (_LANE[:4] * 32, _LANE[:4]),
+    "64x128b.warpx2::02_13": (_LANE, _LANE % 64),
+    "32x128b.warpx4": (_LANE, _LANE % 32),
+    "64x128b.warpx2::01_23": (_LANE, _LANE // 64 * 32 + _LANE % 32),
+}
 
 
 @dataclass(frozen=True)
@@ -67,9 +82,18 @@ def instruction_descriptor(raw: int, kind: str, scaled: bool) -> InstructionDesc
     m, n = (raw >> 24 & 31) << 4, (raw >> 17 & 63) << 3
     ids = (raw >> 29 & 3, raw >> 4 & 3) if scaled else (0, 0)
     return InstructionDescriptor(
-        m, n, _K[kind], names[formats[0]], names[formats[1]], d, (bool(raw >> 13 & 1), bool(raw >> 14 & 1)),
-        (not raw >> 15 & 1, not raw >> 16 & 1), ids, "ue8m0" if raw >> 23 & 1 else "ue4m3", bool(raw >> 3 & 1),
-    )  # fmt: skip
+        m,
+        n,
+        _K[kind],
+        names[formats[0]],
+        names[formats[1]],
+        d,
+        (bool(raw >> 13 & 1), bool(raw >> 14 & 1)),
+        (not raw >> 15 & 1, not raw >> 16 & 1),
+        ids,
+        "ue8m0" if raw >> 23 & 1 else "ue4m3",
+        bool(raw >> 3 & 1),
+    )
 
 
 def fragment(shape: str, count: int, half: int) -> tuple[Array, Array]:
@@ -160,8 +184,10 @@ class TensorMemory:
         if len(part) < count or (part == 0).any():
             raise TensorMemoryError(
                 f"{what}: columns {column}..{column + count - 1} of {self.machine.block_name(block)} are not all "
-                "allocated", [], site,
-            )  # fmt: skip
+                "allocated",
+                [],
+                site,
+            )
 
     # -- accesses as the race detector sees them
     def granules(self, block: int, lanes: Any, columns: Any) -> Array:
@@ -170,8 +196,9 @@ class TensorMemory:
     def touch(self, site: int, lane: int, issue: Issue | None, granules: Array, write: bool) -> None:
         """Tensor memory is reached by one proxy only, hence flags 0."""
         if issue is not None:
-            self.machine.race.by_agent(site, self.shadow, granules, issue, self.component(lane),
-                                       self.sequence.get(lane, 0) + 1, write, 0)  # fmt: skip
+            self.machine.race.by_agent(
+                site, self.shadow, granules, issue, self.component(lane), self.sequence.get(lane, 0) + 1, write, 0
+            )
 
     def read_shared(self, site: int, lane: int, issue: Issue | None, address: Array) -> None:
         if issue is not None:
@@ -198,8 +225,9 @@ class TensorMemory:
             raise TensorMemoryError(
                 f"{what}: warp {int(machine.thread[warps[bad, 0]]) // 32} reaches only lanes "
                 f"{32 * int(quarter[bad])} to {32 * int(quarter[bad]) + 31}, address has lane {int(lane0[bad])}",
-                warps[bad], site,
-            )  # fmt: skip
+                warps[bad],
+                site,
+            )
         row, column = fragment(shape, len(registers), half)
         if packed:  # each register takes two neighbouring columns
             row, column = (np.repeat(row, 2, 1), np.stack([2 * column, 2 * column + 1], 2).reshape(32, -1))
@@ -326,9 +354,20 @@ class TensorMemory:
 
     # -- mma
     def mma(
-        self, site: int, m: Any, pair: bool, kind: str, vector: str, target: Place, a: Any, b: Any, idesc: Any,
-        enable: Any, scales: tuple[Place, Place] | None, disable: Any,
-    ) -> None:  # fmt: skip
+        self,
+        site: int,
+        m: Any,
+        pair: bool,
+        kind: str,
+        vector: str,
+        target: Place,
+        a: Any,
+        b: Any,
+        idesc: Any,
+        enable: Any,
+        scales: tuple[Place, Place] | None,
+        disable: Any,
+    ) -> None:
         """`a` is a descriptor, or a place in tensor memory."""
         machine = self.machine
         if disable is not None and any(np.asarray(x).any() for x in disable):
@@ -347,9 +386,19 @@ class TensorMemory:
                     raise UnsupportedPTX("tcgen05.mma.kind::mxf4nvf4 without a scale vector size")
                 factors = (per, one(scales[0], lane), one(scales[1], lane))
             left = one(a, lane) if isinstance(a, tuple) else matrix.tcgen05_descriptor(one(a, lane))
-            operation = Mma(site, lane, blocks, kind, inst, one(target, lane), left,
-                            matrix.tcgen05_descriptor(one(b, lane)), bool(one(enable, lane)), factors,
-                            machine.race.issue(lane))  # fmt: skip
+            operation = Mma(
+                site,
+                lane,
+                blocks,
+                kind,
+                inst,
+                one(target, lane),
+                left,
+                matrix.tcgen05_descriptor(one(b, lane)),
+                bool(one(enable, lane)),
+                factors,
+                machine.race.issue(lane),
+            )
             self.enqueue(lane, partial(self.multiply, operation))
             machine.report.operations["tcgen05 multiply-adds"] += inst.m * inst.n * inst.k
 

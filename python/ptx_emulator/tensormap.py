@@ -24,16 +24,29 @@ from ptx_emulator.errors import UnsupportedPTX
 from ptx_emulator.numerics import Array
 
 # Code: (bytes per element, PTX type used by reductions)
-ELEMENTS = {0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
-            7: (4, "f32"), 8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16")}  # fmt: skip
+ELEMENTS = {
+    0: (1, "u8"),
+    1: (2, "u16"),
+    2: (4, "u32"),
+    3: (4, "s32"),
+    4: (8, "u64"),
+    5: (8, "s64"),
+    6: (2, "f16"),
+    7: (4, "f32"),
+    8: (4, "f32"),
+    9: (8, "f64"),
+    10: (2, "bf16"),
+}
 PACKED_FP4 = 11
 ADDRESSES = (1 << 63) - 1  # of the host's
 _KNOWN_FLAGS = 0x70 | 0x780 | 0x6000 | 1 << 16 | 3 << 17 | 1 << 19 | 3 << 21 | 1 << 1
 # What tensormap.replace can change: byte offset, bytes of each ordinal, encoding of the value.
 FIELDS: dict[str, tuple[int, int, Callable[[int], int]]] = {
-    "global_address": (0, 8, lambda v: v), "global_dim": (32, 4, lambda v: (v - 1) & 0xFFFFFFFF),
-    "global_stride": (12, 4, lambda v: v >> 4), "box_dim": (55, 1, lambda v: (v - 1) & 0xFF),
-}  # fmt: skip
+    "global_address": (0, 8, lambda v: v),
+    "global_dim": (32, 4, lambda v: (v - 1) & 0xFFFFFFFF),
+    "global_stride": (12, 4, lambda v: v >> 4),
+    "box_dim": (55, 1, lambda v: (v - 1) & 0xFF),
+}
 
 # Swizzle modes: XOR of address bits with higher ones.
 NONE, SW32, SW64, SW128, SW128_ATOM32 = 0, 1, 2, 3, 4

@@ -71,8 +71,9 @@ class TMA:
         address = tensor.at([c + s for c, s in zip(place, low, strict=True)])
         shape = [h - s for s, h in zip(low, high, strict=True)]
         span = sum((n - 1) * t for n, t in zip(shape, tensor.strides, strict=True)) + tensor.element
-        self.machine.memory.check_global(np.array([address]), span, np.array([lane]), site,
-                                         f"tensor copy at coordinates {place}")  # fmt: skip
+        self.machine.memory.check_global(
+            np.array([address]), span, np.array([lane]), site, f"tensor copy at coordinates {place}"
+        )
         base = bytes_at(address, span)[: tensor.element].view(UNSIGNED[tensor.element])
         view = np.lib.stride_tricks.as_strided(base, tuple(shape[::-1]), tuple(tensor.strides[::-1]))
         return (view, tuple(slice(s, h) for s, h in zip(low[::-1], high[::-1], strict=True)), address, span)
@@ -88,9 +89,16 @@ class TMA:
 
     # -- loads
     def load(
-        self, site: int, m: Any, target: Place, descriptor: Place, coordinates: list[Any], barrier: Place, mask: Any,
+        self,
+        site: int,
+        m: Any,
+        target: Place,
+        descriptor: Place,
+        coordinates: list[Any],
+        barrier: Place,
+        mask: Any,
         pair: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         lanes, memory = self.machine.lanes(m), self.machine.memory
         places, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
 
@@ -114,8 +122,16 @@ class TMA:
             homes = [block if mask is not None else signal >> 24 for block in blocks]
             if pair:  # the barrier may be that of the other block of the pair: parity of its own address
                 homes = [home & ~1 | signal >> 24 & 1 for home in homes]
-            self._deliver(site, lane, blocks, chunks, [home << 24 | signal & 0xFFFFFF for home in homes], issue,
-                          partial(fetch, lane, tensor, where), "global to shared TMA")  # fmt: skip
+            self._deliver(
+                site,
+                lane,
+                blocks,
+                chunks,
+                [home << 24 | signal & 0xFFFFFF for home in homes],
+                issue,
+                partial(fetch, lane, tensor, where),
+                "global to shared TMA",
+            )
 
     def bulk_load(
         self, site: int, m: Any, space: str, target: Place, source: Place, size: Any, barrier: Place, mask: Any
@@ -140,13 +156,28 @@ class TMA:
             blocks = self._targets(lane, place, mask)
             there = [(signal >> 24 if mask is None else block) << 24 | signal & 0xFFFFFF for block in blocks]
             chunks = np.arange(place & 0xFFFFFF, (place & 0xFFFFFF) + count, 16) >> 4
-            self._deliver(site, lane, blocks, chunks, there, self.machine.race.issue(lane),
-                          partial(fetch, origin, count), f"{space.split('::')[0]} to shared bulk")  # fmt: skip
+            self._deliver(
+                site,
+                lane,
+                blocks,
+                chunks,
+                there,
+                self.machine.race.issue(lane),
+                partial(fetch, origin, count),
+                f"{space.split('::')[0]} to shared bulk",
+            )
 
     def _deliver(
-        self, site: int, lane: int, blocks: Sequence[int], chunks: Array, signals: Sequence[int], issue: Issue | None,
-        fetch: Callable[[Issue | None, int], Array], what: str,
-    ) -> None:  # fmt: skip
+        self,
+        site: int,
+        lane: int,
+        blocks: Sequence[int],
+        chunks: Array,
+        signals: Sequence[int],
+        issue: Issue | None,
+        fetch: Callable[[Issue | None, int], Array],
+        what: str,
+    ) -> None:
         """Writes the same chunks of several blocks and completes their bytes on a barrier for each."""
         machine, memory, size = self.machine, self.machine.memory, 16 * len(chunks)
         low = int(chunks.min())
@@ -201,8 +232,17 @@ class TMA:
             inside = self._box(tensor, where, lane, site)
             machine.report.count_bytes("shared to global TMA", tensor.box_bytes)
             if inside is not None:
-                self._send(site, lane, chunks + (place >> 24 << 20), tensor.box[::-1], inside[1], inside[0],
-                           self._global_granules(inside), reduction, tensor.kind)  # fmt: skip
+                self._send(
+                    site,
+                    lane,
+                    chunks + (place >> 24 << 20),
+                    tensor.box[::-1],
+                    inside[1],
+                    inside[0],
+                    self._global_granules(inside),
+                    reduction,
+                    tensor.kind,
+                )
 
     def bulk_store(self, site: int, m: Any, target: Place, source: Place, size: Any, reduction: str, kind: str) -> None:
         machine, memory = self.machine, self.machine.memory
@@ -215,13 +255,30 @@ class TMA:
             machine.report.count_bytes("shared to global bulk", count)
             view = bytes_at(address, count).view(dtype)
             rows = memory.global_granules(np.array([address]), count)
-            self._send(site, lane, np.arange(place, place + count, 16) >> 4, view.shape, slice(None), view, rows,
-                       reduction, kind)  # fmt: skip
+            self._send(
+                site,
+                lane,
+                np.arange(place, place + count, 16) >> 4,
+                view.shape,
+                slice(None),
+                view,
+                rows,
+                reduction,
+                kind,
+            )
 
     def _send(
-        self, site: int, lane: int, chunks: Array, shape: tuple[int, ...], part: Any, view: Array, rows: Any,
-        reduction: str, kind: str,
-    ) -> None:  # fmt: skip
+        self,
+        site: int,
+        lane: int,
+        chunks: Array,
+        shape: tuple[int, ...],
+        part: Any,
+        view: Array,
+        rows: Any,
+        reduction: str,
+        kind: str,
+    ) -> None:
         """Copies a part of what lies in `chunks`, elements of a given shape, to a view of global memory."""
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         copies = machine.async_copies
@@ -231,10 +288,24 @@ class TMA:
             granules = memory.shared_granules(chunks << 4, 16)
             wanted = np.repeat(marks.reshape(-1), view.itemsize).reshape(*granules.shape, -1).any(2)
             issue, epoch = race.issue(lane), copies.epoch("bulk", lane)
-            race.by_agent(site, memory.shared_shadow, granules[wanted], issue, copies.component("bulk", "read", lane),
-                          epoch, False)  # fmt: skip
-            race.by_agent(site, *rows, issue, copies.component("bulk", "write", lane), epoch, True,
-                          ASYNC | (ATOMIC if reduction else 0))  # fmt: skip
+            race.by_agent(
+                site,
+                memory.shared_shadow,
+                granules[wanted],
+                issue,
+                copies.component("bulk", "read", lane),
+                epoch,
+                False,
+            )
+            race.by_agent(
+                site,
+                *rows,
+                issue,
+                copies.component("bulk", "write", lane),
+                epoch,
+                True,
+                ASYNC | (ATOMIC if reduction else 0),
+            )
 
         def run(_: Array) -> None:
             data = np.ascontiguousarray(memory.chunks[chunks].view(view.dtype).reshape(shape)[part])
@@ -312,5 +383,13 @@ class TMA:
         if known is not None:
             issue.clock[1, : len(known)] = known
         shadow, granules = memory.global_granules(np.array([place]), 128)
-        race.by_agent(site, shadow, granules, issue, race.component("tensor maps", "the copy engine"), 0, False,
-                      ASYNC | UNRECORDED)  # fmt: skip
+        race.by_agent(
+            site,
+            shadow,
+            granules,
+            issue,
+            race.component("tensor maps", "the copy engine"),
+            0,
+            False,
+            ASYNC | UNRECORDED,
+        )

@@ -25,8 +25,9 @@ def check_members(m: Any, members: Any, count: int, what: str, site: int) -> Non
         lane = int(np.flatnonzero(wrong.reshape(-1))[0])
         raise CollectiveError(
             f"{what}: member mask {int(named.reshape(-1)[lane]):#010x}, executed by {int(bits[lane // 32]):#010x}",
-            np.flatnonzero(wrong.reshape(-1)), site,
-        )  # fmt: skip
+            np.flatnonzero(wrong.reshape(-1)),
+            site,
+        )
 
 
 def whole_warps(m: Any, count: int, what: str, site: int, threads: int = 32) -> Array:
@@ -39,8 +40,9 @@ def whole_warps(m: Any, count: int, what: str, site: int, threads: int = 32) -> 
         first = int(np.flatnonzero(some & ~every)[0])
         raise CollectiveError(
             f"{what} executed by {int(groups[first].sum())} of {threads} threads",
-            first * threads + np.flatnonzero(groups[first]), site,
-        )  # fmt: skip
+            first * threads + np.flatnonzero(groups[first]),
+            site,
+        )
     return np.flatnonzero(m).reshape(-1, threads)
 
 
@@ -102,9 +104,14 @@ def reduce(m: Any, op: str, kind: str, absolute: bool, nan: bool, d: Array, a: A
         }
     else:
         limits = np.iinfo(dtype)
-        table = {"max": (np.maximum, limits.min), "min": (np.minimum, limits.max), "add": (np.add, 0),
-                 "or": (np.bitwise_or, 0), "xor": (np.bitwise_xor, 0),
-                 "and": (np.bitwise_and, -1 if limits.min else limits.max)}  # fmt: skip
+        table = {
+            "max": (np.maximum, limits.min),
+            "min": (np.minimum, limits.max),
+            "add": (np.add, 0),
+            "or": (np.bitwise_or, 0),
+            "xor": (np.bitwise_xor, 0),
+            "and": (np.bitwise_and, -1 if limits.min else limits.max),
+        }
     if op not in table:
         raise UnsupportedPTX(f"redux.sync.{op}.{kind}")
     ufunc, neutral = table[op]

@@ -310,9 +310,14 @@ def test_cuda_graphs_are_kept_with_packs(
     names = [call[0] for call in driver.calls]
     exchange = "cuThreadExchangeStreamCaptureMode"
     assert names == [
-        exchange, "cuStreamGetCtx", "cuGraphCreate", "populate", "cuGraphInstantiateWithFlags", "cuGraphDestroy",
         exchange,
-    ]  # fmt: skip
+        "cuStreamGetCtx",
+        "cuGraphCreate",
+        "populate",
+        "cuGraphInstantiateWithFlags",
+        "cuGraphDestroy",
+        exchange,
+    ]
     assert driver.calls[3] == ("populate", address(pack), 101)
     assert ctypes.addressof(pack.graph._obj) == 102
 

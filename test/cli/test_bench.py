@@ -50,13 +50,21 @@ READING = Reading(1755.0, 690.5, 61.0)
 LARGE, SMALL = "8192x28672x4096 Llama 3 8B", "64x64x64"
 ROWS = [
     Row(LARGE, "cuBLAS", 2853.0, (Ratio(1.0, 1.0, 1.0), Ratio(1.104, 1.1, 1.11)), 2.0 * 8192 * 28672 * 4096, 7.4e8),
-    Row(LARGE, "GemmSwiglu", 2600.0, (Ratio(1.097, 1.09, 1.104), Ratio(1.21, 1.19, 1.22)), 2.0 * 8192 * 28672 * 4096,
-        7.4e8, True, READING),
+    Row(
+        LARGE,
+        "GemmSwiglu",
+        2600.0,
+        (Ratio(1.097, 1.09, 1.104), Ratio(1.21, 1.19, 1.22)),
+        2.0 * 8192 * 28672 * 4096,
+        7.4e8,
+        True,
+        READING,
+    ),
     Row(LARGE, "Triton, fused", refused="OutOfResources: shared memory, with a text that goes on and on and on"),
     Row(SMALL, "cuBLAS", 4.0, (Ratio(1.0, 1.0, 1.0), None), 2.0 * 64**3, 3e4, False, READING),
     Row("device copy", "device copy", 500.0, (None, None), 0.0, 2e9),
     Row("host time, warm", "GemmSwiglu.execute", 6.5, (None, None), ours=True),
-]  # fmt: skip
+]
 
 
 def measured() -> report.Report:

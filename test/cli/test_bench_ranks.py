@@ -23,9 +23,23 @@ from support.cli import invoke
 from support.ranks import run_processes
 
 LINE = ranks.Line(
-    "Qwen3-30B-A3B", "uniform", 8192, 2, 100.0, 1200.0, 125.0, 1500.0, 3000.0, 1200.0, 2700.0, 33e6, 366e3, 99.0, 120.0,
+    "Qwen3-30B-A3B",
+    "uniform",
+    8192,
+    2,
+    100.0,
+    1200.0,
+    125.0,
+    1500.0,
+    3000.0,
+    1200.0,
+    2700.0,
+    33e6,
+    366e3,
+    99.0,
+    120.0,
     ranks.Case("Qwen3-30B-A3B", 8192, "uniform").flops,
-)  # fmt: skip
+)
 
 
 def test_the_busiest_link_decides() -> None:

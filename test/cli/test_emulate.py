@@ -73,8 +73,12 @@ def test_comparison_is_of_the_worst_element() -> None:
 
 
 EVERY = [(name, arch) for name in programs.PROGRAMS for arch in programs.find(name).architectures]
-USUAL = [("gemm_amax", "sm_90a"), ("gemm_rope", "sm_100a"), ("grouped_gemm_glu", "sm_90a"),
-         ("rmsnorm_rht_amax", "sm_100a")]  # fmt: skip
+USUAL = [
+    ("gemm_amax", "sm_90a"),
+    ("gemm_rope", "sm_100a"),
+    ("grouped_gemm_glu", "sm_90a"),
+    ("rmsnorm_rht_amax", "sm_100a"),
+]
 """A program of each kind: an API's results are compared in its own tests too."""
 
 

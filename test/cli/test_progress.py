@@ -115,8 +115,13 @@ def test_a_bar_on_a_terminal(piped: bool, tmp_path: Path) -> None:
         "COLUMNS": "80",
     }
     with out.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE,
-                                   stdout=file if piped else end, stderr=end, env=environment)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=file if piped else end,
+            stderr=end,
+            env=environment,
+        )
     os.close(end)
     shown, awaited = b"", [b"the work", b"25%"]
     assert process.stdin is not None

@@ -39,9 +39,14 @@ def operand(rows: int, k: int, dtype: torch.dtype, k_major: bool = True) -> torc
 
 
 def run(
-    kernel: Any, arch: str, mnk: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype, majors: str = "kk",
+    kernel: Any,
+    arch: str,
+    mnk: tuple[int, int, int],
+    dtype: torch.dtype,
+    out: torch.dtype,
+    majors: str = "kk",
     **options: Any,
-) -> ptx_emulator.Report:  # fmt: skip
+) -> ptx_emulator.Report:
     m, n, k = mnk
     torch.manual_seed(0)
     a, b = operand(m, k, dtype, majors[0] == "k"), operand(n, k, dtype, majors[1] == "k")

@@ -24,8 +24,17 @@ def synchronises(instruction: Instruction) -> bool:
         return True
     if op == "mbarrier":
         return instruction.modifiers[0] in ("arrive", "expect_tx", "init")
-    starts = ("cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "cp.async.commit_group", "cp.async.wait",
-              "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "tcgen05.commit", "tcgen05.wait")  # fmt: skip
+    starts = (
+        "cp.async.bulk.commit_group",
+        "cp.async.bulk.wait_group",
+        "cp.async.commit_group",
+        "cp.async.wait",
+        "wgmma.fence",
+        "wgmma.commit_group",
+        "wgmma.wait_group",
+        "tcgen05.commit",
+        "tcgen05.wait",
+    )
     return text.startswith(starts)
 
 
@@ -79,9 +88,12 @@ def holds_registers(instruction: Instruction) -> bool:
 
 
 def mutants(
-    run: Callable[[str, int], bool], attempts: list[tuple[str, int]],
-    chosen: Callable[[Instruction], bool] = synchronises, entry: str = "", every: int = 1,
-) -> list[Mutant]:  # fmt: skip
+    run: Callable[[str, int], bool],
+    attempts: list[tuple[str, int]],
+    chosen: Callable[[Instruction], bool] = synchronises,
+    entry: str = "",
+    every: int = 1,
+) -> list[Mutant]:
     """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right.
 
     All kernels are meant of whose names `entry` is a part, and of their instructions the first of `every` so many.

@@ -172,9 +172,13 @@ def test_an_innermost_coordinate_that_is_not_a_multiple_of_16_bytes(place: tuple
         calibration.run_emulated(tensors.loads("x", m, [place], source), ARCH)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"nan_fill": True}, "unknown bits 0x8000"), ({"steps": (1, 2)}, "tensor map with element strides"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nan_fill": True}, "unknown bits 0x8000"),
+        ({"steps": (1, 2)}, "tensor map with element strides"),
+    ],
+)
 def test_tensor_maps_that_are_refused(change: dict[str, object], message: str) -> None:
     m = replace(Map(1, "f16", (64, 64), (128,), (16, 16)), **change)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedPTX, match=re.escape(message)):

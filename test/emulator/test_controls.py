@@ -51,8 +51,11 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         patch.setitem(tcgen05.N.TABLES, "ue4m3", table)
     elif fault == "stmatrix transposed":
         store = mma.WarpMatrices.stmatrix
-        patch.setattr(mma.WarpMatrices, "stmatrix",
-                      lambda s, site, m, form, bits, t, *rest: store(s, site, m, form, bits, not t, *rest))  # fmt: skip
+        patch.setattr(
+            mma.WarpMatrices,
+            "stmatrix",
+            lambda s, site, m, form, bits, t, *rest: store(s, site, m, form, bits, not t, *rest),
+        )
     elif fault == "multicast ignored":
         targets = tma.TMA._targets
         patch.setattr(tma.TMA, "_targets", lambda s, lane, place, mask: targets(s, lane, place, None))

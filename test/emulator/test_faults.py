@@ -71,8 +71,11 @@ def test_missing_warp_barrier_is_a_race() -> None:
         RaceError, match=r"write by lane \d+ of warp 0 .* the read by another lane .* no bar\.warp\.sync"
     ):
         go(together, "")
-    run(f"{ADDRESS} st.shared.b32 [%r2], %r99; ld.shared.b32 %r5, [%r2]; st.shared.b32 [%r2], %r5;", shared=SHARED,
-        races=True)  # fmt: skip
+    run(
+        f"{ADDRESS} st.shared.b32 [%r2], %r99; ld.shared.b32 %r5, [%r2]; st.shared.b32 [%r2], %r5;",
+        shared=SHARED,
+        races=True,
+    )
     uniform = "mov.u32 %r1, buffer; {0} st.shared.b32 [%r1], 5; ld.shared.b32 %r5, [%r1]; {1} st.shared.b32 [%r1], 6;"
     run(uniform.format("", together), shared=SHARED, races=True)
     with pytest.raises(RaceError, match="the read by another lane"):

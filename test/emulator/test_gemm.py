@@ -13,8 +13,14 @@ from emulator.kernels.blackwell_gemm import BlackwellGemm
 from support import gemm as library
 from support.selection import brief
 
-bf16, f16, f32, e4m3, e5m2, i8 = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn,
-                                  torch.float8_e5m2, torch.int8)  # fmt: skip
+bf16, f16, f32, e4m3, e5m2, i8 = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+)
 
 
 @pytest.mark.parametrize(

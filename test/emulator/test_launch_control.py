@@ -40,8 +40,18 @@ def test_each_block_runs_once(cluster: int, scheduler: str, seed: int) -> None:
     results = []
     for _ in range(2):
         out = np.zeros((22, 2), np.uint32)
-        launch = run(kernel(cluster), out, grid=22, cluster=cluster, block=64, shared=SHARED, races=True,
-                     multiprocessors=4, scheduler=scheduler, seed=seed)  # fmt: skip
+        launch = run(
+            kernel(cluster),
+            out,
+            grid=22,
+            cluster=cluster,
+            block=64,
+            shared=SHARED,
+            races=True,
+            multiprocessors=4,
+            scheduler=scheduler,
+            seed=seed,
+        )
         assert out[:, 0].tolist() == [1] * 22
         results.append(out[:, 1].tolist())
     assert results[0] == results[1]
@@ -79,8 +89,9 @@ def test_the_first_block_by_vector_and_by_axis() -> None:
     L: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra L; ld.shared.b128 %q1, [%r1]; {axes}
       clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {{%r30, %r31, %r32, _}}, %q1;
       mul.wide.u32 %rd1, %r3, 24; add.s64 %rd1, %rd1, %rd90;"""
-    code += "".join(f"st.global.b32 [%rd1+{4 * i}], %r{20 + i}; st.global.b32 [%rd1+{12 + 4 * i}], %r{30 + i};"
-                    for i in range(3))  # fmt: skip
+    code += "".join(
+        f"st.global.b32 [%rd1+{4 * i}], %r{20 + i}; st.global.b32 [%rd1+{12 + 4 * i}], %r{30 + i};" for i in range(3)
+    )
     options: dict[str, Any] = {"shared": SHARED, "races": True, "multiprocessors": 2}
     run(code, out, grid=(2, 1, 2), block=1, **options)
     assert out.tolist() == [[0, 0, 1] * 2, [1, 0, 1] * 2]

@@ -15,8 +15,11 @@ SHARED = ".shared .align 128 .b8 buffer[1024];\n  .shared .align 8 .b64 bar;"
 PLACE = "mov.u32 %r1, buffer; mov.u32 %r3, bar; setp.eq.s32 %p1, %r99, 0;"
 INIT = f"{PLACE} @%p1 mbarrier.init.shared.b64 [%r3], 1; @%p1 fence.mbarrier_init.release.cluster; bar.sync 0;"
 WAIT = "L: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0; @%p2 bra D; bra L; D:"
-SCHEDULES: list[dict[str, Any]] = [{"scheduler": "lowest-pc"}, {"scheduler": "random", "seed": 1},
-                                   {"scheduler": "lazy", "seed": 2}]  # fmt: skip
+SCHEDULES: list[dict[str, Any]] = [
+    {"scheduler": "lowest-pc"},
+    {"scheduler": "random", "seed": 1},
+    {"scheduler": "lazy", "seed": 2},
+]
 
 
 @pytest.fixture(params=SCHEDULES, ids=lambda s: s["scheduler"])
@@ -25,9 +28,12 @@ def schedule(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 VECTORS = {  # a type's elements and the bytes of each
-    "v2.f32": np.float32, "v4.f32": np.float32, "v2.f16x2": np.float16, "v4.bf16x2": ml_dtypes.bfloat16,
+    "v2.f32": np.float32,
+    "v4.f32": np.float32,
+    "v2.f16x2": np.float16,
+    "v4.bf16x2": ml_dtypes.bfloat16,
     "v8.bf16": ml_dtypes.bfloat16,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", VECTORS)
@@ -163,12 +169,26 @@ def test_distributed_shared_memory(schedule: dict[str, Any]) -> None:
     code = f"""{PLACE} mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mapa.shared::cluster.u32 %r6, %r1, %r5;
       add.s32 %r7, %r4, 40; st.shared::cluster.b32 [%r6], %r7; ARRIVE barrier.cluster.wait.acquire;
       ld.shared.b32 %r8, [%r1]; mul.wide.u32 %rd1, %r4, 4; add.s64 %rd1, %rd1, %rd90; st.global.b32 [%rd1], %r8;"""
-    run(code.replace("ARRIVE", "barrier.cluster.arrive.release;"), out, block=1, grid=2, cluster=2, shared=SHARED,
-        **schedule)  # fmt: skip
+    run(
+        code.replace("ARRIVE", "barrier.cluster.arrive.release;"),
+        out,
+        block=1,
+        grid=2,
+        cluster=2,
+        shared=SHARED,
+        **schedule,
+    )
     assert out.tolist() == [41, 40]
     with pytest.raises(ptx_emulator.RaceError, match="shared memory"):
-        run(code.replace("ARRIVE", "barrier.cluster.arrive.relaxed;"), out, block=1, grid=2, cluster=2, shared=SHARED,
-            **schedule)  # fmt: skip
+        run(
+            code.replace("ARRIVE", "barrier.cluster.arrive.relaxed;"),
+            out,
+            block=1,
+            grid=2,
+            cluster=2,
+            shared=SHARED,
+            **schedule,
+        )
 
 
 def test_stores_and_reductions_to_the_other_block_complete_on_its_barrier(schedule: dict[str, Any]) -> None:

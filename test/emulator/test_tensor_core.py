@@ -45,8 +45,10 @@ def launch(body: str, source: Any, out: Any, ctas: int = 1) -> None:
 
 def fill(size: int) -> str:
     """Copies `size` bytes, a multiple of 2048, of the block's own from global memory to the buffer."""
-    lines = [f"mul.wide.u32 %rd1, %r99, 16; mul.wide.u32 %rd2, %r15, {size}; add.s64 %rd1, %rd1, %rd2; "
-             "add.s64 %rd1, %rd1, %rd90; shl.b32 %r5, %r99, 4; add.s32 %r5, %r5, %r1;"]  # fmt: skip
+    lines = [
+        f"mul.wide.u32 %rd1, %r99, 16; mul.wide.u32 %rd2, %r15, {size}; add.s64 %rd1, %rd1, %rd2; "
+        "add.s64 %rd1, %rd1, %rd90; shl.b32 %r5, %r99, 4; add.s32 %r5, %r5, %r1;"
+    ]
     lines += [
         f"ld.global.v4.b32 {{{registers(20, 4)}}}, [%rd1+{at}]; st.shared.v4.b32 [%r5+{at}], {{{registers(20, 4)}}};"
         for at in range(0, size, 2048)
@@ -56,9 +58,11 @@ def fill(size: int) -> str:
 
 def show(count: int, shape: str = "32x32b") -> str:
     """Every thread stores `count` registers of a load from tensor memory."""
-    lines = [f"tcgen05.ld.sync.aligned.{shape}.x{count // (4 if shape == '16x256b' else 1)}.b32 "
-             f"{{{registers(40, count)}}}, [%r11]; tcgen05.wait::ld.sync.aligned; shl.b32 %r5, %r15, 7; "
-             f"add.s32 %r5, %r5, %r99; mul.wide.u32 %rd1, %r5, {4 * count}; add.s64 %rd1, %rd1, %rd91;"]  # fmt: skip
+    lines = [
+        f"tcgen05.ld.sync.aligned.{shape}.x{count // (4 if shape == '16x256b' else 1)}.b32 "
+        f"{{{registers(40, count)}}}, [%r11]; tcgen05.wait::ld.sync.aligned; shl.b32 %r5, %r15, 7; "
+        f"add.s32 %r5, %r5, %r99; mul.wide.u32 %rd1, %r5, {4 * count}; add.s64 %rd1, %rd1, %rd91;"
+    ]
     return "\n".join(lines + [f"st.global.b32 [%rd1+{4 * i}], %r{40 + i};" for i in range(count)])
 
 
@@ -78,12 +82,17 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 TYPES: dict[str, tuple[str, Any, int, int, int]] = {  # kind, NumPy type, bits, code in the descriptor, K
-    "bf16": ("f16", ml_dtypes.bfloat16, 16, 1, 16), "f16": ("f16", np.float16, 16, 0, 16),
-    "tf32": ("tf32", np.float32, 32, 2, 8), "s8": ("i8", np.int8, 8, 1, 32), "u8": ("i8", np.uint8, 8, 0, 32),
-    "e4m3": ("f8f6f4", ml_dtypes.float8_e4m3fn, 8, 0, 32), "e5m2": ("f8f6f4", ml_dtypes.float8_e5m2, 8, 1, 32),
-    "e2m3": ("f8f6f4", ml_dtypes.float6_e2m3fn, 6, 3, 32), "e3m2": ("f8f6f4", ml_dtypes.float6_e3m2fn, 6, 4, 32),
+    "bf16": ("f16", ml_dtypes.bfloat16, 16, 1, 16),
+    "f16": ("f16", np.float16, 16, 0, 16),
+    "tf32": ("tf32", np.float32, 32, 2, 8),
+    "s8": ("i8", np.int8, 8, 1, 32),
+    "u8": ("i8", np.uint8, 8, 0, 32),
+    "e4m3": ("f8f6f4", ml_dtypes.float8_e4m3fn, 8, 0, 32),
+    "e5m2": ("f8f6f4", ml_dtypes.float8_e5m2, 8, 1, 32),
+    "e2m3": ("f8f6f4", ml_dtypes.float6_e2m3fn, 6, 3, 32),
+    "e3m2": ("f8f6f4", ml_dtypes.float6_e3m2fn, 6, 4, 32),
     "e2m1": ("f8f6f4", ml_dtypes.float4_e2m1fn, 4, 5, 32),
-}  # fmt: skip
+}
 
 
 def operand(rows: int, kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,17 +157,29 @@ def multiply(a: str, b: str, m: int, source: str, ctas: int = 1) -> None:
     np.testing.assert_array_equal(out.reshape(m, N), 2 * va @ vb.T)
 
 
-@pytest.mark.parametrize("pair", [
-    ("bf16", "bf16"), ("f16", "bf16"), ("tf32", "tf32"), ("s8", "u8"), ("e4m3", "e5m2"), ("e2m3", "e3m2"),
-    ("e3m2", "e4m3"), ("e2m1", "e2m3"), ("e5m2", "e2m1"),
-], ids="-".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("bf16", "bf16"),
+        ("f16", "bf16"),
+        ("tf32", "tf32"),
+        ("s8", "u8"),
+        ("e4m3", "e5m2"),
+        ("e2m3", "e3m2"),
+        ("e3m2", "e4m3"),
+        ("e2m1", "e2m3"),
+        ("e5m2", "e2m1"),
+    ],
+    ids="-".join,
+)
 @pytest.mark.parametrize(("m", "ctas"), [(128, 1), (64, 1), (256, 2), (128, 2)])
 def test_operands_in_shared_memory(pair: tuple[str, str], m: int, ctas: int) -> None:
     multiply(*pair, m, "shared", ctas)
 
 
-@pytest.mark.parametrize("pair", [("bf16", "f16"), ("tf32", "tf32"), ("u8", "s8"), ("e5m2", "e4m3"), ("e4m3", "e3m2")],
-                         ids="-".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "pair", [("bf16", "f16"), ("tf32", "tf32"), ("u8", "s8"), ("e5m2", "e4m3"), ("e4m3", "e3m2")], ids="-".join
+)
 @pytest.mark.parametrize(("m", "ctas"), [(128, 1), (64, 1), (256, 2), (128, 2)])
 def test_a_in_tensor_memory(pair: tuple[str, str], m: int, ctas: int) -> None:
     multiply(*pair, m, "tensor", ctas)
@@ -173,12 +194,13 @@ def test_narrow_a_in_tensor_memory_is_refused() -> None:
 
 
 COPIES = {  # rows, 32-bit words of a row, and the row that lane i gets (None: not written)
-    "128x256b": (128, 8, lambda i: i), "128x128b": (128, 4, lambda i: i),
+    "128x256b": (128, 8, lambda i: i),
+    "128x128b": (128, 4, lambda i: i),
     "4x256b": (4, 8, lambda i: i // 32 if i % 32 == 0 else None),
     "64x128b.warpx2::02_13": (64, 4, lambda i: i % 64),
     "64x128b.warpx2::01_23": (64, 4, lambda i: i // 64 * 32 + i % 32),
     "32x128b.warpx4": (32, 4, lambda i: i % 32),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ctas", [1, 2])
@@ -204,8 +226,11 @@ def test_copies_to_tensor_memory(form: str, ctas: int) -> None:
 
 def test_decompressing_copies_are_refused() -> None:
     with pytest.raises(ptx_emulator.UnsupportedPTX, match=r"128x128b\.b8x16\.b6x16_p32"):
-        launch(f"{SETUP} @%p1 tcgen05.cp.cta_group::1.128x128b.b8x16.b6x16_p32 [%r10], %rd1; {FREE}",
-               np.zeros(16, np.uint8), np.zeros(1))  # fmt: skip
+        launch(
+            f"{SETUP} @%p1 tcgen05.cp.cta_group::1.128x128b.b8x16.b6x16_p32 [%r10], %rd1; {FREE}",
+            np.zeros(16, np.uint8),
+            np.zeros(1),
+        )
 
 
 def test_loads_and_stores_of_16_bits() -> None:

@@ -20,9 +20,11 @@ def operand(seed: int) -> np.ndarray:
 
 def load_a() -> str:
     """Register i of thread t: row t / 4 + 8 (i % 2) of the warp's 16, 4 bytes at 4 (t % 4) + 16 (i / 2)."""
-    lines = ["shr.u32 %r4, %r99, 5; shl.b32 %r4, %r4, 4; and.b32 %r5, %r99, 31; shr.u32 %r6, %r5, 2; "
-             "add.s32 %r4, %r4, %r6; and.b32 %r5, %r5, 3; mul.lo.s32 %r4, %r4, 32; mad.lo.s32 %r4, %r5, 4, %r4; "
-             "cvt.u64.u32 %rd3, %r4; add.s64 %rd3, %rd3, %rd91;"]  # fmt: skip
+    lines = [
+        "shr.u32 %r4, %r99, 5; shl.b32 %r4, %r4, 4; and.b32 %r5, %r99, 31; shr.u32 %r6, %r5, 2; "
+        "add.s32 %r4, %r4, %r6; and.b32 %r5, %r5, 3; mul.lo.s32 %r4, %r4, 32; mad.lo.s32 %r4, %r5, 4, %r4; "
+        "cvt.u64.u32 %rd3, %r4; add.s64 %rd3, %rd3, %rd91;"
+    ]
     return "\n".join(lines + [f"ld.global.b32 %r{20 + i}, [%rd3+{i % 2 * 8 * 32 + i // 2 * 16}];" for i in range(4)])
 
 

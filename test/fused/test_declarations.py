@@ -138,14 +138,39 @@ RESULTS = {
     "discrete_grouped_gemm_dswiglu": _ROWS,
 }
 DEFAULTS = {
-    "mma_tiler_mn": (256, 256), "cluster_shape_mn": None, "sf_vec_size": 16, "vector_f32": False, "m_aligned": 256,
-    "discrete_col_sfd": False, "use_dynamic_sched": False, "b_major": "k", "cd_major": "n", "epilogue_op": None,
-    "acc_dtype": None, "c_dtype": None, "d_dtype": None, "wgrad_dtype": None, "current_stream": None,
-    "linear_offset": None, "geglu_alpha": 1.702, "glu_clamp_max": 7.0, "glu_clamp_min": -7.0, "situ_beta1": 4.0,
-    "situ_beta2": 25.0, "generate_c": False, "generate_dbias": False, "generate_amax": True, "output_mode": "dense",
-    "accumulate_on_output": False, "use_single_group_runtime_offsets": False, "sf_fp8_dtype_override": None,
-    "norm_const": 1.0, "rht_norm_const": 1.0, "round_dgrad_to_input_dtype": False, "use_dsrelu_reuse": False,
-}  # fmt: skip
+    "mma_tiler_mn": (256, 256),
+    "cluster_shape_mn": None,
+    "sf_vec_size": 16,
+    "vector_f32": False,
+    "m_aligned": 256,
+    "discrete_col_sfd": False,
+    "use_dynamic_sched": False,
+    "b_major": "k",
+    "cd_major": "n",
+    "epilogue_op": None,
+    "acc_dtype": None,
+    "c_dtype": None,
+    "d_dtype": None,
+    "wgrad_dtype": None,
+    "current_stream": None,
+    "linear_offset": None,
+    "geglu_alpha": 1.702,
+    "glu_clamp_max": 7.0,
+    "glu_clamp_min": -7.0,
+    "situ_beta1": 4.0,
+    "situ_beta2": 25.0,
+    "generate_c": False,
+    "generate_dbias": False,
+    "generate_amax": True,
+    "output_mode": "dense",
+    "accumulate_on_output": False,
+    "use_single_group_runtime_offsets": False,
+    "sf_fp8_dtype_override": None,
+    "norm_const": 1.0,
+    "rht_norm_const": 1.0,
+    "round_dgrad_to_input_dtype": False,
+    "use_dsrelu_reuse": False,
+}
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -157,7 +182,8 @@ ROWS, PAIR = zeros(8, 2, 64), torch.tensor([8], dtype=I32)
 STUBBED: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "attention": (cudnn.sdpa.SdpafwdSm100D256, lambda _: cudnn.sdpa.sdpa_fwd_wrapper_sm100_d256(Q, Q, Q)),
     "its gradients": (
-        cudnn.sdpa.SdpabwdSm100D256, lambda _: cudnn.sdpa.sdpa_bwd_wrapper_sm100_d256(Q, Q, Q, Q, Q, LSE)
+        cudnn.sdpa.SdpabwdSm100D256,
+        lambda _: cudnn.sdpa.sdpa_bwd_wrapper_sm100_d256(Q, Q, Q, Q, Q, LSE),
     ),
     "a sliding window": (
         cudnn.NSA.SlidingWindowAttention,
@@ -181,7 +207,7 @@ STUBBED: dict[str, tuple[Any, Callable[[int], Any]]] = {
             zeros(64, tokens), zeros(tokens, 96), zeros(128, 4), zeros(128, 4), torch.tensor([8, tokens], dtype=I32)
         ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STUBBED)

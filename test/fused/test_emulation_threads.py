@@ -21,8 +21,11 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 from ptx_emulator.runtime.launch import I32, P, Runtime  # noqa: E402
 
 NORM, GEMM = ("rmsnorm_rht_amax", (16, 512)), ("gemm_amax", (128, 128, 64))
-THREADS = [(name, arch, scheduler) for name, arch in ((NORM, "sm_90a"), (NORM, "sm_100a"), *[(GEMM, "sm_90a")] * 2)
-           for scheduler in ("lowest-pc", "random")]  # fmt: skip
+THREADS = [
+    (name, arch, scheduler)
+    for name, arch in ((NORM, "sm_90a"), (NORM, "sm_100a"), *[(GEMM, "sm_90a")] * 2)
+    for scheduler in ("lowest-pc", "random")
+]
 
 
 def test_eight_threads_emulate_at_once() -> None:

@@ -39,14 +39,23 @@ assert not hasattr(cudnn.{family}, "grouped_gemm_none")
 @pytest.mark.parametrize(
     ("name", "before", "between"),
     [
-        ("grouped_gemm_dsrelu", "a b c sfa sfb padded_offsets alpha prob dprob",
-         (False, None, None, None, None, "k", None, F32, BF16, "n", *TILES)),
-        ("discrete_grouped_gemm_swiglu", "a b_ptrs sfa sfb_ptrs padded_offsets alpha n b_dtype",
-         (None, None, None, F32, BF16, BF16, "n", *TILES, "swiglu", "k")),
-        ("discrete_grouped_gemm_dswiglu", "a b_ptrs c sfa sfb_ptrs padded_offsets alpha beta prob dprob n b_dtype",
-         (False, None, F32, BF16, "n", *TILES, "dswiglu", "k", None)),
+        (
+            "grouped_gemm_dsrelu",
+            "a b c sfa sfb padded_offsets alpha prob dprob",
+            (False, None, None, None, None, "k", None, F32, BF16, "n", *TILES),
+        ),
+        (
+            "discrete_grouped_gemm_swiglu",
+            "a b_ptrs sfa sfb_ptrs padded_offsets alpha n b_dtype",
+            (None, None, None, F32, BF16, BF16, "n", *TILES, "swiglu", "k"),
+        ),
+        (
+            "discrete_grouped_gemm_dswiglu",
+            "a b_ptrs c sfa sfb_ptrs padded_offsets alpha beta prob dprob n b_dtype",
+            (False, None, F32, BF16, "n", *TILES, "dswiglu", "k", None),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_older_tail_of_positional_arguments(
     name: str,
     before: str,
@@ -176,9 +185,13 @@ def test_one_experts_gradient_whose_columns_are_contiguous() -> None:
 def test_the_sample_of_a_gradient_behind_an_address(expert: torch.Tensor, error: str | None) -> None:
     """Other strides were ignored: gradients were written as if they were contiguous."""
     made = cudnn.GroupedGemmWgradSm100(
-        *gradient_inputs(), sample_wgrad_expert=expert, num_experts=2, wgrad_shape=(64, 96), wgrad_dtype=BF16,
+        *gradient_inputs(),
+        sample_wgrad_expert=expert,
+        num_experts=2,
+        wgrad_shape=(64, 96),
+        wgrad_dtype=BF16,
         sf_vec_size=32,
-    )  # fmt: skip
+    )
     if error is None:
         assert made.check_support()
         return

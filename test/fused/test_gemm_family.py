@@ -94,13 +94,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ({}, {"b": meta(256, 64, 1)}, {}, ValueError, r"b tensor shape mismatch: expected \(256, 128, 1\), got \(256, 64,"),
     ({}, {"a": meta(128, 0, 1)}, {}, ValueError, "sizes: got n=256, k=0, l=1; allowed: at least 1"),
     (
-        {"l": 2}, {"a": meta(128, 128, 2)}, {}, ValueError,
+        {"l": 2},
+        {"a": meta(128, 128, 2)},
+        {},
+        ValueError,
         r"a tensor stride mismatch: expected \(128, 1, 16384\) or \(1, 128, 16384\), or further apart by multiples of "
         r"16 bytes, got \(256, 2, 1\). To fix it, pass tensor.permute\(2, 0, 1\).contiguous\(\).permute\(1, 2, 0\)",
     ),
     ({}, {"a": meta(128, 128, 1, dtype=torch.int32, stride=(128, 1, 16384))}, {}, ValueError, "a tensor dtype"),
     (
-        {}, {"b": meta(256, 128, 1, dtype=F16, stride=(128, 1, 32768))}, {}, ValueError,
+        {},
+        {"b": meta(256, 128, 1, dtype=F16, stride=(128, 1, 32768))},
+        {},
+        ValueError,
         "b tensor dtype mismatch: expected torch.bfloat16, got torch.float16",
     ),
     ({}, {"amax": meta(2, dtype=F32)}, {}, ValueError, r"amax tensor shape mismatch: expected \(1,\), got \(2,\)"),
@@ -109,51 +115,82 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ({"dtype": E4M3, "k": 72}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 72; allowed: multiples of"),
     ({"dtype": F32, "k": 6}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 6; allowed: multiples of 4"),
     (
-        {"dtype": FP4, "scale": E8M0, "k": 80}, {}, {}, ValueError,
+        {"dtype": FP4, "scale": E8M0, "k": 80},
+        {},
+        {},
+        ValueError,
         "a tensor, its contiguous dimension: got 80; allowed: multiples of 32",
     ),
     ({"m": 100, "majors": "mkn"}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 100; allowed:"),
     ({"dtype": E4M3, "scale": E8M0}, {"sfb": None}, {}, ValueError, "sfa and sfb tensors: got one of them; allowed:"),
     ({"dtype": FP4}, {"sfa": None, "sfb": None}, {}, ValueError, "sfa and sfb tensors: got None; allowed: scale"),
     (
-        {"dtype": BF16}, {"sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0, stride=(16, 4, 1024, 1, 512, 1024)),
-                          "sfb": meta(32, 4, 2, 4, 2, 1, dtype=E8M0, stride=(16, 4, 1024, 1, 512, 2048))},
-        {"sf_vec_size": 16}, ValueError, "a tensor dtype, with scale factors: got bfloat16",
-    ),
-    (
-        {"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0)}, {}, ValueError,
-        r"sfa tensor shape mismatch: expected \(32, 4, 1, 4, 1, 1\), got \(32, 4, 1, 4, 2, 1\)",
-    ),
-    (
-        {"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 1, 1, dtype=E8M0, stride=(1, 32, 512, 128, 512, 512))},
-        {}, ValueError, "sfa tensor stride",
+        {"dtype": BF16},
+        {
+            "sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0, stride=(16, 4, 1024, 1, 512, 1024)),
+            "sfb": meta(32, 4, 2, 4, 2, 1, dtype=E8M0, stride=(16, 4, 1024, 1, 512, 2048)),
+        },
+        {"sf_vec_size": 16},
+        ValueError,
+        "a tensor dtype, with scale factors: got bfloat16",
     ),
     (
         {"dtype": FP4, "scale": E8M0},
-        {"sfb": meta(32, 4, 2, 4, 1, 1, dtype=E4M3, stride=(16, 4, 512, 1, 512, 1024))}, {}, ValueError,
+        {"sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0)},
+        {},
+        ValueError,
+        r"sfa tensor shape mismatch: expected \(32, 4, 1, 4, 1, 1\), got \(32, 4, 1, 4, 2, 1\)",
+    ),
+    (
+        {"dtype": FP4, "scale": E8M0},
+        {"sfa": meta(32, 4, 1, 4, 1, 1, dtype=E8M0, stride=(1, 32, 512, 128, 512, 512))},
+        {},
+        ValueError,
+        "sfa tensor stride",
+    ),
+    (
+        {"dtype": FP4, "scale": E8M0},
+        {"sfb": meta(32, 4, 2, 4, 1, 1, dtype=E4M3, stride=(16, 4, 512, 1, 512, 1024))},
+        {},
+        ValueError,
         "sfb tensor dtype mismatch: expected torch.float8_e8m0fnu, got torch.float8_e4m3fn",
     ),
     ({"dtype": FP4, "scale": E4M3, "vector": 32}, {}, {}, ValueError, "sf_vec_size: got 32; allowed: 16, for scale"),
     (
-        {"dtype": E4M3, "scale": E4M3, "vector": 16}, {}, {}, ValueError,
+        {"dtype": E4M3, "scale": E4M3, "vector": 16},
+        {},
+        {},
+        ValueError,
         "scale factors: got float8_e4m3fn for 16 elements; allowed: float8_e8m0fnu for 32, of float8_e4m3fn",
     ),
     (
-        {"dtype": E5M2, "scale": E8M0, "vector": 16}, {}, {}, ValueError,
+        {"dtype": E5M2, "scale": E8M0, "vector": 16},
+        {},
+        {},
+        ValueError,
         "scale factors: got float8_e8m0fnu for 16 elements; allowed: float8_e8m0fnu for 32, of float8_e5m2",
     ),
     ({"dtype": E4M3, "scale": F32}, {}, {"sf_vec_size": 32}, ValueError, "sf_vec_size: got 32; allowed: 128, for"),
     (
-        {"dtype": E4M3, "scale": F32}, {"sfb": meta(3, 1, 1, dtype=F32)}, {}, ValueError,
+        {"dtype": E4M3, "scale": F32},
+        {"sfb": meta(3, 1, 1, dtype=F32)},
+        {},
+        ValueError,
         r"sfb tensor shape mismatch: expected \(2, 1, 1\), got \(3, 1, 1\)",
     ),
     (
-        {"dtype": BF16}, {"sfa": meta(128, 1, 1, dtype=F32), "sfb": meta(2, 1, 1, dtype=F32)}, {"sf_vec_size": 128},
-        ValueError, "a tensor dtype, with scale factors: got bfloat16",
+        {"dtype": BF16},
+        {"sfa": meta(128, 1, 1, dtype=F32), "sfb": meta(2, 1, 1, dtype=F32)},
+        {"sf_vec_size": 128},
+        ValueError,
+        "a tensor dtype, with scale factors: got bfloat16",
     ),
     (
-        {"dtype": E4M3}, {"sfa": meta(128, 1, 1, dtype=E8M0), "sfb": meta(2, 1, 1, dtype=E8M0)}, {"sf_vec_size": 128},
-        ValueError, "scale factors: got float8_e8m0fnu for 128 elements of float8_e4m3fn; allowed: float32 for 128",
+        {"dtype": E4M3},
+        {"sfa": meta(128, 1, 1, dtype=E8M0), "sfb": meta(2, 1, 1, dtype=E8M0)},
+        {"sf_vec_size": 128},
+        ValueError,
+        "scale factors: got float8_e8m0fnu for 128 elements of float8_e4m3fn; allowed: float32 for 128",
     ),
     ({}, {}, {"sf_vec_size": 8}, ValueError, "sf_vec_size: got 8; allowed: 16, 32 or 128"),
     ({}, {}, {"acc_dtype": torch.bfloat16}, ValueError, "acc_dtype: got torch.bfloat16; allowed: torch.float32"),
@@ -164,7 +201,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got a on "),
     ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu; others, such as meta, with arch. "),
     ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "tensors", "more", "error", "words"), REFUSED)
@@ -350,9 +387,11 @@ def check_found(problem: Case, found: Any) -> list[str]:
 
 
 TYPES: dict[str, dict[str, Any]] = {
-    "gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16},
-    "gemm_srelu": {}, "gemm_dsrelu": {},
-}  # fmt: skip
+    "gemm_amax": {"c_dtype": BF16},
+    "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16},
+    "gemm_srelu": {},
+    "gemm_dsrelu": {},
+}
 
 
 @pytest.mark.parametrize("major", ["m", "n"])

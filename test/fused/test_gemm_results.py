@@ -191,10 +191,16 @@ def drawn(draw: random.Random) -> tuple[Any, dict[str, Any]]:
         name, formats = draw.choice(NAMES), draw.choice([*SCALED_FORMATS, *PLAIN_FORMATS])
         results = [draw.choice((BF16, F16, F32, E4M3, E5M2)) for _ in range(2)]
         given = {
-            "m": size(520, 1, 8, 128), "n": size(520, 8, 64, 128), "k": size(400, 8, 32), "l": draw.randint(1, 2),
-            "majors": "".join(map(draw.choice, ("mk", "nk", "mn"))), "out": results[0], "side": results[1],
-            "amax": draw.choice((None, True)), **formats,
-        }  # fmt: skip
+            "m": size(520, 1, 8, 128),
+            "n": size(520, 8, 64, 128),
+            "k": size(400, 8, 32),
+            "l": draw.randint(1, 2),
+            "majors": "".join(map(draw.choice, ("mk", "nk", "mn"))),
+            "out": results[0],
+            "side": results[1],
+            "amax": draw.choice((None, True)),
+            **formats,
+        }
         chosen = {
             "mma_tiler_mn": (draw.choice((128, 256)), draw.choice((32, 64, 96, 128, 192, 256))),
             "cluster_shape_mn": draw.choice(CLUSTERS),

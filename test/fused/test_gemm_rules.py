@@ -97,14 +97,18 @@ AMAX: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"cluster_shape_mn": (8, 1)}, ValueError, CLUSTER),
     ({}, {"mma_tiler_mn": (128, 64)}, ValueError, "mma_tiler_mn: got .128, 64.; allowed: 128, 256 columns"),
     (
-        {"dtype": FP4, "scale": E8M0, "vector": 32, "k": 128}, {"mma_tiler_mn": (128, 256)}, ValueError,
+        {"dtype": FP4, "scale": E8M0, "vector": 32, "k": 128},
+        {"mma_tiler_mn": (128, 256)},
+        ValueError,
         "allowed: 128 columns, for operands of float4_e2m1fn_x2 with k up to 128",
     ),
     (
-        {"dtype": FP4, "scale": E8M0, "vector": 16, "k": 256}, {"mma_tiler_mn": (128, 256)}, NotImplementedError,
+        {"dtype": FP4, "scale": E8M0, "vector": 16, "k": 256},
+        {"mma_tiler_mn": (128, 256)},
+        NotImplementedError,
         "allowed: 128 columns, for sf_vec_size=16 and c of bfloat16",
     ),
-]  # fmt: skip
+]
 SRELU: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({"dtype": FP4, "scale": E8M0, "vector": 32, "out": E4M3}, {}, ValueError, "d tensor dtype: got float8_e4m3fn; al"),
     ({}, {"mma_tiler_mn": (128, 96)}, ValueError, "mma_tiler_mn: got .128, 96.; allowed: 64, 128, 192, 256 columns"),
@@ -177,10 +181,13 @@ def test_default_tile_and_cluster(name: str) -> None:
         ("gemm_amax", [], []),
         ("gemm_srelu", [0.5, "m", F32, BF16], [(1.0, "n", BF16, E4M3, torch.ones(1), 32)]),
         ("gemm_dsrelu", [0.5, "n", F16], [(1.0, "n", E4M3, torch.ones(1), 32)]),
-        ("gemm_swiglu", [0.5, "m", None, F16],
-         [(1.0, "n", BF16, BF16), (1.0, "n", BF16, E4M3, None, None, torch.ones(1), 32)]),
+        (
+            "gemm_swiglu",
+            [0.5, "m", None, F16],
+            [(1.0, "n", BF16, BF16), (1.0, "n", BF16, E4M3, None, None, torch.ones(1), 32)],
+        ),
     ],
-)  # fmt: skip
+)
 def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) -> None:
     rows = (40, 64, 40) if name == "gemm_dsrelu" else (40, 64)
     tensors: list[Any] = [gemms.plain(count, 64, 2).tensor for count in rows]

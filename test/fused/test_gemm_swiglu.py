@@ -89,9 +89,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({"dtype": E4M3, "scale": E8M0, "n": 192}, {}, ValueError, "n: got 192; allowed: multiples of 128, the tile"),
     ({}, {"glu_layout": "halves"}, ValueError, "glu_layout: got 'halves'; allowed: 'interleaved' or 'concatenated'"),
     ({}, {"glu_order": "gate"}, ValueError, "glu_order: got 'gate'; allowed: 'up_gate' or 'gate_up'"),
-    ({"majors": "knn"}, {"glu_layout": "concatenated"}, NotImplementedError,
-     "b tensor major: got n; allowed: k, for glu_layout='concatenated'. To fix it, interleave the weights once"),
-]  # fmt: skip
+    (
+        {"majors": "knn"},
+        {"glu_layout": "concatenated"},
+        NotImplementedError,
+        "b tensor major: got n; allowed: k, for glu_layout='concatenated'. To fix it, interleave the weights once",
+    ),
+]
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -183,11 +183,13 @@ REFUSED: list[tuple[Callable[[Case], Case], dict[str, Any], type[Exception], str
     (change(), {"workspace_tensor": 5}, TypeError, "workspace tensor: got int; allowed: a torch.Tensor"),
     (change(), {"workspace_tensor": torch.empty(64)}, ValueError, "workspace_tensor: got torch.float32 of the shape"),
     (
-        change(a=lambda x: np.zeros(x.shape, np.float16)), {}, TypeError,
+        change(a=lambda x: np.zeros(x.shape, np.float16)),
+        {},
+        TypeError,
         r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass torch.from_numpy\(a\)",
     ),
     (change(c=lambda x: 5), {}, TypeError, "c tensor: got int; allowed: a torch.Tensor"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("where", WHERE)

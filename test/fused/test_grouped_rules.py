@@ -24,7 +24,7 @@ SIZES = [
     ("grouped_gemm_dglu", BACKWARD, {"n": 48}, "columns of the product: got 48; allowed: multiples of 32"),
     ("grouped_gemm_glu_hadamard", {"prob": F32}, {"n": 160}, "columns of the product: got 160; allowed: multiples of"),
     ("grouped_gemm_glu_hadamard_quant", {"prob": F32}, {"n": 96}, "columns of the product: got 96; allowed: multiples"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "inputs", "other", "words"), SIZES)
@@ -165,9 +165,15 @@ def test_addresses_of_scale_factors_are_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [("grouped_gemm_srelu", 64), ("grouped_gemm_dsrelu", 64), ("grouped_gemm_glu_hadamard", 64),
-                    ("grouped_gemm_glu", 64), ("grouped_gemm_quant", 32)],
-)  # fmt: skip
+    ("name", "k"),
+    [
+        ("grouped_gemm_srelu", 64),
+        ("grouped_gemm_dsrelu", 64),
+        ("grouped_gemm_glu_hadamard", 64),
+        ("grouped_gemm_glu", 64),
+        ("grouped_gemm_quant", 32),
+    ],
+)
 def test_bytes_that_may_be_one_element_or_two(name: str, k: int) -> None:
     """Where as many scale factors go with both: one for squared ReLU and the Hadamard transform, as in the other
     frontend, two elsewhere.

@@ -72,9 +72,13 @@ def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
     brief(
         [(arch, causal) for arch in ("", "sm_90a", "sm_100a") for causal in (True, False)]
         + [pytest.param("gpu", causal, marks=GPU.marks) for causal in (True, False)],
-        0, 1, 2, 6, 7,
+        0,
+        1,
+        2,
+        6,
+        7,
     ),
-)  # fmt: skip
+)
 def test_selection_backward(arch: str, is_causal: bool) -> None:
     """With a mask, gradients are added to what there is."""
     c = replace(C, causal=is_causal)
@@ -204,10 +208,13 @@ def test_what_a_list_may_say() -> None:
         ({"block_counts_tensor": torch.zeros(50, 2)}, ValueError, "block_counts tensor dtype"),
         ({"scale_softmax": -1.0}, ValueError, "scale_softmax"),
         ({"scale_softmax": math.nan}, ValueError, "scale_softmax"),
-        ({f"{name}_tensor": torch.zeros(50, 2, 80).half() for name in "qkv"}, ValueError,
-         r"head size: got \(80, 80\); allowed: 64, 128, 192 with 128 in v, 256\."),
+        (
+            {f"{name}_tensor": torch.zeros(50, 2, 80).half() for name in "qkv"},
+            ValueError,
+            r"head size: got \(80, 80\); allowed: 64, 128, 192 with 128 in v, 256\.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_selection_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     NSA.SelectionAttention.objects.clear()
     with pytest.raises(error, match=message):
@@ -222,13 +229,14 @@ def test_wrappers_of_what_is_no_tensor(missing: str) -> None:
     for api, wrapper, given in [
         (NSA.CompressionAttention, NSA.compression_attention_wrapper, three),
         (
-            NSA.CompressionAttentionBackward, NSA.compression_attention_backward_wrapper,
+            NSA.CompressionAttentionBackward,
+            NSA.compression_attention_backward_wrapper,
             three | rows | {"o_tensor": x, "do_tensor": x},
         ),
         (NSA.SlidingWindowAttention, NSA.sliding_window_attention_wrapper, three),
         (NSA.SelectionAttention, NSA.selection_attention_wrapper, selection_call()),
         *[(NSA.TopKReduction, NSA.topk_reduction_wrapper, three | rows)] * (missing != "v"),
-    ]:  # fmt: skip
+    ]:
         call = {name: x for name, x in given.items() if api is not NSA.TopKReduction or name != "v_tensor"}
         for value, error, got in ((None, ValueError, "None"), (x.numpy(), TypeError, r"numpy\.ndarray")):
             with pytest.raises(error, match=f"{api.__name__}: {missing} tensor: got {got}"):
@@ -264,14 +272,29 @@ def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
         ({"compress_stride": 6}, ValueError, "selection_block_size and compress_stride"),
         ({"compress_stride": 1, "selection_block_size": 256}, NotImplementedError, "selection_block_size"),
         ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),
-        ({"q_tensor": torch.zeros(300, 4, 64).half(), "k_tensor": torch.zeros(36, 2, 64).half(),
-          "lse_tensor": torch.zeros(300, 4, 1), "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int()},
-         ValueError, "cum_seqlen_q alone"),
-        ({"q_tensor": torch.zeros(300, 4, 64).half(), "k_tensor": torch.zeros(36, 2, 64).half(),
-          "lse_tensor": torch.zeros(300, 4, 1), "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int(),
-          "cum_seqlen_k_tensor": torch.tensor([0, 18, 37]).int()}, ValueError, "up to the 36 rows"),
+        (
+            {
+                "q_tensor": torch.zeros(300, 4, 64).half(),
+                "k_tensor": torch.zeros(36, 2, 64).half(),
+                "lse_tensor": torch.zeros(300, 4, 1),
+                "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int(),
+            },
+            ValueError,
+            "cum_seqlen_q alone",
+        ),
+        (
+            {
+                "q_tensor": torch.zeros(300, 4, 64).half(),
+                "k_tensor": torch.zeros(36, 2, 64).half(),
+                "lse_tensor": torch.zeros(300, 4, 1),
+                "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int(),
+                "cum_seqlen_k_tensor": torch.tensor([0, 18, 37]).int(),
+            },
+            ValueError,
+            "up to the 36 rows",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_top_k_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     call = top_k_call()
     with pytest.raises(error, match=message):
@@ -326,8 +349,10 @@ def test_compressed_keys_of_later_calls() -> None:
 
     few, many = (one_pass_call(80, keys) for keys in (10, 40))
     options = {x: few[x] for x in ("k_value", "selection_block_size", "compress_stride")}
-    for most, error in ((None, "compressed keys: got 80 rows of k; allowed: at most 64, after samples of 20"),
-                        (20, "compressed keys of a sequence: got 40; allowed: at most 20")):  # fmt: skip
+    for most, error in (
+        (None, "compressed keys: got 80 rows of k; allowed: at most 64, after samples of 20"),
+        (20, "compressed keys of a sequence: got 40; allowed: at most 20"),
+    ):
         made = NSA.CompressionTopK(*tensors(few), **options, max_s_k=most)
         made.compile()
         made.execute(*tensors(few))
@@ -376,15 +401,27 @@ def compressed(call: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.
     ("queries", "keys", "d", "packed", "arch"),
     brief(
         [
-            (100, 24, 64, False, ""), (100, 24, 64, True, ""), on_gpu(100, 24, 64, True),
-            on_gpu(70, 70, 128, False), on_gpu(400, 200, 32, False), (100, 24, 64, True, "sm_90a"),
-            (70, 70, 128, False, "sm_90a"), (400, 200, 32, False, "sm_90a"), (300, 280, 64, True, "sm_90a"),
-            (100, 24, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (400, 200, 32, False, "sm_100a"),
+            (100, 24, 64, False, ""),
+            (100, 24, 64, True, ""),
+            on_gpu(100, 24, 64, True),
+            on_gpu(70, 70, 128, False),
+            on_gpu(400, 200, 32, False),
+            (100, 24, 64, True, "sm_90a"),
+            (70, 70, 128, False, "sm_90a"),
+            (400, 200, 32, False, "sm_90a"),
+            (300, 280, 64, True, "sm_90a"),
+            (100, 24, 64, True, "sm_100a"),
+            (70, 70, 128, False, "sm_100a"),
+            (400, 200, 32, False, "sm_100a"),
             (300, 280, 64, True, "sm_100a"),
         ],
-        0, 1, 2, 3, 4,
+        0,
+        1,
+        2,
+        3,
+        4,
     ),
-)  # fmt: skip
+)
 def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
     call = compression_call(queries, keys, d)
     o, lse = compressed(call, 0.125 * 1.5)
@@ -403,18 +440,32 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
     ("kind", "result", "d", "packed", "arch"),
     brief(
         [
-            (E4M3, torch.float16, 64, True, ""), (torch.bfloat16, E4M3, 32, False, ""), on_gpu(E4M3, E4M3, 128, False),
-            on_gpu(E4M3, torch.bfloat16, 64, True), on_gpu(torch.float16, E4M3, 32, False),
-            (E4M3, E4M3, 32, True, "sm_90a"), (E4M3, torch.bfloat16, 64, True, "sm_100a"),
-            (torch.float16, E4M3, 32, False, "sm_90a"), (E4M3, E4M3, 128, False, "sm_90a"),
-            (torch.bfloat16, torch.float16, 64, False, "sm_90a"), (E4M3, torch.float16, 128, False, "sm_90a"),
+            (E4M3, torch.float16, 64, True, ""),
+            (torch.bfloat16, E4M3, 32, False, ""),
+            on_gpu(E4M3, E4M3, 128, False),
+            on_gpu(E4M3, torch.bfloat16, 64, True),
+            on_gpu(torch.float16, E4M3, 32, False),
+            (E4M3, E4M3, 32, True, "sm_90a"),
+            (E4M3, torch.bfloat16, 64, True, "sm_100a"),
+            (torch.float16, E4M3, 32, False, "sm_90a"),
+            (E4M3, E4M3, 128, False, "sm_90a"),
+            (torch.bfloat16, torch.float16, 64, False, "sm_90a"),
+            (E4M3, torch.float16, 128, False, "sm_90a"),
             (E4M3, torch.bfloat16, 64, True, "sm_90a"),
-            (E4M3, E4M3, 32, True, "sm_100a"), (E4M3, torch.float16, 128, False, "sm_100a"),
-            (torch.float16, E4M3, 64, True, "sm_100a"), (torch.bfloat16, torch.float16, 32, False, "sm_100a"),
+            (E4M3, E4M3, 32, True, "sm_100a"),
+            (E4M3, torch.float16, 128, False, "sm_100a"),
+            (torch.float16, E4M3, 64, True, "sm_100a"),
+            (torch.bfloat16, torch.float16, 32, False, "sm_100a"),
         ],
-        0, 1, 2, 3, 4, 5, 6,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
     ),
-)  # fmt: skip
+)
 def test_compression_of_8_bits_and_to_another_type(
     kind: torch.dtype, result: torch.dtype, d: int, packed: bool, arch: str
 ) -> None:
@@ -514,7 +565,7 @@ def test_offsets_may_have_dimensions_of_one_element(shape: tuple[int, ...]) -> N
         ({"q_tensor": torch.zeros(2, 40, 2, 64).half().transpose(1, 2).float()}, ValueError, "q tensor dtype"),
         ({f"{name}_tensor": torch.zeros(2, 1, 40, 48).half() for name in "qkv"}, ValueError, "head size"),
     ],
-)  # fmt: skip
+)
 def test_what_compression_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         NSA.compression_attention_wrapper(**{**compression_call(40, 10), **change})
@@ -524,15 +575,25 @@ def test_what_compression_refuses(change: dict[str, Any], error: type[Exception]
     ("queries", "keys", "d", "packed", "arch"),
     brief(
         [
-            (100, 24, 64, False, ""), (100, 24, 64, True, ""), on_gpu(150, 40, 64, True), on_gpu(70, 70, 128, False),
+            (100, 24, 64, False, ""),
+            (100, 24, 64, True, ""),
+            on_gpu(150, 40, 64, True),
+            on_gpu(70, 70, 128, False),
             (150, 40, 64, True, "sm_90a"),
-            (70, 70, 128, False, "sm_90a"), (300, 150, 128, True, "sm_90a"), (130, 4, 64, False, "sm_90a"),
-            (150, 40, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (300, 150, 128, True, "sm_100a"),
+            (70, 70, 128, False, "sm_90a"),
+            (300, 150, 128, True, "sm_90a"),
+            (130, 4, 64, False, "sm_90a"),
+            (150, 40, 64, True, "sm_100a"),
+            (70, 70, 128, False, "sm_100a"),
+            (300, 150, 128, True, "sm_100a"),
             (130, 4, 64, False, "sm_100a"),
         ],
-        0, 1, 2, 3,
+        0,
+        1,
+        2,
+        3,
     ),
-)  # fmt: skip
+)
 def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
     call = compression_call(queries, keys, d, key_heads=2)
     of = {name: x.double().requires_grad_() for name, x in call.items()}

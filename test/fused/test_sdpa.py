@@ -319,14 +319,18 @@ def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, head_v: int, 
 @pytest.mark.parametrize(
     ("options", "lengths", "heads", "share", "split"),
     [
-        ({}, [512] * 26, 8, 1, (10, 6)), ({}, [64] * 26, 32, 1, (40, 3)), ({}, [64] * 26, 33, 1, (0, 1)),
-        ({}, [], 8, 1, (0, 1)), ({}, [64] * 26, 64, 1, (0, 1)), ({"right": True}, [*range(64, 12, -2)], 32, 1, (0, 1)),
+        ({}, [512] * 26, 8, 1, (10, 6)),
+        ({}, [64] * 26, 32, 1, (40, 3)),
+        ({}, [64] * 26, 33, 1, (0, 1)),
+        ({}, [], 8, 1, (0, 1)),
+        ({}, [64] * 26, 64, 1, (0, 1)),
+        ({"right": True}, [*range(64, 12, -2)], 32, 1, (0, 1)),
         ({"right": True}, [*range(512, 96, -16)], 8, 1, (208, 2)),
         ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 8, 1, (0, 1)),
         ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 8, 2, (208, 2)),
         ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 2, 9, (52, 3)),
     ],
-)  # fmt: skip
+)
 def test_last_blocks_of_keys_are_split(
     options: dict[str, bool], lengths: list[int], heads: int, share: int, split: tuple[int, int]
 ) -> None:
@@ -340,11 +344,16 @@ def test_last_blocks_of_keys_are_split(
 @pytest.mark.parametrize(
     ("batches", "rows", "heads", "d", "causal", "in_turns"),
     [
-        (4, 4096, (8, 8), 256, False, True), (16, 1024, (8, 8), 256, False, False), (16, 1024, (8, 8), 256, True, True),
-        (1, 4096, (2, 2), 256, True, False), (4, 4096, (16, 16), 128, False, False),
-        (1, 16384, (32, 32), 64, False, True), (4, 4096, (32, 32), 64, True, True), (4, 4096, (32, 8), 64, True, False),
+        (4, 4096, (8, 8), 256, False, True),
+        (16, 1024, (8, 8), 256, False, False),
+        (16, 1024, (8, 8), 256, True, True),
+        (1, 4096, (2, 2), 256, True, False),
+        (4, 4096, (16, 16), 128, False, False),
+        (1, 16384, (32, 32), 64, False, True),
+        (4, 4096, (32, 32), 64, True, True),
+        (4, 4096, (32, 8), 64, True, False),
     ],
-)  # fmt: skip
+)
 def test_turns_are_taken_where_they_are_faster(
     batches: int, rows: int, heads: tuple[int, int], d: int, causal: bool, in_turns: bool
 ) -> None:

@@ -38,7 +38,7 @@ class Case:
 
 def formula(
     x: dict[str, torch.Tensor], seen: torch.Tensor, scale: float, dtype: torch.dtype, signs: bool = True
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """dQ, dK and dV of one sequence, (h, s, d), in float64 but for P, dS and results, which are rounded to a type.
 
     ``signs``: else every term of a sum is positive.
@@ -63,12 +63,20 @@ def cases(draw: st.DrawFn) -> Case:
         lengths = [draw(st.tuples(size, size))] * draw(st.integers(1, 2))
     causal = draw(st.booleans())
     return Case(
-        lengths, packed, draw(st.integers(1, 2)), draw(st.integers(1, 3)),
+        lengths,
+        packed,
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
         draw(st.sampled_from(SdpaBackward.head_sizes)),
-        draw(st.sampled_from([torch.float16, torch.bfloat16])), causal, draw(st.integers(-1, 45)),
-        -1 if causal else draw(st.integers(-1, 45)), draw(st.booleans()), draw(st.booleans()),
-        draw(st.sampled_from([0.1, 1.0, 4.0])), draw(st.integers(0, 1 << 30)),
-    )  # fmt: skip
+        draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        causal,
+        draw(st.integers(-1, 45)),
+        -1 if causal else draw(st.integers(-1, 45)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from([0.1, 1.0, 4.0])),
+        draw(st.integers(0, 1 << 30)),
+    )
 
 
 @settings(max_examples=400 if FULL else 20)
@@ -79,8 +87,12 @@ def test_gradients(case: Case) -> None:
     heads = case.key_heads * case.share
     sequences, scale = [], 1.2 * case.head[0] ** -0.5
     for rows, keys in case.lengths:
-        shapes = {"q": (heads, rows, case.head[0]), "k": (case.key_heads, keys, case.head[0]),
-                  "v": (case.key_heads, keys, case.head[1]), "do": (heads, rows, case.head[1])}  # fmt: skip
+        shapes = {
+            "q": (heads, rows, case.head[0]),
+            "k": (case.key_heads, keys, case.head[0]),
+            "v": (case.key_heads, keys, case.head[1]),
+            "do": (heads, rows, case.head[1]),
+        }
         x = {name: (case.large * torch.randn(shape)).to(case.dtype) for name, shape in shapes.items()}
         left, right = (x if x >= 0 else None for x in (case.left, 0 if case.causal else case.right))
         seen = band(rows, keys, left, right, bottom_right=not case.top_left)

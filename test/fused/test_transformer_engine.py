@@ -158,8 +158,13 @@ def test_forward_and_backward(where: str, packed: bool) -> None:
 
 def forward_and_backward(packed: bool) -> None:
     offsets, ones = torch.tensor(ENDS, dtype=torch.int32), torch.ones(EXPERTS, dtype=BF16)
-    common: dict[str, Any] = {"padded_offsets": offsets, "alpha_tensor": ones, "cd_major": "n", "sf_vec_size": 32,
-                              "use_dynamic_sched": True}  # fmt: skip
+    common: dict[str, Any] = {
+        "padded_offsets": offsets,
+        "alpha_tensor": ones,
+        "cd_major": "n",
+        "sf_vec_size": 32,
+        "use_dynamic_sched": True,
+    }
     x, dy = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
     w1, w2 = torch.randn(EXPERTS, 2 * FFN, HIDDEN) / 8, torch.randn(EXPERTS, HIDDEN, FFN) / 8
     prob = torch.rand(TOKENS) + 0.5
@@ -169,10 +174,19 @@ def forward_and_backward(packed: bool) -> None:
 
     # FC1 and the activation.
     up = cudnn.grouped_gemm_glu_wrapper_sm100(
-        **tokens(x_rows, HIDDEN), **weights(w1_rows, 2 * FFN, HIDDEN, "k", packed), **common, bias_tensor=None,
-        prob_tensor=column(prob.to(BF16)), norm_const_tensor=torch.ones(1), acc_dtype=F32, c_dtype=BF16, d_dtype=E4M3,
-        act_func="swiglu", discrete_col_sfd=True, current_stream=None,
-    )  # fmt: skip
+        **tokens(x_rows, HIDDEN),
+        **weights(w1_rows, 2 * FFN, HIDDEN, "k", packed),
+        **common,
+        bias_tensor=None,
+        prob_tensor=column(prob.to(BF16)),
+        norm_const_tensor=torch.ones(1),
+        acc_dtype=F32,
+        c_dtype=BF16,
+        d_dtype=E4M3,
+        act_func="swiglu",
+        discrete_col_sfd=True,
+        current_stream=None,
+    )
     c = up["c_tensor"].view(TOKENS, 2 * FFN)
     z = product(x_rows.values, w1_rows.values)
     gemms.assert_rounded(c, z, 1e-5)
@@ -188,19 +202,37 @@ def forward_and_backward(packed: bool) -> None:
     # FC2, into the caller's buffer.
     y = torch.full((TOKENS, HIDDEN), torch.nan, dtype=BF16)
     cudnn.grouped_gemm_quant_wrapper_sm100(
-        a_tensor=up["d_tensor"], sfa_tensor=up["sfd_row_tensor"], **weights(w2_rows, HIDDEN, FFN, "k", packed),
-        **common, bias_tensor=None, norm_const_tensor=None, prob_tensor=None, acc_dtype=F32, d_dtype=BF16,
-        d_tensor=y.as_strided((TOKENS, HIDDEN, 1), (HIDDEN, 1, TOKENS * HIDDEN)), current_stream=None,
-    )  # fmt: skip
+        a_tensor=up["d_tensor"],
+        sfa_tensor=up["sfd_row_tensor"],
+        **weights(w2_rows, HIDDEN, FFN, "k", packed),
+        **common,
+        bias_tensor=None,
+        norm_const_tensor=None,
+        prob_tensor=None,
+        acc_dtype=F32,
+        d_dtype=BF16,
+        d_tensor=y.as_strided((TOKENS, HIDDEN, 1), (HIDDEN, 1, TOKENS * HIDDEN)),
+        current_stream=None,
+    )
     gemms.assert_rounded(y, product(h_rows, w2_rows.values), 1e-5)
 
     # FC2's gradient and the activation's.
     dprob = torch.zeros(TOKENS)
     down = cudnn.grouped_gemm_dglu_wrapper_sm100(
-        **tokens(dy_rows, HIDDEN), **weights(w2_columns, FFN, HIDDEN, "n", packed), **common, c_tensor=up["c_tensor"],
-        beta_tensor=ones, prob_tensor=column(prob), dprob_tensor=column(dprob), generate_dbias=True,
-        norm_const_tensor=torch.ones(1), d_dtype=E4M3, act_func="dswiglu", discrete_col_sfd=True, current_stream=None,
-    )  # fmt: skip
+        **tokens(dy_rows, HIDDEN),
+        **weights(w2_columns, FFN, HIDDEN, "n", packed),
+        **common,
+        c_tensor=up["c_tensor"],
+        beta_tensor=ones,
+        prob_tensor=column(prob),
+        dprob_tensor=column(dprob),
+        generate_dbias=True,
+        norm_const_tensor=torch.ones(1),
+        d_dtype=E4M3,
+        act_func="dswiglu",
+        discrete_col_sfd=True,
+        current_stream=None,
+    )
     dh = product(dy_rows.values, w2_columns.values)
     gate, other, s = swiglu(c.double())
     weighted = dh * prob.double()[:, None]
@@ -220,11 +252,18 @@ def forward_and_backward(packed: bool) -> None:
     # FC1's gradient.
     dx = torch.full((TOKENS, HIDDEN), torch.nan, dtype=BF16)
     cudnn.grouped_gemm_quant_wrapper_sm100(
-        a_tensor=down["d_row_tensor"], sfa_tensor=down["sfd_row_tensor"],
-        **weights(w1_columns, HIDDEN, 2 * FFN, "n", packed), **common, norm_const_tensor=None, prob_tensor=None,
-        acc_dtype=F32, d_dtype=BF16, discrete_col_sfd=True,
-        d_tensor=dx.as_strided((TOKENS, HIDDEN, 1), (HIDDEN, 1, TOKENS * HIDDEN)), current_stream=None,
-    )  # fmt: skip
+        a_tensor=down["d_row_tensor"],
+        sfa_tensor=down["sfd_row_tensor"],
+        **weights(w1_columns, HIDDEN, 2 * FFN, "n", packed),
+        **common,
+        norm_const_tensor=None,
+        prob_tensor=None,
+        acc_dtype=F32,
+        d_dtype=BF16,
+        discrete_col_sfd=True,
+        d_tensor=dx.as_strided((TOKENS, HIDDEN, 1), (HIDDEN, 1, TOKENS * HIDDEN)),
+        current_stream=None,
+    )
     gemms.assert_rounded(dx, product(dz_rows, w1_columns.values), 1e-5)
 
     # Both gradients of weights, added to what was there.
@@ -243,11 +282,18 @@ def forward_and_backward(packed: bool) -> None:
             addresses = torch.tensor([each.data_ptr() for each in gradient])
             output = {"output_mode": "discrete", "wgrad_ptrs": addresses}
         cudnn.grouped_gemm_wgrad_wrapper_sm100(
-            a_tensor=codes[0].view(TOKENS, rows).T, b_tensor=codes[1].view(TOKENS, columns),
-            sfa_tensor=scales[0].view(E8M0).view(rows, -1), sfb_tensor=scales[1].view(E8M0).view(columns, -1),
-            offsets_tensor=offsets, acc_dtype=F32, sf_vec_size=32, accumulate_on_output=True, wgrad_dtype=F32,
-            current_stream=None, **output,
-        )  # fmt: skip
+            a_tensor=codes[0].view(TOKENS, rows).T,
+            b_tensor=codes[1].view(TOKENS, columns),
+            sfa_tensor=scales[0].view(E8M0).view(rows, -1),
+            sfb_tensor=scales[1].view(E8M0).view(columns, -1),
+            offsets_tensor=offsets,
+            acc_dtype=F32,
+            sf_vec_size=32,
+            accumulate_on_output=True,
+            wgrad_dtype=F32,
+            current_stream=None,
+            **output,
+        )
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-3)
 
 
@@ -262,13 +308,29 @@ def test_one_expert_whose_offsets_are_a_view() -> None:
     """A shared expert: what the offsets say is not read, and there is no probability."""
     x, w = quantized(torch.randn(TOKENS, HIDDEN)), quantized(torch.randn(1, 2 * FFN, HIDDEN) / 8)
     up = cudnn.grouped_gemm_glu_wrapper_sm100(
-        **tokens(x, HIDDEN), b_tensor=w.codes.permute(1, 2, 0), sfb_tensor=factors(w.scales, 2 * FFN, HIDDEN),
-        padded_offsets=torch.tensor([1 << 40]).view(torch.int32)[:1], alpha_tensor=torch.ones(1, dtype=BF16),
-        bias_tensor=None, prob_tensor=None, norm_const_tensor=torch.ones(1), acc_dtype=F32, c_dtype=BF16,
-        d_dtype=E4M3, cd_major="n", sf_vec_size=32, use_dynamic_sched=True, discrete_col_sfd=True, act_func="geglu",
-        linear_offset=1.0, geglu_alpha=1.702, glu_clamp_max=7.0, glu_clamp_min=-7.0,
-        use_single_group_runtime_offsets=True, current_stream=0,
-    )  # fmt: skip
+        **tokens(x, HIDDEN),
+        b_tensor=w.codes.permute(1, 2, 0),
+        sfb_tensor=factors(w.scales, 2 * FFN, HIDDEN),
+        padded_offsets=torch.tensor([1 << 40]).view(torch.int32)[:1],
+        alpha_tensor=torch.ones(1, dtype=BF16),
+        bias_tensor=None,
+        prob_tensor=None,
+        norm_const_tensor=torch.ones(1),
+        acc_dtype=F32,
+        c_dtype=BF16,
+        d_dtype=E4M3,
+        cd_major="n",
+        sf_vec_size=32,
+        use_dynamic_sched=True,
+        discrete_col_sfd=True,
+        act_func="geglu",
+        linear_offset=1.0,
+        geglu_alpha=1.702,
+        glu_clamp_max=7.0,
+        glu_clamp_min=-7.0,
+        use_single_group_runtime_offsets=True,
+        current_stream=0,
+    )
     gemms.assert_rounded(up["c_tensor"][..., 0], x.values @ w.values[0].T, 1e-5)
 
 
@@ -302,10 +364,20 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     x, _ = in_float4(TOKENS, HIDDEN)
     w1, weights1 = in_float4(FFN * (1 + gated), HIDDEN, EXPERTS)
     up = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(
-        a_tensor=x.tensor, sfa_tensor=x.scales, **weights1, **common, alpha_tensor=alpha, bias_tensor=None,
-        prob_tensor=column(prob), acc_dtype=F32, c_dtype=BF16, d_dtype=BF16, act_func=act_func,
-        use_tmem_post_rht_amax=False, current_stream=None,
-    )  # fmt: skip
+        a_tensor=x.tensor,
+        sfa_tensor=x.scales,
+        **weights1,
+        **common,
+        alpha_tensor=alpha,
+        bias_tensor=None,
+        prob_tensor=column(prob),
+        acc_dtype=F32,
+        c_dtype=BF16,
+        d_dtype=BF16,
+        act_func=act_func,
+        use_tmem_post_rht_amax=False,
+        current_stream=None,
+    )
     z = of_token * product(x.values[..., 0], w1.values.permute(2, 0, 1))
     gemms.assert_rounded(up["c_tensor"][..., 0], z, 1e-5)
     gate, other, s = swiglu(z) if gated else (z, z, torch.ones(()))
@@ -324,9 +396,21 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     dy, _ = in_float4(TOKENS, HIDDEN)
     w2, weights2 = in_float4(FFN, HIDDEN, EXPERTS)
     dprob = torch.zeros(TOKENS)
-    given = {"a_tensor": dy.tensor, "sfa_tensor": dy.scales, "c_tensor": up["c_tensor"], **weights2, **common,
-             "alpha_tensor": alpha, "prob_tensor": column(prob), "dprob_tensor": column(dprob), "generate_dbias": True,
-             "norm_const_tensor": None, "d_dtype": BF16, "discrete_col_sfd": False, "current_stream": None}  # fmt: skip
+    given = {
+        "a_tensor": dy.tensor,
+        "sfa_tensor": dy.scales,
+        "c_tensor": up["c_tensor"],
+        **weights2,
+        **common,
+        "alpha_tensor": alpha,
+        "prob_tensor": column(prob),
+        "dprob_tensor": column(dprob),
+        "generate_dbias": True,
+        "norm_const_tensor": None,
+        "d_dtype": BF16,
+        "discrete_col_sfd": False,
+        "current_stream": None,
+    }
     g = of_token * product(dy.values[..., 0], w2.values.permute(2, 0, 1))
     c, weight = up["c_tensor"][..., 0].double(), prob.double()[:, None]
     if gated:

@@ -234,9 +234,10 @@ def test_100_repeats_have_the_same_bits(name: str, given: dict[str, Any]) -> Non
         gemm.execute(**of.arguments())
         for key in names:
             bits = of.tensors[key].clone()
-            assert torch.equal(bits.view(torch.uint8) if bits.element_size() == 1 else bits, first.setdefault(
-                key, bits.view(torch.uint8) if bits.element_size() == 1 else bits
-            ))  # fmt: skip
+            assert torch.equal(
+                bits.view(torch.uint8) if bits.element_size() == 1 else bits,
+                first.setdefault(key, bits.view(torch.uint8) if bits.element_size() == 1 else bits),
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -248,9 +249,13 @@ def test_the_wrapper_and_the_operator(name: str) -> None:
     more = {key: t[key] for key in of.family.extra}
     types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}.get(name, {})
     wrapped = of.family.wrapper(
-        a_tensor=t["a"], b_tensor=t["b"], sfa_tensor=None, sfb_tensor=None,
-        **{f"{key}_tensor": tensor for key, tensor in more.items()}, **types,
-    )  # fmt: skip
+        a_tensor=t["a"],
+        b_tensor=t["b"],
+        sfa_tensor=None,
+        sfb_tensor=None,
+        **{f"{key}_tensor": tensor for key, tensor in more.items()},
+        **types,
+    )
     for key in of.family.results:
         t[key] = wrapped[f"{key}_tensor"]
     check(of, slack=2e-5)

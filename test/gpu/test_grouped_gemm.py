@@ -16,16 +16,45 @@ I32 = torch.int32
 
 REPEATED: list[dict[str, Any]] = [
     {"name": "grouped_gemm_glu", "kind": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
-    {"name": "grouped_gemm_dglu", "kind": "nvfp4", "ends": (256, 512), "n": 96, "act_func": "dsituglu",
-     "situ_beta1": 1.5, "deterministic": True, "inputs": {"c": F16, "beta": F32, "prob": F32, "dprob": F32}},
-    {"name": "grouped_gemm_dsrelu", "n": 320, "deterministic": True, "generate_dbias": True,
-     "inputs": {"c": BF16, "prob": F32, "dprob": F32}},
-    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256, 512), "n": 160, "d_dtype": E4M3,
-     "inputs": {"norm_const": F32, "bias": BF16}, "discrete_col_sfd": True},
+    {
+        "name": "grouped_gemm_dglu",
+        "kind": "nvfp4",
+        "ends": (256, 512),
+        "n": 96,
+        "act_func": "dsituglu",
+        "situ_beta1": 1.5,
+        "deterministic": True,
+        "inputs": {"c": F16, "beta": F32, "prob": F32, "dprob": F32},
+    },
+    {
+        "name": "grouped_gemm_dsrelu",
+        "n": 320,
+        "deterministic": True,
+        "generate_dbias": True,
+        "inputs": {"c": BF16, "prob": F32, "dprob": F32},
+    },
+    {
+        "name": "grouped_gemm_quant",
+        "kind": "mxfp8",
+        "ends": (256, 512),
+        "n": 160,
+        "d_dtype": E4M3,
+        "inputs": {"norm_const": F32, "bias": BF16},
+        "discrete_col_sfd": True,
+    },
     {"name": "grouped_gemm_quant", "kind": "fp8_128", "k": 320, "inputs": {"prob": F32}},
-    {"name": "grouped_gemm_glu_hadamard_quant", "kind": "nvfp4", "ends": (256, 256, 768), "n": 256, "d_dtype": FP4,
-     "inputs": {"prob": F32, "bias": BF16}, "rht_colwise_dtype": FP4, "norm_const": 3.0, "rht_norm_const": 0.5},
-]  # fmt: skip
+    {
+        "name": "grouped_gemm_glu_hadamard_quant",
+        "kind": "nvfp4",
+        "ends": (256, 256, 768),
+        "n": 256,
+        "d_dtype": FP4,
+        "inputs": {"prob": F32, "bias": BF16},
+        "rht_colwise_dtype": FP4,
+        "norm_const": 3.0,
+        "rht_norm_const": 0.5,
+    },
+]
 
 
 @pytest.mark.parametrize("case", REPEATED, ids=lambda case: f"{case['name']}-{case.get('kind', 'bf16')}")

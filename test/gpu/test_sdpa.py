@@ -99,9 +99,14 @@ def test_eight_bits(head: int, head_v: int, causal: bool, kind: torch.dtype) -> 
     lse = torch.full((2, 8, 500), math.nan, device="cuda")
     descales = [torch.rand(2, 2, device="cuda") + 0.5 for _ in range(3)]
     attention = SdpaForward(
-        q, k, v, o, lse, **(CAUSAL if causal else {}),
+        q,
+        k,
+        v,
+        o,
+        lse,
+        **(CAUSAL if causal else {}),
         **dict(zip((f"sample_{x}" for x in DESCALES), descales, strict=True)),
-    )  # fmt: skip
+    )
     attention.compile()
     run = functools.partial(
         attention.execute, q, k, v, o, lse, **dict(zip((f"{x}_tensor" for x in DESCALES), descales, strict=True))

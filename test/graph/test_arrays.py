@@ -39,8 +39,10 @@ FP8, FP4 = tensor([4, 32], [32, 1], types.FP8_E4M3), tensor([4, 32], [32, 1], ty
 MASK = tensor([2, 64, 4, 4], [1024, 1, 256, 64], types.BOOLEAN)
 ACCEPTED: dict[str, tuple[Tensor, Any]] = {
     "as it is": (NCHW, array(F16, 8, 64, 16, 16)),
-    "channels last": (tensor([8, 64, 16, 16], [16384, 1, 1024, 64]),
-                      array(F16, 8, 64, 16, 16).to(memory_format=torch.channels_last)),
+    "channels last": (
+        tensor([8, 64, 16, 16], [16384, 1, 1024, 64]),
+        array(F16, 8, 64, 16, 16).to(memory_format=torch.channels_last),
+    ),
     "channels last, by its shape in memory": (tensor([8, 64, 16, 16], [16384, 1, 1024, 64]), array(F16, 8, 16, 16, 64)),
     "a bias without leading ones": (tensor([1, 1, 48], [48, 48, 1]), array(F16, 48)),
     "a bias with any strides of ones": (tensor([1, 48, 1, 1], [48, 1, 48, 48]), array(F16, 1, 48, 1, 1)),
@@ -62,13 +64,17 @@ ACCEPTED: dict[str, tuple[Tensor, Any]] = {
     "bytes of transposed fp4": (tensor([32, 4], [1, 32], types.FP4_E2M1), array(U8, 4, 16)),
     "bool": (MASK, array(torch.bool, 2, 64, 4, 4)),
     "a byte for eight elements": (MASK, array(U8, 2, 8, 4, 4)),
-    "scales in tiles": (Tensor([2, 200, 6], [1200, 6, 1], types.FP8_E8M0,
-                               reordering_type=cudnn.tensor_reordering.F8_128x4), array(U8, 2, 256, 8)),
+    "scales in tiles": (
+        Tensor([2, 200, 6], [1200, 6, 1], types.FP8_E8M0, reordering_type=cudnn.tensor_reordering.F8_128x4),
+        array(U8, 2, 256, 8),
+    ),
     "raw memory": (tensor([4, 8], [8, 1], FLOAT), array(U8, 4 * 8 * 4 + 100)),
-    "rows of a ragged tensor": (Tensor([2, 4, 16, 8], [512, 8, 32, 1], HALF, ragged_offset=Tensor()),
-                                array(F16, 21, 4, 8)),
+    "rows of a ragged tensor": (
+        Tensor([2, 4, 16, 8], [512, 8, 32, 1], HALF, ragged_offset=Tensor()),
+        array(F16, 21, 4, 8),
+    ),
     "DLPack": (tensor([4, 8], [8, 1], FLOAT), np.zeros((4, 8), np.float32)),
-}  # fmt: skip
+}
 REFUSED: dict[str, tuple[Tensor, Any]] = {
     "channels last": (NCHW, array(F16, 8, 64, 16, 16).to(memory_format=torch.channels_last)),
     "channels last, by its shape in memory": (NCHW, array(F16, 8, 16, 16, 64)),
@@ -88,11 +94,13 @@ REFUSED: dict[str, tuple[Tensor, Any]] = {
     "unpacked fp4": (FP4, array(U8, 4, 32)),
     "too short a mask": (MASK, array(U8, 2, 7, 4, 4)),
     "too little raw memory": (tensor([4, 8], [8, 1], FLOAT), array(U8, 4 * 8 * 4 - 1)),
-    "another type for a ragged tensor": (Tensor([2, 4, 16, 8], [512, 8, 32, 1], HALF, ragged_offset=Tensor()),
-                                         array(BF16, 21, 4, 8)),
+    "another type for a ragged tensor": (
+        Tensor([2, 4, 16, 8], [512, 8, 32, 1], HALF, ragged_offset=Tensor()),
+        array(BF16, 21, 4, 8),
+    ),
     "DLPack of another type": (tensor([4, 8], [8, 1], FLOAT), np.zeros((4, 8), np.float64)),
     "DLPack of another shape": (tensor([4, 8], [8, 1], FLOAT), np.zeros((4, 9), np.float32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
@@ -438,10 +446,16 @@ def test_arrays_alike(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive() is None
     assert alike(torch.ones(4, 8), scalar)
     for other in (
-        torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8).bfloat16(), torch.zeros(4, 9)[:, :8], torch.zeros(8, 4),
-        torch.zeros(8, 4).mT, torch.zeros(32), torch.zeros(1, 4, 8), torch.zeros(1).expand(4, 8),
+        torch.zeros(4, 8, dtype=torch.int32),
+        torch.zeros(4, 8).bfloat16(),
+        torch.zeros(4, 9)[:, :8],
+        torch.zeros(8, 4),
+        torch.zeros(8, 4).mT,
+        torch.zeros(32),
+        torch.zeros(1, 4, 8),
+        torch.zeros(1).expand(4, 8),
         torch.zeros(4, 8, device="meta"),
-    ):  # fmt: skip
+    ):
         assert not alike(other, scalar)
     assert not alike(torch.ones(4, 8), scalar[None])
     twice = fast_call.like([scalar, scalar])  # of which PyTorch's says no

@@ -86,9 +86,12 @@ def compare(problem: Problem, found: dict[str, torch.Tensor], expected: dict[str
     for name in found.keys() - {"RNG_DUMP"}:
         tolerance = 2e-5 if name != "O" else 1e-12
         torch.testing.assert_close(
-            kept(problem, name, found[name]).double(), kept(problem, name, expected[name]), atol=tolerance,
-            rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+            kept(problem, name, found[name]).double(),
+            kept(problem, name, expected[name]),
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"use_causal_mask": True}])
@@ -120,9 +123,13 @@ def test_reference_does_not_read_padding(name: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("name", "place", "value"),
-    [("q", (1, 2, 3, 4), torch.nan), ("k", (0, 1, 0, 3), torch.inf), ("v", (0, 0, 5, 1), torch.nan),
-     ("scale", (), torch.nan)],
-)  # fmt: skip
+    [
+        ("q", (1, 2, 3, 4), torch.nan),
+        ("k", (0, 1, 0, 3), torch.inf),
+        ("v", (0, 0, 5, 1), torch.nan),
+        ("scale", (), torch.nan),
+    ],
+)
 def test_nan_passes_through_as_in_pytorch(name: str, place: tuple[int, ...], value: float, causal: bool) -> None:
     q, k, v, d_o = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(4))
     data = {"q": q, "k": k, "v": v, "scale": torch.tensor(0.3)}
@@ -142,8 +149,10 @@ def test_nan_passes_through_as_in_pytorch(name: str, place: tuple[int, ...], val
     graph = double_graph()
     given = [q, k, v, found["O"], d_o, found["Stats"]]
     inputs = [like(graph, x) for x in given]
-    outs = [out.set_output(True).set_dim(q.shape).set_stride(q.stride())
-            for out in graph.sdpa_backward(*inputs, attn_scale=scale, use_causal_mask=causal)]  # fmt: skip
+    outs = [
+        out.set_output(True).set_dim(q.shape).set_stride(q.stride())
+        for out in graph.sdpa_backward(*inputs, attn_scale=scale, use_causal_mask=causal)
+    ]
     found |= dict(zip(("dQ", "dK", "dV"), run(graph, dict(zip(inputs, given, strict=True)), *outs), strict=True))
     assert not torch.isfinite(wanted["O"]).all()
     for port, x in wanted.items():
@@ -214,11 +223,18 @@ def test_patterns_compute_the_formula(name: str, version: int) -> None:
 def shrunk(problem: Problem) -> Problem:
     """An eighth of the sequences, small heads, and dense tensors: being ragged changes nothing in the patterns."""
     return dataclasses.replace(
-        problem, s_q=-(-problem.s_q // 8), s_kv=problem.s_kv // 8, d_qk=8, d_v=16, page=problem.page // 8,
-        bias=tuple(extent if extent < 8 else extent // 8 for extent in problem.bias), ragged=False, packed=False,
+        problem,
+        s_q=-(-problem.s_q // 8),
+        s_kv=problem.s_kv // 8,
+        d_qk=8,
+        d_v=16,
+        page=problem.page // 8,
+        bias=tuple(extent if extent < 8 else extent // 8 for extent in problem.bias),
+        ragged=False,
+        packed=False,
         lengths_q=tuple(-(-length // 8) for length in problem.lengths_q),
         lengths_kv=tuple(length // 8 for length in problem.lengths_kv),
-    )  # fmt: skip
+    )
 
 
 def pattern(described: Described, version: int, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -238,8 +254,9 @@ def pattern(described: Described, version: int, data: dict[str, torch.Tensor]) -
         key = graph.pages("K", transposed=True) if node.is_paged else views["K"]
         node.compose(graph, key, {port: x for port, x in node.outputs.items() if port in node.STATISTICS})
     else:
-        sums, accumulator = (Tensor([*node.score_dim[:3], size], [1] * 4, FLOAT)
-                             for size in (1, node.inputs["Q"].dim[3]))  # fmt: skip
+        sums, accumulator = (
+            Tensor([*node.score_dim[:3], size], [1] * 4, FLOAT) for size in (1, node.inputs["Q"].dim[3])
+        )
         node.compose(graph, views["K"], views["V"], sums, None if "dBias" in node.outputs else accumulator)
     evaluate(graph, values)
     return {port: values[tensor] for port, tensor in node.outputs.items()}
@@ -286,10 +303,14 @@ def test_gradients_by_default() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, False), ({"is_inference": True}, False), ({"is_inference": False}, True), ({"generate_stats": True}, True),
-        ({"generate_stats": False}, False), ({"is_inference": True, "generate_stats": False}, False),
+        ({}, False),
+        ({"is_inference": True}, False),
+        ({"is_inference": False}, True),
+        ({"generate_stats": True}, True),
+        ({"generate_stats": False}, False),
+        ({"is_inference": True, "generate_stats": False}, False),
     ],
-)  # fmt: skip
+)
 def test_statistics_when_asked_for(options: dict[str, bool], expected: bool) -> None:
     assert (checked(**options)[1] is not None) is expected
 

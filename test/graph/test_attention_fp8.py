@@ -26,7 +26,7 @@ from support.attention_fp8 import (
     meant,
     new_graph,
     tensors,
-)  # fmt: skip
+)
 from support.fuzz.approx import Approx, compare
 from support.graphs import HALF, configurations
 
@@ -163,22 +163,36 @@ BACKWARD_REFUSED = {
     "heads on Blackwell": (92800, 100, sized(128, 144), {}, "d_v=144"),
     "bottom right, odd": (92800, 100, Problem(**BASE, s_q=100, options=BOTTOM_RIGHT), {}, "multiples of 64"),
     "bottom right, more rows": (
-        92800, 100, Problem(**BASE, s_q=256, lengths_q=(1, 2), lengths_kv=(3, 4), options=BOTTOM_RIGHT), {}, "s_q=256 >"
+        92800,
+        100,
+        Problem(**BASE, s_q=256, lengths_q=(1, 2), lengths_kv=(3, 4), options=BOTTOM_RIGHT),
+        {},
+        "s_q=256 >",
     ),
     "deterministic before 9.19": (91800, 100, Problem(**BASE), {"use_deterministic_algorithm": True}, "9.19 or newer"),
     "deterministic with dropout": (
-        92800, 100, Problem(**BASE, dropout=0.5), {"use_deterministic_algorithm": True}, "and no dropout"
+        92800,
+        100,
+        Problem(**BASE, dropout=0.5),
+        {"use_deterministic_algorithm": True},
+        "and no dropout",
     ),
-}  # fmt: skip
+}
 CASES_REFUSED = [(False, name, *case) for name, case in FORWARD_REFUSED.items()]
 CASES_REFUSED += [(True, name, *case) for name, case in BACKWARD_REFUSED.items()]
 
 
 @pytest.mark.parametrize(("backward", "name", "version", "sm", "problem", "options", "text"), CASES_REFUSED)
 def test_refuses(
-    backward: bool, name: str, version: int, sm: int, problem: Problem, options: dict[str, Any], text: str,
+    backward: bool,
+    name: str,
+    version: int,
+    sm: int,
+    problem: Problem,
+    options: dict[str, Any],
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(attention_support, "loaded_version", lambda: version)
     with pytest.raises(NOT_SUPPORTED, match=text):
         described(problem, backward, sm, **options)

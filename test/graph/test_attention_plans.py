@@ -73,9 +73,14 @@ def test_bounds_on_all_tokens_shrink_the_workspace(name: str, h200: Any) -> None
 
 @pytest.mark.parametrize(
     ("version", "sm", "size", "bounded"),
-    [(92800, 90, 64, True), (92800, 90, 72, False), (91800, 86, 64, True),
-     (91801, 86, 64, False), (91801, 120, 64, False)],
-)  # fmt: skip
+    [
+        (92800, 90, 64, True),
+        (92800, 90, 72, False),
+        (91800, 86, 64, True),
+        (91801, 86, 64, False),
+        (91801, 120, 64, False),
+    ],
+)
 def test_bounds_on_all_tokens_where_engines_know_them(
     version: int, sm: int, size: int, bounded: bool, h200: Any
 ) -> None:
@@ -106,13 +111,21 @@ def test_block_mask_on_blackwell_only(page: int, device_properties: Any) -> None
 @pytest.mark.parametrize(
     ("device", "name", "which"),
     [
-        ("h200", "plain", "AUTO"), ("h200", "causal", "AUTO"), ("h200", "causal", "backward"),
-        ("h200", "ragged, causal", "COMPOSITE"), ("h200", "paged, packed tables", "AUTO"),
-        ("h200", "dropout, padding, bias", "backward"), ("h200", "softcap", "AUTO"), ("h200", "softcap", "backward"),
-        ("h200", "sink, padding", "backward"), ("h200", "padding, sliding window bottom right", "backward"),
-        ("b200", "causal", "AUTO"), ("b200", "plain", "COMPOSITE"), ("b200", "causal", "backward"),
+        ("h200", "plain", "AUTO"),
+        ("h200", "causal", "AUTO"),
+        ("h200", "causal", "backward"),
+        ("h200", "ragged, causal", "COMPOSITE"),
+        ("h200", "paged, packed tables", "AUTO"),
+        ("h200", "dropout, padding, bias", "backward"),
+        ("h200", "softcap", "AUTO"),
+        ("h200", "softcap", "backward"),
+        ("h200", "sink, padding", "backward"),
+        ("h200", "padding, sliding window bottom right", "backward"),
+        ("b200", "causal", "AUTO"),
+        ("b200", "plain", "COMPOSITE"),
+        ("b200", "causal", "backward"),
     ],
-)  # fmt: skip
+)
 def test_cudnn_builds_a_plan(device: str, name: str, which: str, request: pytest.FixtureRequest) -> None:
     graph = planned_graph(request.getfixturevalue(device))
     if which == "backward":
@@ -225,8 +238,10 @@ def test_old_cudnn_gets_no_new_operations(h200: Any) -> None:
     checked(graph, use_causal_mask=True, generate_stats=True)
     kinds = {made.kind for made in lowered(graph, 91900).operations}
     assert kinds == {
-        DescriptorType.OPERATION_MATMUL, DescriptorType.OPERATION_POINTWISE, DescriptorType.OPERATION_REDUCTION
-    }  # fmt: skip
+        DescriptorType.OPERATION_MATMUL,
+        DescriptorType.OPERATION_POINTWISE,
+        DescriptorType.OPERATION_REDUCTION,
+    }
 
 
 def test_scratch_is_aligned_and_precedes_the_plan(h200: Any) -> None:

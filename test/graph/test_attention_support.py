@@ -61,11 +61,17 @@ def test_needs_an_intermediate_type() -> None:
 @pytest.mark.parametrize(
     ("sm", "sizes", "refused"),
     [
-        (90, {"d": 256}, False), (90, {"d": 264}, True), (90, {"d": 36}, True), (100, {"d": 136}, True),
-        (100, {"d": 192, "d_v": 128}, False), (100, {"d": 192}, True), (80, {"d": 128}, False), (80, {"d": 136}, True),
+        (90, {"d": 256}, False),
+        (90, {"d": 264}, True),
+        (90, {"d": 36}, True),
+        (100, {"d": 136}, True),
+        (100, {"d": 192, "d_v": 128}, False),
+        (100, {"d": 192}, True),
+        (80, {"d": 128}, False),
+        (80, {"d": 136}, True),
         (None, {"d": 264}, False),
     ],
-)  # fmt: skip
+)
 def test_head_sizes_of_the_backward_pass(sm: int | None, sizes: dict[str, int], refused: bool) -> None:
     graph = cudnn.pygraph(
         io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, backend="reference", sm_version=sm
@@ -109,36 +115,68 @@ BOTH = {
     "the next broken cuDNN": (91001, None, Problem(), NOT_SUPPORTED, "9.10.0 or 9.10.1"),
     "windows of 9.14.0": (91400, None, Problem(s_kv=2048, options=WINDOW), NOT_SUPPORTED, "9.14.0 and s_kv > 1024"),
     "a score modifier and a mask": (
-        NEW, None, Problem(modifier="softcap", options=CAUSAL), NOT_SUPPORTED, "score_mod: got with a right bound"
+        NEW,
+        None,
+        Problem(modifier="softcap", options=CAUSAL),
+        NOT_SUPPORTED,
+        "score_mod: got with a right bound",
     ),
     "a score modifier and padding": (
-        NEW, None, Problem(modifier="softcap", **PADDED), NOT_SUPPORTED, "score_mod: got with a padding mask"
+        NEW,
+        None,
+        Problem(modifier="softcap", **PADDED),
+        NOT_SUPPORTED,
+        "score_mod: got with a padding mask",
     ),
     "a score modifier and a window": (
-        NEW, None, Problem(modifier="softcap", options=WINDOW), NOT_SUPPORTED, "score_mod: got with a left bound"
+        NEW,
+        None,
+        Problem(modifier="softcap", options=WINDOW),
+        NOT_SUPPORTED,
+        "score_mod: got with a left bound",
     ),
     "ALiBi alone": (NEW, None, Problem(options=ALIBI), NOT_SUPPORTED, "use_alibi_mask: got right bound None"),
     "ALiBi to the right": (
-        NEW, None, Problem(options={**ALIBI, "diagonal_band_right_bound": 3}), NOT_SUPPORTED, "right bound 3"
+        NEW,
+        None,
+        Problem(options={**ALIBI, "diagonal_band_right_bound": 3}),
+        NOT_SUPPORTED,
+        "right bound 3",
     ),
     "ALiBi bottom right": (
-        NEW, None, Problem(options={**ALIBI, **BOTTOM_RIGHT}), NOT_SUPPORTED, "bottom-right causal mask: got with ALiBi"
+        NEW,
+        None,
+        Problem(options={**ALIBI, **BOTTOM_RIGHT}),
+        NOT_SUPPORTED,
+        "bottom-right causal mask: got with ALiBi",
     ),
     "bias bottom right": (NEW, None, Problem(bias=BIAS, options=BOTTOM_RIGHT), NOT_SUPPORTED, "got with bias"),
     "more rows bottom right": (NEW, None, Problem(s_q=256, options=BOTTOM_RIGHT), NOT_SUPPORTED, "s_q=256"),
     "dropout bottom right": (
-        NEW, None, Problem(dropout=0.5, options=BOTTOM_RIGHT), NOT_SUPPORTED, "got with dropout; allowed: neither bias"
+        NEW,
+        None,
+        Problem(dropout=0.5, options=BOTTOM_RIGHT),
+        NOT_SUPPORTED,
+        "got with dropout; allowed: neither bias",
     ),
     "ragged without lengths": (NEW, None, Problem(ragged=True), NOT_SUPPORTED, "ragged tensors: got no padding mask"),
     "a window of too many rows": (
-        NEW, None, Problem(s_q=256, options=WINDOW), NOT_SUPPORTED, "left_bound: got 9 with s_q=256 > s_kv=192"
+        NEW,
+        None,
+        Problem(s_q=256, options=WINDOW),
+        NOT_SUPPORTED,
+        "left_bound: got 9 with s_q=256 > s_kv=192",
     ),
     "a negative right bound": (
-        NEW, None, Problem(options={"diagonal_band_right_bound": -2}), RuntimeError, "right_bound: got -2"
+        NEW,
+        None,
+        Problem(options={"diagonal_band_right_bound": -2}),
+        RuntimeError,
+        "right_bound: got -2",
     ),
     "a sink before 9.13": (91200, None, Problem(sink=True), ValueError, "sink_token: got cuDNN 9.12.0"),
     "Volta": (NEW, 70, Problem(), NOT_SUPPORTED, "compute capability 70; allowed: 80"),
-}  # fmt: skip
+}
 PAGED = {"page": 64, **PADDED}
 FORWARD = {
     **BOTH,
@@ -146,25 +184,37 @@ FORWARD = {
     "one row with a sink": (NEW, None, Problem(s_q=1, sink=True), NOT_SUPPORTED, "sink_token: got s_q=1"),
     "pages without lengths": (NEW, None, Problem(page=64), NOT_SUPPORTED, "paged attention: got no sequence lengths"),
     "pages beside a shorter bias": (
-        NEW, None, Problem(bias=(1, 1, 192, 1), **PAGED), NOT_SUPPORTED, "max_seq_len_kv: got 192 with bias"
+        NEW,
+        None,
+        Problem(bias=(1, 1, 192, 1), **PAGED),
+        NOT_SUPPORTED,
+        "max_seq_len_kv: got 192 with bias",
     ),
     "ragged on Ampere": (91800, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "or cuDNN 9.18.1 or newer"),
     "all statistics": (92000, None, Problem(statistics=True), NOT_SUPPORTED, "score_max and score_sum_exp"),
-}  # fmt: skip
+}
 BACKWARD = {
     **BOTH,
     "an empty window": (
-        NEW, None, Problem(options={**CAUSAL, "diagonal_band_left_bound": 0}), RuntimeError, "left_bound: got 0"
+        NEW,
+        None,
+        Problem(options={**CAUSAL, "diagonal_band_left_bound": 0}),
+        RuntimeError,
+        "left_bound: got 0",
     ),
     "one score": (NEW, None, Problem(s_q=1, s_kv=1), NOT_SUPPORTED, "s_q=1, s_kv=1"),
     "192 on an old Blackwell": (91000 + 2, 100, Problem(d_qk=192, d_v=128), NOT_SUPPORTED, "d_qk=192, d_v=128"),
     "256 on an old Blackwell": (92200, 100, Problem(d_qk=256, d_v=256), NOT_SUPPORTED, "d_qk=256, d_v=256"),
     "ragged dBias on Blackwell": (
-        NEW, 100, Problem(bias=BIAS, ragged=True, **PADDED), NOT_SUPPORTED, "dBias: got ragged tensors on compute"
+        NEW,
+        100,
+        Problem(bias=BIAS, ragged=True, **PADDED),
+        NOT_SUPPORTED,
+        "dBias: got ragged tensors on compute",
     ),
     "ragged on Ampere": (91800, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "cuDNN 9.18.1 or newer, Stats not"),
     "ragged statistics on Ampere": (NEW, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "Stats not ragged"),
-}  # fmt: skip
+}
 RULES = [(False, name, *rule) for name, rule in FORWARD.items()] + [
     (True, name, *rule) for name, rule in BACKWARD.items()
 ]
@@ -286,13 +336,19 @@ def test_what_only_the_one_operation_has() -> None:
 
 WRONG_ARGUMENTS: dict[str, tuple[Any, type[Exception], str]] = {  # options, or what makes them of a tensor
     "both causal masks": (
-        {"use_causal_mask": True, "use_causal_mask_bottom_right": True}, RuntimeError, "bottom_right"
+        {"use_causal_mask": True, "use_causal_mask_bottom_right": True},
+        RuntimeError,
+        "bottom_right",
     ),
     "causal and right bound": (
-        {"use_causal_mask": True, "diagonal_band_right_bound": 3}, RuntimeError, "right bound of 0"
+        {"use_causal_mask": True, "diagonal_band_right_bound": 3},
+        RuntimeError,
+        "right bound of 0",
     ),
     "window twice": (
-        {"sliding_window_length": 3, "diagonal_band_left_bound": 3}, RuntimeError, "sliding_window_length"
+        {"sliding_window_length": 3, "diagonal_band_left_bound": 3},
+        RuntimeError,
+        "sliding_window_length",
     ),
     "statistics and inference": ({"is_inference": True, "generate_stats": True}, RuntimeError, "is_inference"),
     "statistics no bool": ({"generate_stats": 1}, RuntimeError, "generate_stats"),
@@ -310,12 +366,16 @@ WRONG_ARGUMENTS: dict[str, tuple[Any, type[Exception], str]] = {  # options, or 
     "no modifier": (lambda one: {"score_mod": 5}, TypeError, "score_mod: got 5; allowed: a function"),
     "a modifier of no result": (lambda one: {"score_mod": lambda graph, x: None}, TypeError, "returned NoneType"),
     "a longest sequence without pages": (
-        lambda one: {"paged_attention_max_seq_len_kv": 64}, NOT_SUPPORTED, "max_seq_len_kv: got 64 without page tables"
+        lambda one: {"paged_attention_max_seq_len_kv": 64},
+        NOT_SUPPORTED,
+        "max_seq_len_kv: got 64 without page tables",
     ),
     "page tables of one entry": (
-        lambda one: {"paged_attention_k_table": one, "paged_attention_max_seq_len_kv": 64}, ValueError, "Page_table_K"
+        lambda one: {"paged_attention_k_table": one, "paged_attention_max_seq_len_kv": 64},
+        ValueError,
+        "Page_table_K",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)

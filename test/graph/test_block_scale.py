@@ -59,9 +59,13 @@ def scale_above(x: torch.Tensor, kind: object) -> torch.Tensor:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    rows=st.integers(1, 140), blocks=st.integers(1, 5), batch=st.integers(1, 2), seed=st.integers(0, 2**31),
-    types=st.sampled_from([(E4M3, E8M0, 32), (E5M2, E8M0, 32), (FP4, E4M3, 16), (FP4, E8M0, 32)]), tiles=st.booleans(),
-)  # fmt: skip
+    rows=st.integers(1, 140),
+    blocks=st.integers(1, 5),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 2**31),
+    types=st.sampled_from([(E4M3, E8M0, 32), (E5M2, E8M0, 32), (FP4, E4M3, 16), (FP4, E8M0, 32)]),
+    tiles=st.booleans(),
+)
 def test_quantize(rows: int, blocks: int, batch: int, seed: int, types: Any, tiles: bool) -> None:
     kind, scale_kind, size = types
     x = torch.randn(batch, rows, blocks * size, generator=torch.Generator().manual_seed(seed)) * 10
@@ -97,9 +101,15 @@ def test_quantize(rows: int, blocks: int, batch: int, seed: int, types: Any, til
 
 @settings(max_examples=15, deadline=None)
 @given(
-    rows=st.integers(1, 140), blocks=st.integers(1, 5), batch=st.integers(1, 2), seed=st.integers(0, 2**31),
-    fp4=st.booleans(), tiles=st.booleans(), negative=st.booleans(), short=st.booleans(),
-)  # fmt: skip
+    rows=st.integers(1, 140),
+    blocks=st.integers(1, 5),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 2**31),
+    fp4=st.booleans(),
+    tiles=st.booleans(),
+    negative=st.booleans(),
+    short=st.booleans(),
+)
 def test_dequantize(
     rows: int, blocks: int, batch: int, seed: int, fp4: bool, tiles: bool, negative: bool, short: bool
 ) -> None:
@@ -118,9 +128,11 @@ def test_dequantize(
     x = graph.tensor([batch, rows, columns], [rows * columns, columns, 1], FP4 if fp4 else E4M3)
     tall, wide = padded(rows, blocks) if tiles else (rows, blocks)
     scale = graph.tensor(
-        [batch, tall, wide], [tall * wide, wide, 1], E8M0,
+        [batch, tall, wide],
+        [tall * wide, wide, 1],
+        E8M0,
         reordering_type=TILED if tiles else cudnn.tensor_reordering.NONE,
-    )  # fmt: skip
+    )
     y = graph.block_scale_dequantize(x, scale, [size] if short else [1, size], negative).set_output(True)
     (result,) = run(graph, {x: data, scale: tiled(codes) if tiles else codes.view(torch.float8_e8m0fnu)}, y)
     assert torch.equal(result.double(), expected)
@@ -206,9 +218,16 @@ def test_product_of_block_scaled_matrices(kind: object, scale_kind: object, size
 
 
 def block_scaled(
-    graph: cudnn.pygraph, batch: int, m: int, n: int, k: int, kind: object, scale_kind: object, size: int,
+    graph: cudnn.pygraph,
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    kind: object,
+    scale_kind: object,
+    size: int,
     layout: cudnn.tensor_reordering = TILED,
-) -> list[cudnn.tensor]:  # fmt: skip
+) -> list[cudnn.tensor]:
     """A ``[batch, m, k]`` with its scales, B ``[batch, k, n]`` with its own, k fastest everywhere."""
     pad = padded if layout is TILED else lambda rows, blocks: (rows, blocks)
     (tall, wide), (tall_b, _) = pad(m, k // size), pad(n, k // size)
@@ -237,7 +256,7 @@ def reordered(graph: cudnn.pygraph, layout: str, kind: object = E8M0) -> cudnn.t
         (lambda g, x: g.block_scale_dequantize(x, reordered(g, "F8_128x4"), [1, 2]), ValueError, ["as padding"]),
         (lambda g, x: g.block_scale_dequantize(x, torch.ones(4, 3), [1, 2]), TypeError, ["input scale"]),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
     check_refused(lambda graph: build(graph, graph.tensor([4, 6], [6, 1])), error, ["block_scale", *words])
 

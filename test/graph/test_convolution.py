@@ -107,7 +107,7 @@ X, W, DY = (2, 3, 8, 8), (4, 3, 3, 3), (2, 4, 4, 4)
         (lambda g, t: g.conv_dgrad(t(*DY), padding=[1, 1]), TypeError, ["input W", "got None"]),
         (lambda g, t: g.conv_fprop(t(*X), torch.ones(4, 3, 3, 3), [1, 1]), TypeError, ["input W", "cudnn.tensor"]),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
     check_refused(
         lambda graph: build(graph, lambda *dims: graph.tensor(dims, torch.empty(dims).stride())),

@@ -52,15 +52,20 @@ def test_classes() -> None:
 @pytest.mark.parametrize(
     ("describe", "port"),
     [
-        (lambda g, x: g.matmul(x, None), "B"), (lambda g, x: g.add(x, None), "IN_1"),
-        (lambda g, x: g.relu(None), "IN_0"), (lambda g, x: g.concatenate([x, None], 1), "X_1"),
-        (lambda g, x: g.sdpa(x, None, x), "K"), (lambda g, x: g.sdpa_backward(x, x, x, x, None, x), "dO"),
+        (lambda g, x: g.matmul(x, None), "B"),
+        (lambda g, x: g.add(x, None), "IN_1"),
+        (lambda g, x: g.relu(None), "IN_0"),
+        (lambda g, x: g.concatenate([x, None], 1), "X_1"),
+        (lambda g, x: g.sdpa(x, None, x), "K"),
+        (lambda g, x: g.sdpa_backward(x, x, x, x, None, x), "dO"),
         (lambda g, x: g.sdpa_fp8(x, x, x, x, x, x, None, x, x, is_inference=True), "Descale_s"),
         (lambda g, x: g.reduction(None, cudnn.reduction_mode.ADD), "X"),
-        (lambda g, x: g.conv_fprop(x, None, padding=[0, 0]), "W"), (lambda g, x: g.genstats(None), "X"),
-        (lambda g, x: g.moe_grouped_matmul(x, x, None), "FIRST_TOKEN_OFFSET"), (lambda g, x: g.rope(x, None), "FREQS"),
+        (lambda g, x: g.conv_fprop(x, None, padding=[0, 0]), "W"),
+        (lambda g, x: g.genstats(None), "X"),
+        (lambda g, x: g.moe_grouped_matmul(x, x, None), "FIRST_TOKEN_OFFSET"),
+        (lambda g, x: g.rope(x, None), "FREQS"),
     ],
-)  # fmt: skip
+)
 def test_no_tensor_where_one_is_needed(describe: Callable[[Any, Any], Any], port: str) -> None:
     graph = reference_graph(io=HALF)
     with pytest.raises(TypeError, match=f": input {port}: got None; allowed: a cudnn.tensor"):
@@ -106,33 +111,53 @@ def virtual_of_another(graph: cudnn.pygraph) -> cudnn.tensor:
 @pytest.mark.parametrize(
     ("describe", "message"),
     [
-        (lambda g: product(g, (4,), (4, 4)),
-         r"mm \(matmul\): A and B: got dim=\[4\] and dim=\[4, 4\]; allowed: .*rank.*add leading dimensions"),
-        (lambda g: product(g, (1, 2, 3), (1, 4, 5)),
-         r"mm \(matmul\): A and B: .*inner.* 3 and 4; allowed: \[.., M, K\] and \[.., K, N\]"),
-        (lambda g: product(g, (1, 4, 8), (1, 8, 5)).set_dim([1, 4, 6]),
-         r"mm \(matmul\): output C .*: got dim=\[1, 4, 6\]; allowed: dim=\[1, 4, 5\]"),
+        (
+            lambda g: product(g, (4,), (4, 4)),
+            r"mm \(matmul\): A and B: got dim=\[4\] and dim=\[4, 4\]; allowed: .*rank.*add leading dimensions",
+        ),
+        (
+            lambda g: product(g, (1, 2, 3), (1, 4, 5)),
+            r"mm \(matmul\): A and B: .*inner.* 3 and 4; allowed: \[.., M, K\] and \[.., K, N\]",
+        ),
+        (
+            lambda g: product(g, (1, 4, 8), (1, 8, 5)).set_dim([1, 4, 6]),
+            r"mm \(matmul\): output C .*: got dim=\[1, 4, 6\]; allowed: dim=\[1, 4, 5\]",
+        ),
         (broadcast, r"sum \(add\): inputs: got 'a' dim=\[2, 3\], 'b' dim=\[2, 4\]; allowed: shapes that broadcast"),
-        (lambda g: relu(g, [2, 3], [3]),
-         r"act \(relu\): tensor 'x'.*dim=\[2, 3\] with stride=\[3\]; allowed: as many strides"),
-        (lambda g: relu(g, [2, 3], [3, 1]).set_dim([3, 2]),
-         r"act \(relu\): output \(tensor 'act::OUT_0'\): got dim=\[3, 2\]; allowed: dim=\[2, 3\]"),
+        (
+            lambda g: relu(g, [2, 3], [3]),
+            r"act \(relu\): tensor 'x'.*dim=\[2, 3\] with stride=\[3\]; allowed: as many strides",
+        ),
+        (
+            lambda g: relu(g, [2, 3], [3, 1]).set_dim([3, 2]),
+            r"act \(relu\): output \(tensor 'act::OUT_0'\): got dim=\[3, 2\]; allowed: dim=\[2, 3\]",
+        ),
         (no_output, r"graph 'test_graph': outputs: got none; allowed: .*set_output\(True\)"),
-        (lambda g: g.relu(cudnn.tensor().set_name("x"), name="act"),
-         r"act \(relu\): input IN_0 \(tensor 'x'\): got dim=\[\], stride=\[\]"),
-        (lambda g: relu(g, [4, 8], [8, -1]),
-         r"act \(relu\): tensor 'x': got stride=\[8, -1\]; allowed: strides of 0 or more"),
-        (lambda g: relu(g, [4, 8], [8, 1]).set_stride([4, 1]),
-         r"act \(relu\): output tensor 'act::OUT_0': got .*; allowed: a place of its own"),
+        (
+            lambda g: g.relu(cudnn.tensor().set_name("x"), name="act"),
+            r"act \(relu\): input IN_0 \(tensor 'x'\): got dim=\[\], stride=\[\]",
+        ),
+        (
+            lambda g: relu(g, [4, 8], [8, -1]),
+            r"act \(relu\): tensor 'x': got stride=\[8, -1\]; allowed: strides of 0 or more",
+        ),
+        (
+            lambda g: relu(g, [4, 8], [8, 1]).set_stride([4, 1]),
+            r"act \(relu\): output tensor 'act::OUT_0': got .*; allowed: a place of its own",
+        ),
         (lambda g: relu(g, [4, 8], [8, 1]).set_stride([0, 1]), "a place of its own for every element"),
         (lambda g: relu(g, [4, 4], [4, 1]).set_stride([2, 3]), "a place of its own for every element"),
-        (lambda g: relu(g, [2**63, 8], [8, 1]),
-         r"tensor 'x': got dim=\[9223372036854775808, 8\].*; allowed: fewer than 2\^60"),
+        (
+            lambda g: relu(g, [2**63, 8], [8, 1]),
+            r"tensor 'x': got dim=\[9223372036854775808, 8\].*; allowed: fewer than 2\^60",
+        ),
         (lambda g: relu(g, [2**31, 8], [2**31, 1]), r"'x': got .*; allowed: fewer than 2\^60 elements and places"),
-        (virtual_of_another,
-         r"act \(relu\): input IN_0 .*: got a virtual tensor that no operation of this graph makes"),
+        (
+            virtual_of_another,
+            r"act \(relu\): input IN_0 .*: got a virtual tensor that no operation of this graph makes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_validate(describe: Callable[[cudnn.pygraph], cudnn.tensor | None], message: str) -> None:
     graph = reference_graph(HALF)
     output = describe(graph)
@@ -170,15 +195,19 @@ X, SHORT = torch.zeros(4, 6), torch.zeros(4, 5)
         ({2: X}, ValueError, r"execute: input tensor 'x' \(uid 1\): got no data"),
         ({1: None, 2: X}, ValueError, r"input tensor 'x' \(uid 1\): got no data"),
         ({"x": X, 2: X}, TypeError, "key: got str; allowed: .*names are keys of cudnn.Graph"),
-        ({1: SHORT, 2: X}, ValueError,
-         r"tensor 'x' \(uid 1\): got shape \[4, 5\] with strides \[5, 1\]; allowed: dim=\[4, 6\] with stride=\[6, 1\]"),
+        (
+            {1: SHORT, 2: X},
+            ValueError,
+            r"tensor 'x' \(uid 1\): got shape \[4, 5\] with strides \[5, 1\]; "
+            r"allowed: dim=\[4, 6\] with stride=\[6, 1\]",
+        ),
         ({1: X, 2: SHORT}, ValueError, r"tensor 'sum::OUT_0' \(uid 2\): got shape \[4, 5\]"),
         ({1: [1, 2], 2: X}, TypeError, r"input tensor 'x' \(uid 1\): got list; allowed: a torch.Tensor"),
         ({1: X.data_ptr(), 2: X}, TypeError, r"input tensor 'x' \(uid 1\): got an address; allowed: .*on a GPU only"),
         ({1: X, 2: X.data_ptr()}, TypeError, r"output tensor .*: got an address"),
         ({1: X, 2: X.to("meta")}, ValueError, "tensors: got .*uid 2 on meta; allowed: one device"),
     ],
-)  # fmt: skip
+)
 def test_execute(pack: dict[Any, Any], error: type[Exception], message: str) -> None:
     graph, _, _ = doubled()
     with pytest.raises(error, match=message):

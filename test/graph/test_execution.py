@@ -29,9 +29,12 @@ NATIVE = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
 
 def overridable(device: Any) -> cudnn.pygraph:
     return cudnn.pygraph(
-        io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=device,
+        io_data_type=HALF,
+        intermediate_data_type=FLOAT,
+        compute_data_type=FLOAT,
+        device_property=device,
         is_override_shape_enabled=True,
-    )  # fmt: skip
+    )
 
 
 def attention(graph: cudnn.pygraph) -> list[cudnn.tensor]:

@@ -88,8 +88,11 @@ def test_a_description_is_explained_and_stays_as_it_is() -> None:
     assert explained.plan is None
     assert [node.label for node in explained.nodes] == ["mm (matmul)", "act (gelu)"]
     assert [(t.name, t.role, t.data_type) for t in explained.tensors] == [
-        ("a", "input", "HALF"), ("b", "input", "HALF"), ("mm::C", "virtual", "FLOAT"), ("act::OUT_0", "output", "HALF")
-    ]  # fmt: skip
+        ("a", "input", "HALF"),
+        ("b", "input", "HALF"),
+        ("mm::C", "virtual", "FLOAT"),
+        ("act::OUT_0", "output", "HALF"),
+    ]
     assert explained.tensors[3].dim == (4, 64, 96)
     assert [explained.tensors[i].name for i in explained.nodes[0].inputs.values()] == ["a", "b"]
     text = str(explained)
@@ -153,8 +156,9 @@ def test_the_plan_and_its_kernels(fused: tuple[cudnn.pygraph, Explanation]) -> N
     names = {graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())}
     assert set(explained.candidates) == names - {plan.tag}
     assert [[operation.kind for operation in node.operations or ()] for node in explained.nodes] == [
-        ["MATMUL"], ["POINTWISE"]
-    ]  # fmt: skip
+        ["MATMUL"],
+        ["POINTWISE"],
+    ]
     text = explained.text()
     assert f"plan {plan.tag}\n  fuses mm (matmul), act (gelu)\n" in text
     assert plan.kernels[0] in text

@@ -31,9 +31,14 @@ SMALL = Problem(b=1, h_q=2, h_k=1, h_v=1, s_q=40, s_kv=40, options=CAUSAL)
 
 
 def node_of(
-    dims: Any = (1, 2, 40, 64), keys: int = 40, head: int = 0, io: Any = BFLOAT16, backward: bool = False,
-    stats: Any = (0, 1), **options: Any,
-) -> Any:  # fmt: skip
+    dims: Any = (1, 2, 40, 64),
+    keys: int = 40,
+    head: int = 0,
+    io: Any = BFLOAT16,
+    backward: bool = False,
+    stats: Any = (0, 1),
+    **options: Any,
+) -> Any:
     """A validated node of attention. ``stats``: the strides of heads and rows of the backward pass's, 0 for dense."""
     graph = reference_graph(io)
     b, h, s, d = dims
@@ -132,7 +137,7 @@ def test_a_later_handle_of_the_same_address_has_its_own_stream(monkeypatch: pyte
 
 def test_another_device_is_made_current_where_it_is_not(
     handle: handles.Handle, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """To enter a device takes longer than to ask which one is current."""
     node = node_of(implementation=FUSED)
     ports = [*node.inputs.values(), node.outputs["O"]]
@@ -188,10 +193,14 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
         ({"keys": 50, "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3}, True, (2, -1), False),
         ({"keys": 50, "diagonal_band_right_bound": 49}, False, (-1, -1), False),
         ({"dims": (1, 2, 1, 64), **CAUSAL}, True, (-1, -1), True),
-        ({"dims": (1, 2, 1, 64), "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3},
-         False, (2, -1), False),
+        (
+            {"dims": (1, 2, 1, 64), "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3},
+            False,
+            (2, -1),
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_bounds(changes: dict[str, Any], causal: bool, window: Any, top_left: bool, backward: bool) -> None:
     node = node_of(implementation=FUSED, backward=backward, **changes)
     ports = [tensor.get_uid() for tensor in (*node.inputs.values(), *node.outputs.values())]
@@ -239,11 +248,16 @@ def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch, ca
     assert tag(**mixed, use_deterministic_algorithm=True) == "fused_sdpa_bwd_d192_dv128"
     assert tag(**{**large, "dims": (2, 16, 4096, 96)}) == "fused_sdpa_fwd_d96"
     for options in (
-        {**backward, "keys": 2048}, {"dims": (1, 1, 4096, 256), "keys": 4096},
-        {**large, "keys": 2048}, {**large, "capability": (10, 0)}, {**large, "capability": None},
-        {**large, "offered": False}, {**large, "more": 1}, {**large, "implementation": COMPOSITE},
+        {**backward, "keys": 2048},
+        {"dims": (1, 1, 4096, 256), "keys": 4096},
+        {**large, "keys": 2048},
+        {**large, "capability": (10, 0)},
+        {**large, "capability": None},
+        {**large, "offered": False},
+        {**large, "more": 1},
+        {**large, "implementation": COMPOSITE},
         {**large, "use_causal_mask": True, "diagonal_band_left_bound": 99},
-    ):  # fmt: skip
+    ):
         assert not tag(**options), options
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # plans would fail at their first call
     assert not tag(**large)
@@ -288,7 +302,7 @@ def attending(device: Any, backward: bool = False, io: Any = HALF, **options: An
 @pytest.mark.parametrize("backward", [False, True])
 def test_it_is_the_one_plan_of_a_graph_that_asks_for_it(
     backward: bool, h200: Any, compiled: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+) -> None:
     caplog.set_level(logging.INFO, "cudnn")
     graph, name = attending(h200, backward, implementation=FUSED), f"fused_sdpa_{'bwd' if backward else 'fwd'}_d64"
     graph.build(MODES)
@@ -332,7 +346,7 @@ def planned(device: Any, modes: Any = MODES, backward: bool = False) -> Any:
 @pytest.mark.parametrize("backward", [False, True])
 def test_it_stands_before_cudnns_plans(
     backward: bool, faster: Any, handle: handles.Handle, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     filled: list[Any] = []
     graph, name = attending(faster, backward), f"fused_sdpa_{'bwd' if backward else 'fwd'}_d64"
     graph.build(MODES)
@@ -355,7 +369,7 @@ def test_it_stands_before_cudnns_plans(
 
 def test_its_workspace_has_room_for_the_plan_that_fills_cuda_graphs(
     faster: Any, handle: handles.Handle, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(EngineConfig, "workspace_size", 1 << 20)
     graph = attending(faster, True)
     graph.build(MODES)

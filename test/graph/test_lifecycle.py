@@ -356,9 +356,12 @@ def test_a_restored_kernel_cache_builds_at_once(h200: Any) -> None:
     def build(cache: Any, batch: int) -> float:
         start = time.process_time()
         graph = cudnn.pygraph(
-            io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=h200,
+            io_data_type=HALF,
+            intermediate_data_type=FLOAT,
+            compute_data_type=FLOAT,
+            device_property=h200,
             kernel_cache=cache,
-        )  # fmt: skip
+        )
         linear(graph, batch)
         graph.build([cudnn.heur_mode.A])
         return time.process_time() - start

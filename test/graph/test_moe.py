@@ -44,9 +44,12 @@ def weights(experts: int, k: int, n: int) -> torch.Tensor:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    tokens=st.integers(1, 7), experts=st.integers(1, 5), data=st.data(), seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 7),
+    experts=st.integers(1, 5),
+    data=st.data(),
+    seed=st.integers(0, 2**31),
     mode=st.sampled_from(list(MODE)),
-)  # fmt: skip
+)
 def test_forward(tokens: int, experts: int, data: st.DataObject, seed: int, mode: Any) -> None:
     top_k = data.draw(st.integers(1, experts))
     routing = Routing(tokens, experts, top_k, seed)
@@ -98,9 +101,10 @@ def test_offsets_that_do_not_rise_are_refused() -> None:
         offsets = graph.tensor([3, 1, 1], [1, 1, 1], INT32)
         y = graph.moe_grouped_matmul(*tensors, offsets).set_output(True)
         data = {
-            tensors[0]: torch.ones(1, 4, 1), tensors[1]: torch.ones(3, 1, 1),
+            tensors[0]: torch.ones(1, 4, 1),
+            tensors[1]: torch.ones(3, 1, 1),
             offsets: torch.tensor(first, dtype=torch.int32).view(3, 1, 1),
-        }  # fmt: skip
+        }
         with pytest.raises(ValueError, match=words):
             run(graph, data, y)
 
@@ -140,25 +144,37 @@ def forward(graph: cudnn.pygraph, kind: object = HALF, **options: Any) -> cudnn.
     [
         (lambda g: forward(g, FLOAT, mode=MODE.GATHER), ["token_index: got nothing", "mode GATHER"]),
         (lambda g: forward(g, FLOAT, top_k=2, token_index=indices(g, 512)), ["token_index: got a value", "mode NONE"]),
-        (lambda g: forward(g, FLOAT, mode=MODE.SCATTER, token_index=indices(g, 512), token_ks=indices(g, 512)),
-         ["top_k: got nothing"]),
+        (
+            lambda g: forward(g, FLOAT, mode=MODE.SCATTER, token_index=indices(g, 512), token_ks=indices(g, 512)),
+            ["top_k: got nothing"],
+        ),
         (lambda g: forward(g, FLOAT, mode=1), ["mode: got 1", "SCATTER"]),
-        (lambda g: forward(g, FLOAT, mode=MODE.SCATTER, token_index=indices(g, 9), token_ks=indices(g, 512), top_k=2),
-         ["input TOKEN_INDEX", "dim=[1, 512, 1]"]),
+        (
+            lambda g: forward(
+                g, FLOAT, mode=MODE.SCATTER, token_index=indices(g, 9), token_ks=indices(g, 512), top_k=2
+            ),
+            ["input TOKEN_INDEX", "dim=[1, 512, 1]"],
+        ),
         (lambda g: g.moe_grouped_matmul(rows(g, 8, 6), experts(g, 5, 4), offsets(g)), ["WEIGHT", "[experts, 6, N]"]),
         (lambda g: g.moe_grouped_matmul(rows(g, 8, 5), experts(g, 5, 4), offsets(g, 3)), ["one offset for each"]),
         (lambda g: g.moe_grouped_matmul(rows(g, 8, 5), experts(g, 5, 4), rows(g, 4, 1)), ["dim=[experts, 1, 1]"]),
         (lambda g: g.moe_grouped_matmul(experts(g, 8, 5), experts(g, 5, 4), offsets(g)), ["dim=[1, tokens, hidden]"]),
-        (lambda g: g.moe_grouped_matmul(rows(g, 8, 5), experts(g, 5, 4), g.tensor([4, 1, 1], [1, 1, 1], HALF)),
-         ["HALF", "INT32"]),
-        (lambda g: g.moe_grouped_matmul(rows(g, 8, 5), experts(g, 5, 4), offsets(g)).set_dim([1, 8, 5]),
-         ["output OUTPUT", "dim=[1, 8, 4]"]),
+        (
+            lambda g: g.moe_grouped_matmul(rows(g, 8, 5), experts(g, 5, 4), g.tensor([4, 1, 1], [1, 1, 1], HALF)),
+            ["HALF", "INT32"],
+        ),
+        (
+            lambda g: g.moe_grouped_matmul(rows(g, 8, 5), experts(g, 5, 4), offsets(g)).set_dim([1, 8, 5]),
+            ["output OUTPUT", "dim=[1, 8, 4]"],
+        ),
         (lambda g: g.moe_grouped_matmul(rows(g, 8, 5), g.tensor([5, 4], [4, 1]), offsets(g)), ["rank"]),
         (lambda g: g.moe_grouped_matmul_bwd(rows(g, 7, 4), rows(g, 8, 5), offsets(g)), ["DOUTPUT", "dim=[1, 8, N]"]),
-        (lambda g: g.moe_grouped_matmul_bwd(rows(g, 8, 4), rows(g, 8, 5), offsets(g)).set_dim([4, 4, 5]),
-         ["DWEIGHT", "dim=[4, 5, 4]"]),
+        (
+            lambda g: g.moe_grouped_matmul_bwd(rows(g, 8, 4), rows(g, 8, 5), offsets(g)).set_dim([4, 4, 5]),
+            ["DWEIGHT", "dim=[4, 5, 4]"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], words: list[str]) -> None:
     check_refused(build, ValueError, ["moe_grouped_matmul", *words])
 

@@ -70,8 +70,10 @@ def test_results_and_gradients(name: str, data: st.DataObject) -> None:
     chosen = sorted(data.draw(st.sets(st.integers(1, x.dim() - 1), min_size=1)))
     space = range(2, x.dim())
     axes, varying = {
-        "instancenorm": ([*space], [1]), "batchnorm": ([0, *space], [1]), "adalayernorm": ([2], [0, 2])
-    }.get(name, (chosen, chosen))  # fmt: skip
+        "instancenorm": ([*space], [1]),
+        "batchnorm": ([0, *space], [1]),
+        "adalayernorm": ([2], [0, 2]),
+    }.get(name, (chosen, chosen))
     scale, bias, dy = parameter(x, varying), parameter(x, varying), torch.randn(x.shape)
     epsilon, centred = data.draw(st.sampled_from([1e-5, 1e-2])), name != "rmsnorm"
     has_bias = name not in ("rmsnorm", "adalayernorm") or data.draw(st.booleans())
@@ -249,31 +251,49 @@ X, S = (2, 4, 3, 3), (1, 4, 1, 1)
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
-        (lambda g, t: g.layernorm(cudnn.norm_forward_phase.NOT_SET, t(*X), t(*S), t(*S)), ValueError,
-         ["norm_forward_phase", "TRAINING"]),
-        (lambda g, t: g.layernorm("TRAINING", t(*X), t(*S), t(*S)), ValueError,
-         ["norm_forward_phase: got 'TRAINING'; allowed"]),
+        (
+            lambda g, t: g.layernorm(cudnn.norm_forward_phase.NOT_SET, t(*X), t(*S), t(*S)),
+            ValueError,
+            ["norm_forward_phase", "TRAINING"],
+        ),
+        (
+            lambda g, t: g.layernorm("TRAINING", t(*X), t(*S), t(*S)),
+            ValueError,
+            ["norm_forward_phase: got 'TRAINING'; allowed"],
+        ),
         (lambda g, t: g.layernorm(t(*X), t(*S), None), TypeError, ["layernorm: input BIAS: got None"]),
         (lambda g, t: g.rmsnorm(t(*X), 3.0), TypeError, ["rmsnorm: input SCALE: got float"]),
         (lambda g, t: g.rmsnorm(t(*X), t(*S), epsilon="1e-5"), TypeError, ["rmsnorm: epsilon: got str"]),
         (lambda g, t: g.rmsnorm(t(*X), t(*S), epsilon=t(*S)), ValueError, ["EPSILON", "one element"]),
         (lambda g, t: g.instancenorm_backward(t(*X), t(*X), t(*S)), TypeError, ["input MEAN: got None"]),
-        (lambda g, t: g.rmsnorm(t(*X), t(1, 5, 1, 1), name="norm"), ValueError,
-         ["norm (rmsnorm): input SCALE", "[1, 5, 1, 1] beside X of dim=[2, 4, 3, 3]", "extents of X, or 1"]),
+        (
+            lambda g, t: g.rmsnorm(t(*X), t(1, 5, 1, 1), name="norm"),
+            ValueError,
+            ["norm (rmsnorm): input SCALE", "[1, 5, 1, 1] beside X of dim=[2, 4, 3, 3]", "extents of X, or 1"],
+        ),
         (lambda g, t: g.rmsnorm(t(*X), t(4, 3)), ValueError, ["input SCALE"]),
-        (lambda g, t: g.layernorm(t(*X), t(*S), t(1, 4, 3, 3)), ValueError,
-         ["input BIAS", "dim=[1, 4, 1, 1], as SCALE"]),
-        (lambda g, t: g.batchnorm(t(*X), t(1, 4, 3, 3), t(*S)), ValueError,
-         ["input SCALE", "allowed: dim=[1, 4, 1, 1]"]),
+        (
+            lambda g, t: g.layernorm(t(*X), t(*S), t(1, 4, 3, 3)),
+            ValueError,
+            ["input BIAS", "dim=[1, 4, 1, 1], as SCALE"],
+        ),
+        (
+            lambda g, t: g.batchnorm(t(*X), t(1, 4, 3, 3), t(*S)),
+            ValueError,
+            ["input SCALE", "allowed: dim=[1, 4, 1, 1]"],
+        ),
         (lambda g, t: g.batchnorm_backward(t(*X), t(*X), t(*S), t(*S), t(2, 4, 1, 1)), ValueError, ["INV_VARIANCE"]),
         (lambda g, t: g.batchnorm(t(*X), *(t(*S) for _ in range(4))), ValueError, ["statistics: got no momentum"]),
         (lambda g, t: g.batchnorm(t(*X), t(*S), t(*S), t(*S), None, 1e-5, 0.1), ValueError, ["got no in_running_var"]),
-        (lambda g, t: g.batchnorm_backward(t(2, 4, 3, 1), t(*X), t(*S), t(*S), t(*S)), ValueError,
-         ["input DY", "as X"]),
+        (
+            lambda g, t: g.batchnorm_backward(t(2, 4, 3, 1), t(*X), t(*S), t(*S), t(*S)),
+            ValueError,
+            ["input DY", "as X"],
+        ),
         (lambda g, t: g.rmsnorm(t(4), t(4)), ValueError, ["input X ", "rank 1"]),
         (lambda g, t: [g.rmsnorm(t(*X), t(*S))[0].set_dim([2, 4, 9])], ValueError, ["output Y ", "dim=[2, 4, 3, 3]"]),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
     check_refused(lambda graph: build(graph, lambda *dims: graph.tensor(dims, packed(*dims)))[0], error, words)
 

@@ -141,8 +141,18 @@ def test_inference() -> None:
     y, index = graph.resample(last, generate_index=True, name="pool", **LARGEST)
     rows = graph.resample(graph.tensor([2, 3, 8, 9], [216, 72, 9, 1]), **AVERAGE)
     wide = graph.resample(last, MODE.MAXPOOL, stride=[1, 1], window=[8, 9], generate_index=True)
-    whole = graph.resample(graph.tensor([1, 2, 12, 12], [288, 1, 24, 2]), MODE.MAXPOOL, PAD.NEG_INF_PAD, [], [], [1, 1],
-                           [12, 12], True, FLOAT, "whole")  # fmt: skip
+    whole = graph.resample(
+        graph.tensor([1, 2, 12, 12], [288, 1, 24, 2]),
+        MODE.MAXPOOL,
+        PAD.NEG_INF_PAD,
+        [],
+        [],
+        [1, 1],
+        [12, 12],
+        True,
+        FLOAT,
+        "whole",
+    )
     for tensor in (y, index, rows, *wide, *whole):
         tensor.set_output(True)
     dx = graph.resample_backward(y, index=index, **LARGEST).set_output(True).set_dim([2, 3, 8, 9])
@@ -185,7 +195,10 @@ def pooled_back(g: cudnn.pygraph, x: cudnn.tensor, **options: Any) -> cudnn.tens
         ),
         (
             lambda g, x: g.resample(
-                g.tensor([1, 1, 12, 12], [144, 1, 12, 1]), MODE.MAXPOOL, stride=[1, 1], window=[12, 12],
+                g.tensor([1, 1, 12, 12], [144, 1, 12, 1]),
+                MODE.MAXPOOL,
+                stride=[1, 1],
+                window=[12, 12],
                 generate_index=True,
             )[1].set_data_type(INT8),
             ValueError,
@@ -202,7 +215,7 @@ def pooled_back(g: cudnn.pygraph, x: cudnn.tensor, **options: Any) -> cudnn.tens
             ["index", "dim=[2, 3, 8, 8]", "dim=[2, 3, 4, 4]"],
         ),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
     check_refused(lambda graph: build(graph, graph.tensor([2, 3, 8, 8], [192, 1, 24, 3])), error, words)
 
@@ -336,8 +349,12 @@ def test_what_cudnn_was_seen_to_compute_wrongly_is_refused(fault: str, h200: Any
 @pytest.mark.deviceless_919
 def test_what_it_computes_right_is_not(h200: Any) -> None:
     for graph in (
-        forward(h200, AVERAGES[0]), forward(h200, "MAXPOOL", BFLOAT16, rows=True), forward(h200, "MAXPOOL", INT8),
-        forward(h200, "MAXPOOL", BFLOAT16, generate_index=True), backward(h200, "MAXPOOL", by="index"),
-        backward(h200, "MAXPOOL", by="input"), fused(h200, AVERAGES[1], before=False, after=True),
-    ):  # fmt: skip
+        forward(h200, AVERAGES[0]),
+        forward(h200, "MAXPOOL", BFLOAT16, rows=True),
+        forward(h200, "MAXPOOL", INT8),
+        forward(h200, "MAXPOOL", BFLOAT16, generate_index=True),
+        backward(h200, "MAXPOOL", by="index"),
+        backward(h200, "MAXPOOL", by="input"),
+        fused(h200, AVERAGES[1], before=False, after=True),
+    ):
         assert configurations(graph) > 0

@@ -30,9 +30,15 @@ def rotated(x: torch.Tensor, freqs: torch.Tensor, dim: int, scale: float) -> tor
 
 @settings(max_examples=20, deadline=None)
 @given(
-    batch=st.integers(1, 2), heads=st.integers(1, 3), positions=st.integers(1, 6), halves=st.integers(1, 4),
-    passed=st.integers(0, 3), more=st.integers(0, 2), scale=st.sampled_from([1.0, -0.5]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    positions=st.integers(1, 6),
+    halves=st.integers(1, 4),
+    passed=st.integers(0, 3),
+    more=st.integers(0, 2),
+    scale=st.sampled_from([1.0, -0.5]),
+    seed=st.integers(0, 2**31),
+)
 def test_rotation_and_its_gradient(
     batch: int, heads: int, positions: int, halves: int, passed: int, more: int, scale: float, seed: int
 ) -> None:
@@ -74,10 +80,12 @@ def test_other_layouts_of_angles() -> None:
         (lambda g, x: g.rope(x, x, rope_dim=3), ["rope_dim: got 3", "even number up to the head size, 8"]),
         (lambda g, x: g.rope(x, x, rope_dim=10), ["rope_dim: got 10"]),
         (lambda g, x: g.rope(g.tensor([5, 8], [8, 1]), x), ["rank"]),
-        (lambda g, x: g.rope_backward(x, g.tensor([5, 1, 1, 8], [8, 8, 8, 1])).set_dim([1, 3, 5, 8]),
-         ["rope_backward", "output DX", "dim=[2, 3, 5, 8]"]),
+        (
+            lambda g, x: g.rope_backward(x, g.tensor([5, 1, 1, 8], [8, 8, 8, 1])).set_dim([1, 3, 5, 8]),
+            ["rope_backward", "output DX", "dim=[2, 3, 5, 8]"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], words: list[str]) -> None:
     check_refused(lambda graph: build(graph, graph.tensor([2, 3, 5, 8], [120, 40, 8, 1])), ValueError, ["rope", *words])
 

@@ -84,9 +84,19 @@ def test_attention_arguments_of_the_reference() -> None:
     bias = torch.randn(2, 4, 16, 16)
     with cudnn.Graph() as graph:
         o, stats = graph.sdpa(
-            q=q, k=k, v=v, attn_scale=0.5, is_inference=True, use_causal_mask=False, generate_stats=False,
-            attn_bias=bias, dropout=0.0, dropout_seed=None, dropout_offset=0, name=None,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            v=v,
+            attn_scale=0.5,
+            is_inference=True,
+            use_causal_mask=False,
+            generate_stats=False,
+            attn_bias=bias,
+            dropout=0.0,
+            dropout_seed=None,
+            dropout_offset=0,
+            name=None,
+        )
     assert stats is None
     assert o.get_dim() == [2, 4, 16, 8]
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.5)

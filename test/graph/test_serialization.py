@@ -111,8 +111,11 @@ def test_another_process_reads_it(tmp_path: Path) -> None:
     paths = f"{ROOT / 'python'}:{ROOT / 'kernels'}"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "graph")],
-        env={"PYTHONPATH": paths, "PATH": ""}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={"PYTHONPATH": paths, "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == built().key()
 
@@ -154,9 +157,15 @@ def test_enumerations_constants_and_ragged_offsets_survive() -> None:
 
 
 EXAMPLES: dict[Any, Any] = {  # that are no defaults
-    bool: True, int: 3, int | None: 3, float: 0.25, float | None: 0.25, str: "CMP_LT",
-    list[int]: [2, 3], list[list[int | None]]: [[1, None, 2]],
-}  # fmt: skip
+    bool: True,
+    int: 3,
+    int | None: 3,
+    float: 0.25,
+    float | None: 0.25,
+    str: "CMP_LT",
+    list[int]: [2, 3],
+    list[list[int | None]]: [[1, None, 2]],
+}
 
 
 @pytest.mark.parametrize("operation", REGISTRY)
@@ -180,11 +189,26 @@ def test_every_attribute_of_every_operation_survives(operation: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"garbage", b"\xff\xfe\x00", b"[]", b"null", b"{}", [1, 2, 3], [300, 1], "no json", b'{"format": 2}',
-        b'{"context": {}, "nodes": [], "tensors": []}', b"[" * 100_000, b'{"a":' * 100_000,
-        7, None, ["a"], "{", object(),
+        b"",
+        b"garbage",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b"{}",
+        [1, 2, 3],
+        [300, 1],
+        "no json",
+        b'{"format": 2}',
+        b'{"context": {}, "nodes": [], "tensors": []}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        7,
+        None,
+        ["a"],
+        "{",
+        object(),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_graph(data: Any) -> None:
     with pytest.raises(ValueError, match=r"deserialize: data: got .*To fix it, serialise the graph again"):
         restored(data)
@@ -248,9 +272,13 @@ def test_attention_travels_with_its_views_and_constants(h200: Any) -> None:
 
 def test_bindings_survive_json() -> None:
     bindings = Bindings(
-        user=[1, 2], constants={3: ("FLOAT", 0.1)}, scratch=[Scratch(4, 0, [1, 2]), Scratch(5, 256)],
-        aliases={6: Alias(1, 64), 7: Alias(2, 0, [1, 0])}, hidden=[1], workspace_size=512,
-    )  # fmt: skip
+        user=[1, 2],
+        constants={3: ("FLOAT", 0.1)},
+        scratch=[Scratch(4, 0, [1, 2]), Scratch(5, 256)],
+        aliases={6: Alias(1, 64), 7: Alias(2, 0, [1, 0])},
+        hidden=[1],
+        workspace_size=512,
+    )
     again = Bindings.from_json(json.loads(json.dumps(bindings.to_json())))
     assert again == Bindings(**vars(bindings))
 
@@ -295,11 +323,37 @@ def called() -> cudnn.Graph:
 
 
 POOL: list[Any] = [
-    None, True, False, 0, 1, -1, 3, 2**63, -(2**63), 10**400, 1.5, float("nan"), float("inf"), "", "ZERO_", "LOAD",
-    "eval", "__builtins__", "HALF", "NOT_SET", [], [1], [[1, 2]], ["a"], {}, {"a": 1},
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**63,
+    -(2**63),
+    10**400,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "ZERO_",
+    "LOAD",
+    "eval",
+    "__builtins__",
+    "HALF",
+    "NOT_SET",
+    [],
+    [1],
+    [[1, 2]],
+    ["a"],
+    {},
+    {"a": 1},
     {"enum": "__builtins__", "name": "eval"},
-    {"enum": "data_type", "name": "HALF"}, {"enum": "enum", "name": "IntEnum"}, {"enum": "Enumeration", "name": "mro"},
-]  # fmt: skip
+    {"enum": "data_type", "name": "HALF"},
+    {"enum": "enum", "name": "IntEnum"},
+    {"enum": "Enumeration", "name": "mro"},
+]
 
 
 def mutate(document: Any, draw: random.Random) -> None:

@@ -159,7 +159,7 @@ def test_concatenate_takes_the_stride_order_of_the_first() -> None:
         (lambda g, x: g.concatenate([x, x], 0, in_place_index=2), ValueError, ["in_place_index", "0 to 1"]),
         (lambda g, x: g.concatenate([x, x], 0).set_dim([8, 5]), ValueError, ["dim=[8, 6]"]),
     ],
-)  # fmt: skip
+)
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
     check_refused(lambda graph: build(graph, graph.tensor([4, 6], [6, 1])), error, words)
 
@@ -212,8 +212,10 @@ def test_cudnn_sees_transposed_and_reshaped_inputs_as_memory(device_properties: 
     uids = [tensor.get_uid() for tensor in (a, b, c)]
     assert sorted(bindings.user) == sorted([*uids, y.get_uid()])
     assert [bindings.aliases[t.get_uid()][:2] for t in (turned, half, whole)] == [
-        (uids[0], 0), (uids[1], 2 * 4096), (uids[2], 0),
-    ]  # fmt: skip
+        (uids[0], 0),
+        (uids[1], 2 * 4096),
+        (uids[2], 0),
+    ]
     assert all(tensor.get_is_virtual() for tensor in (turned, flat, whole, half))
     restored = cudnn.pygraph()
     restored.deserialize(repr(graph))

@@ -18,9 +18,19 @@ from cudnn.datatypes import _cudnn_to_torch_data_type, _torch_to_cudnn_data_type
 from support.drawing import shapes, strided
 
 TORCH_TYPES = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8,
-    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
-]  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+]
 
 
 class Uid(enum.IntEnum):
@@ -57,11 +67,19 @@ def test_setters_chain_and_getters_return_copies() -> None:
     tensor = cudnn.tensor()
     offsets = cudnn.tensor()
     chained = (
-        tensor.set_name("t").set_uid(Uid.Y).set_dim((2, 3)).set_stride([3, 1]).set_data_type(torch.bfloat16)
-        .set_output(False).set_is_pass_by_value(False).set_reordering_type(cudnn.tensor_reordering.F8_128x4)
-        .set_alignment(32).set_vector_count_and_dimension(4, 1).set_ragged_offset(offsets)
+        tensor.set_name("t")
+        .set_uid(Uid.Y)
+        .set_dim((2, 3))
+        .set_stride([3, 1])
+        .set_data_type(torch.bfloat16)
+        .set_output(False)
+        .set_is_pass_by_value(False)
+        .set_reordering_type(cudnn.tensor_reordering.F8_128x4)
+        .set_alignment(32)
+        .set_vector_count_and_dimension(4, 1)
+        .set_ragged_offset(offsets)
         .set_ragged_offset_multiplier(2)
-    )  # fmt: skip
+    )
     assert chained is tensor
     assert (tensor.get_name(), tensor.get_uid(), type(tensor.get_uid())) == ("t", 5, int)
     assert tensor.get_data_type() is cudnn.data_type.BFLOAT16
@@ -169,9 +187,15 @@ def test_scalars_on_the_cpu_are_passed_by_value(graph: cudnn.pygraph) -> None:
 def test_like_a_graph_tensor_copies_all_but_uid_and_name(graph: cudnn.pygraph) -> None:
     offsets = graph.tensor(dim=[3, 1, 1, 1], stride=[1, 1, 1, 1], data_type=cudnn.data_type.INT32)
     source = graph.tensor(
-        dim=[2, 3], stride=[1, 2], data_type=torch.int8, is_virtual=True, ragged_offset=offsets,
-        reordering_type=cudnn.tensor_reordering.F8_128x4, name="source", uid=4,
-    ).set_alignment(64)  # fmt: skip
+        dim=[2, 3],
+        stride=[1, 2],
+        data_type=torch.int8,
+        is_virtual=True,
+        ragged_offset=offsets,
+        reordering_type=cudnn.tensor_reordering.F8_128x4,
+        name="source",
+        uid=4,
+    ).set_alignment(64)
     copy = graph.tensor_like(source)
     assert copy is not source
     assert copy.get_name() == ""

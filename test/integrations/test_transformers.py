@@ -25,29 +25,51 @@ from support.selection import brief  # noqa: E402
 
 BF16 = torch.bfloat16
 COMMON = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "attention_dropout": 0.0, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+    "use_cache": False,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 64, "sliding_window": 10}),
     "gpt-oss": (
         "GptOss",
         {
-            "num_local_experts": 4, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8,
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "sliding_window": 8,
             "num_hidden_layers": 2,
         },
     ),
     "DeepSeek-V3": (
         "DeepseekV3",
         {
-            "n_routed_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 64, "first_k_dense_replace": 0,
-            "n_group": 4, "topk_group": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "n_shared_experts": 1,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 64,
+            "first_k_dense_replace": 0,
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "n_shared_experts": 1,
         },
     ),
-}  # fmt: skip
+}
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(0))
 
 

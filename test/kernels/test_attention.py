@@ -128,9 +128,11 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
 
     kind = problem.dtype
     found: dict[str, Any] = {
-        "q": made(sq, hq, head, kind), "do": made(sq, hq, head_v, problem.result), "k": made(sk, hk, head, kind),
+        "q": made(sq, hq, head, kind),
+        "do": made(sq, hq, head_v, problem.result),
+        "k": made(sk, hk, head, kind),
         "v": made(sk, hk, head_v, kind),
-    }  # fmt: skip
+    }
     if problem.grows:
         factors = torch.linspace(problem.grows, 0, sk, dtype=kind)
         found["q"].abs_()

@@ -32,18 +32,26 @@ PAIRS = BackwardConfiguration("bfloat16", 128, 128, (64, 32), pair=True)
 CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release
     "forward": (  # a CTA takes both heads' tiles, and blocks are repeated with maxima
-        "sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0, grows=1000.0),
+        "sm_90a",
+        SMALL,
+        Problem(((128, 192),), heads=(2, 1), right=0, grows=1000.0),
     ),
     "forward, drawn": (
-        "sm_90a", replace(SMALL, queue=True), Problem(((128, 96), (1, 40), (70, 96), (2, 96)), packed=True, right=0),
+        "sm_90a",
+        replace(SMALL, queue=True),
+        Problem(((128, 96), (1, 40), (70, 96), (2, 96)), packed=True, right=0),
     ),
     "forward, 8 bits": (
-        "sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0, dtype=torch.float8_e4m3fn),
+        "sm_90a",
+        SMALL,
+        Problem(((128, 192),), heads=(2, 1), right=0, dtype=torch.float8_e4m3fn),
     ),
     "decode": ("sm_90a", DECODE, Problem(((32, 208),), heads=(2, 1), right=0)),
     "decode, Blackwell": ("sm_100a", replace(DECODE, tile=(128, 128)), Problem(((3, 1152),), heads=(2, 1), right=0)),
     "forward, Blackwell, two tiles": (
-        "sm_100a", replace(TWO_TILES, head=128, head_v=128), Problem(((130, 768),), right=0),
+        "sm_100a",
+        replace(TWO_TILES, head=128, head_v=128),
+        Problem(((130, 768),), right=0),
     ),
     "forward, Blackwell": ("sm_100a", replace(BLACKWELL, head=64, head_v=64), Problem(((130, 1152),), right=0)),
     "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
@@ -52,9 +60,11 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     "backward, deterministic": ("sm_90a", replace(STEPS, deterministic=True), Problem(((192, 256),))),
     "pairs, deterministic": ("sm_90a", replace(PAIRS, deterministic=True), Problem(((192, 128),))),
     "backward, Blackwell": (
-        "sm_100a", GradientsConfiguration("bfloat16", 64, 64), Problem(((64, 320), (320, 64)), packed=True),
+        "sm_100a",
+        GradientsConfiguration("bfloat16", 64, 64),
+        Problem(((64, 320), (320, 64)), packed=True),
     ),
-}  # fmt: skip
+}
 ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
 WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_group.sync.aligned"
 TURNS = "warpgroups take turns to be faster; what they share has barriers of its own"
@@ -63,20 +73,22 @@ HANDED = "the detector takes what a lane hands on as all of its warp's"
 FENCE = "no register of these products was written since the fence of the ones before"
 STEP = {
     WAIT: (1, "a buffer of dO: that of Q is given back later and waited for earlier"),
-    COMMIT: (1, "dV: it joins the group of dQ, which is waited for next"), "bar.warp.sync": (2, LANES),
+    COMMIT: (1, "dV: it joins the group of dQ, which is waited for next"),
+    "bar.warp.sync": (2, LANES),
     "wgmma.fence.sync.aligned": (3, FENCE),
-}  # fmt: skip
+}
 ORDER = "additions do not race: only their order depends on it, and here each is done before the next one begins"
 LATE = "missed where copies are late, as the cases without turns show"
 PAIR = {
     COMMIT: (2, "the first part of dP, and dK: each joins the next group, with which it is waited for"),
     "wgmma.fence.sync.aligned": (6, FENCE),
-}  # fmt: skip
+}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "forward": {"bar.sync": (2, TURNS)},
     "forward, 8 bits": {"bar.sync": (2, TURNS), "bar.warp.sync": (1, HANDED)},
     "forward, drawn": {
-        "bar.sync": (1, TURNS), "bar.warp.sync": (2, HANDED),
+        "bar.sync": (1, TURNS),
+        "bar.warp.sync": (2, HANDED),
         "barrier.cta.red.or.pred": (1, "no sum is so large that a block is repeated"),
         WAIT: (1, "a number's buffer: the warp that draws waits for Q's buffer before, and so for all who read it"),
     },
@@ -91,24 +103,32 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
         "bar.warp.sync": (1, HANDED),
     },
     "forward, Blackwell": {
-        WAIT: (2, FIRST), "bar.warp.sync": (1, LANES), "bar.sync": (1, "all have met since they read O"),
+        WAIT: (2, FIRST),
+        "bar.warp.sync": (1, LANES),
+        "bar.sync": (1, "all have met since they read O"),
     },
     "backward, Blackwell": {
         WAIT: (4, "V's buffer is given back before K's, which is waited for; S and dP waited for what their sums read"),
-        "bar.warp.sync": (2, LANES), "bar.sync": (2, "all have met since they read the sums"),
+        "bar.warp.sync": (2, LANES),
+        "bar.sync": (2, "all have met since they read the sums"),
     },
     "backward": STEP,
     "backward, ahead": STEP | {"wgmma.fence.sync.aligned": (4, FENCE)},
     "pairs": PAIR,
-    "backward, deterministic": STEP | {
-        "fence.proxy.async.global": (2, ORDER), "cp.async.bulk.wait_group": (1, ORDER),
+    "backward, deterministic": STEP
+    | {
+        "fence.proxy.async.global": (2, ORDER),
+        "cp.async.bulk.wait_group": (1, ORDER),
         "fence.proxy.async.shared::cta": (1, LATE),
     },
-    "pairs, deterministic": PAIR | {
-        "fence.acq_rel.gpu": (2, ORDER), "bar.warp.sync": (4, LANES), "barrier.cluster.arrive": (1, LATE),
+    "pairs, deterministic": PAIR
+    | {
+        "fence.acq_rel.gpu": (2, ORDER),
+        "bar.warp.sync": (4, LANES),
+        "barrier.cluster.arrive": (1, LATE),
         "barrier.cluster.wait": (1, LATE),
     },
-}  # fmt: skip
+}
 
 
 def entry(name: str) -> str:

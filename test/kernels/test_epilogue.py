@@ -143,72 +143,229 @@ CLAMPED = Gate("swish", 1.702, 1.0, -0.5, 1.0)
 OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((MultiplyGroup("scale", "float16", 2), AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
     ((SumColumn("dbias"), StoreTile("d", "bfloat16")), 200, 136, {"part": 32}),
-    ((Hadamard("m", factor=0.25), Amax("amax", True, "rotated"), StoreTile("d", "bfloat16"),
-      StoreTile("y", "float32", value="rotated")), 150, 96, {}),
+    (
+        (
+            Hadamard("m", factor=0.25),
+            Amax("amax", True, "rotated"),
+            StoreTile("d", "bfloat16"),
+            StoreTile("y", "float32", value="rotated"),
+        ),
+        150,
+        96,
+        {},
+    ),
     ((AddRow("bias", "bfloat16", MultiplyColumn("prob", "bfloat16")), StoreTile("d", "float32", "m")), 132, 37, {}),
     ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"staged": 2}),
-    ((LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
-      StoreTile("d", "bfloat16")), 257, 200, {"staged": 2, "part": 32}),
-    ((LoadTile("c", "float32", "m"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), Amax(),
-      StoreTile("d", "float32", "m")), 68, 300, {"pingpong": True, "tile": (64, 128, 64)}),
+    (
+        (
+            LoadTile("c", "bfloat16"),
+            SquaredReluBackward(),
+            SumRow("dprob", "prob_gradient"),
+            MultiplyColumn(),
+            StoreTile("d", "bfloat16"),
+        ),
+        257,
+        200,
+        {"staged": 2, "part": 32},
+    ),
+    (
+        (
+            LoadTile("c", "float32", "m"),
+            SquaredReluBackward(),
+            SumRow("dprob", "prob_gradient"),
+            Amax(),
+            StoreTile("d", "float32", "m"),
+        ),
+        68,
+        300,
+        {"pingpong": True, "tile": (64, 128, 64)},
+    ),
     ((Gated(), StoreTile("y", "float32"), StoreTile("c", "bfloat16")), 65, 192, {}),
-    ((Scale(), StoreTile("ab", "bfloat16", "m"), Gated(gate_first=True), StoreTile("y", "float32", "m"), Amax(),
-      MultiplyColumn(), StoreTile("c", "bfloat16", "m")), 136, 320, {"pingpong": True}),
+    (
+        (
+            Scale(),
+            StoreTile("ab", "bfloat16", "m"),
+            Gated(gate_first=True),
+            StoreTile("y", "float32", "m"),
+            Amax(),
+            MultiplyColumn(),
+            StoreTile("c", "bfloat16", "m"),
+        ),
+        136,
+        320,
+        {"pingpong": True},
+    ),
     ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
     ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
     ((LoadTile("c", "float16", "m"), SquaredReluBackward(), StoreTile("d", E5M2, "m")), 272, 33, {}),
     ((LoadTile("c", E4M3), SquaredReluBackward(), StoreTile("d", FP4)), 133, 160, {"cluster": (2, 1)}),
-    ((Scale(), LoadTile("ab", "bfloat16", times=2), Scale("beta"), Scale("alpha", "c"),
-      GatedBackward(CLAMPED, gate_first=True), StoreTile("y", "float32"),
-      StoreTile("again", "float32", value="activation"), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
-      Amax(by_expert=True, roles=2), StoreTile("d", "bfloat16")), 70, 96,
-     {"pingpong": True, "tile": (64, 128, 64), "part": 32}),
-    ((Gated(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
-      QuantizeRows("sfc", E4M3, E8M0, 32), StoreTile("c", E4M3)), 200, 320, {"part": 128, "tile": (128, 256, 64)}),
+    (
+        (
+            Scale(),
+            LoadTile("ab", "bfloat16", times=2),
+            Scale("beta"),
+            Scale("alpha", "c"),
+            GatedBackward(CLAMPED, gate_first=True),
+            StoreTile("y", "float32"),
+            StoreTile("again", "float32", value="activation"),
+            SumRow("dprob", "prob_gradient"),
+            MultiplyColumn(),
+            Amax(by_expert=True, roles=2),
+            StoreTile("d", "bfloat16"),
+        ),
+        70,
+        96,
+        {"pingpong": True, "tile": (64, 128, 64), "part": 32},
+    ),
+    (
+        (
+            Gated(),
+            StoreTile("y", "float32"),
+            AddRow("bias", "bfloat16"),
+            Amax(),
+            QuantizeRows("sfc", E4M3, E8M0, 32),
+            StoreTile("c", E4M3),
+        ),
+        200,
+        320,
+        {"part": 128, "tile": (128, 256, 64)},
+    ),
     ((Gated(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
     ((QuantizeRows("s", E4M3, "float32", 128, power_of_two=True), StoreTile("d", E4M3)), 140, 336, {"part": 128}),
     ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"part": 128}),
-    ((Gated(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
-      QuantizeRows("s", E4M3, "float32", 128), StoreTile("d", E4M3)), 140, 704, {"part": 64, "tile": (128, 256, 64)}),
+    (
+        (
+            Gated(),
+            StoreTile("y", "float32"),
+            AddRow("bias", "bfloat16"),
+            Amax(),
+            QuantizeRows("s", E4M3, "float32", 128),
+            StoreTile("d", E4M3),
+        ),
+        140,
+        704,
+        {"part": 64, "tile": (128, 256, 64)},
+    ),
     ((QuantizeRows("s", E5M2, E8M0, 32), StoreTile("d", E5M2)), 1, 48, {}),
     ((QuantizeRows("s", FP4, E8M0, 16), StoreTile("d", FP4)), 130, 160, {"pingpong": True}),
     ((QuantizeRows("s", "bfloat16", E8M0, 16), StoreTile("d", "bfloat16")), 70, 72, {"part": 32}),
-    ((QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), StoreTile("x", "bfloat16")),
-     177, 144, {}),
-    ((AddRow("bias", "float32"), QuantizeColumns("s", E5M2, E4M3), StoreTile("d", "float32", value="columns"),
-      QuantizeRows("r", FP4, E4M3, 16), StoreTile("e", FP4)), 33, 224,
-     {"pingpong": True, "tile": (64, 128, 64), "part": 32}),
-    ((Gated(), StoreTile("y", "float32"), SumColumn("dbias", "bfloat16"), SumColumn("x", "float16")), 130, 192,
-      {"pingpong": True, "part": 128}),
+    (
+        (QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), StoreTile("x", "bfloat16")),
+        177,
+        144,
+        {},
+    ),
+    (
+        (
+            AddRow("bias", "float32"),
+            QuantizeColumns("s", E5M2, E4M3),
+            StoreTile("d", "float32", value="columns"),
+            QuantizeRows("r", FP4, E4M3, 16),
+            StoreTile("e", FP4),
+        ),
+        33,
+        224,
+        {"pingpong": True, "tile": (64, 128, 64), "part": 32},
+    ),
+    (
+        (Gated(), StoreTile("y", "float32"), SumColumn("dbias", "bfloat16"), SumColumn("x", "float16")),
+        130,
+        192,
+        {"pingpong": True, "part": 128},
+    ),
     ((Hadamard("n"), StoreTile("y", "float32", value="rotated"), Amax(value="rotated")), 133, 80, {"part": 32}),
-    ((QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), QuantizeRows("r", E4M3, E8M0, 32),
-      StoreTile("e", E4M3)), 300, 160, {"pingpong": True, "part": 128}),
-    ((LoadTile("ab", "float16", "m", times=2), GatedBackward(), StoreTile("y", "float32", "m"), Amax(roles=2),
-      StoreTile("d", "float16", "m")), 136, 160, {"part": 32, "staged": 2}),
-    ((LoadTile("ab", E4M3, times=2), GatedBackward(REGLU), StoreTile("y", "float32"),
-      QuantizeColumns("t", E4M3, E8M0), StoreTile("dt", E4M3, value="columns"), QuantizeRows("s", E4M3, E8M0, 32),
-      StoreTile("d", E4M3)), 136, 96, {"part": 32}),
-]  # fmt: skip
+    (
+        (
+            QuantizeColumns("s", E4M3, E8M0),
+            StoreTile("d", E4M3, value="columns"),
+            QuantizeRows("r", E4M3, E8M0, 32),
+            StoreTile("e", E4M3),
+        ),
+        300,
+        160,
+        {"pingpong": True, "part": 128},
+    ),
+    (
+        (
+            LoadTile("ab", "float16", "m", times=2),
+            GatedBackward(),
+            StoreTile("y", "float32", "m"),
+            Amax(roles=2),
+            StoreTile("d", "float16", "m"),
+        ),
+        136,
+        160,
+        {"part": 32, "staged": 2},
+    ),
+    (
+        (
+            LoadTile("ab", E4M3, times=2),
+            GatedBackward(REGLU),
+            StoreTile("y", "float32"),
+            QuantizeColumns("t", E4M3, E8M0),
+            StoreTile("dt", E4M3, value="columns"),
+            QuantizeRows("s", E4M3, E8M0, 32),
+            StoreTile("d", E4M3),
+        ),
+        136,
+        96,
+        {"part": 32},
+    ),
+]
 
 ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Scale(), Rotate(128, 128), StoreTile("d", "bfloat16")), 133, 256, {"staged": 2}),
-    ((Rotate(128, 96, "bfloat16", inverse=True, begin=128, end=384, positions="places"), StoreTile("d", "float32")),
-     40, 512, {"part": 128}),
-    ((Rotate(192, 64, "bfloat16", inverse=True, begin=192, end=576, positions="places"), StoreTile("d", "float32")),
-     40, 768, {}),
+    (
+        (Rotate(128, 96, "bfloat16", inverse=True, begin=128, end=384, positions="places"), StoreTile("d", "float32")),
+        40,
+        512,
+        {"part": 128},
+    ),
+    (
+        (Rotate(192, 64, "bfloat16", inverse=True, begin=192, end=576, positions="places"), StoreTile("d", "float32")),
+        40,
+        768,
+        {},
+    ),
     ((Rotate(80, 32, begin=80), StoreTile("d", "bfloat16")), 133, 400, {"tile": (128, 160, 64), "part": 80}),
-    ((Rotate(80, 80, "bfloat16"), Amax(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 40, 320,
-     {"tile": (128, 160, 64), "part": 160}),
+    (
+        (Rotate(80, 80, "bfloat16"), Amax(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)),
+        40,
+        320,
+        {"tile": (128, 160, 64), "part": 160},
+    ),
     ((Rotate(96, 96, "float16"), StoreTile("d", "float16", "m")), 136, 288, {"tile": (128, 96, 64), "part": 96}),
     ((Rotate(192, 80), StoreTile("d", "float32")), 40, 384, {"tile": (128, 192, 64), "part": 96}),
     ((Rotate(128, 96, interleaved=True), StoreTile("d", "bfloat16")), 70, 384, {}),
     ((Rotate(112, 48, "bfloat16", interleaved=True, positions="places"), StoreTile("d", "bfloat16")), 70, 336, {}),
     ((Rotate(64, 16, "bfloat16", interleaved=True), StoreTile("d", "bfloat16")), 30, 64, {"tile": (128, 64, 64)}),
     ((Rotate(128, 128, "bfloat16", positions="places"), StoreTile("d", "bfloat16", "m")), 136, 256, {"pingpong": True}),
-    ((Rotate(256, 256), LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("sums", "prob_gradient"),
-      StoreTile("d", "float16")), 40, 256, {"tile": (128, 256, 64)}),
-    ((Rotate(128, 128, "float16", begin=128), AddRow("bias", "float32"), Amax(), QuantizeColumns("t", E4M3, E8M0),
-      StoreTile("e", E4M3, value="columns"), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 97, 640, {}),
+    (
+        (
+            Rotate(256, 256),
+            LoadTile("c", "bfloat16"),
+            SquaredReluBackward(),
+            SumRow("sums", "prob_gradient"),
+            StoreTile("d", "float16"),
+        ),
+        40,
+        256,
+        {"tile": (128, 256, 64)},
+    ),
+    (
+        (
+            Rotate(128, 128, "float16", begin=128),
+            AddRow("bias", "float32"),
+            Amax(),
+            QuantizeColumns("t", E4M3, E8M0),
+            StoreTile("e", E4M3, value="columns"),
+            QuantizeRows("s", E4M3, E8M0, 32),
+            StoreTile("d", E4M3),
+        ),
+        97,
+        640,
+        {},
+    ),
     ((Rotate(256, 128, "float16", end=512), StoreTile("d", FP4)), 40, 1024, {"tile": (128, 128, 64)}),
     ((Rotate(64, 64, end=128), StoreTile("d", "float16")), 33, 192, {"part": 32, "tile": (128, 192, 64)}),
     ((Rotate(64, 16, "bfloat16"), StoreTile("d", "bfloat16")), 140, 320, {"part": 128}),
@@ -217,11 +374,21 @@ ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Rotate(192, 64, interleaved=True, inverse=True, begin=192), StoreTile("d", "float32")), 70, 768, {"part": 32}),
     ((Rotate(256, 256, interleaved=True, end=512), StoreTile("d", "bfloat16")), 40, 768, {"tile": (128, 192, 64)}),
     ((Rotate(80, 16, "float16", interleaved=True), StoreTile("d", "bfloat16")), 140, 320, {}),
-    ((LoadTile("c", "float16"), SquaredReluBackward(of_saved=True), SumRow("dprob", "prob_gradient"),
-      MultiplyColumn(value="activation"),
-      QuantizeColumns("s", E4M3, E8M0, source="activation"), StoreTile("e", E4M3, value="columns"),
-      StoreTile("d", "bfloat16")), 160, 144, {}),
-]  # fmt: skip
+    (
+        (
+            LoadTile("c", "float16"),
+            SquaredReluBackward(of_saved=True),
+            SumRow("dprob", "prob_gradient"),
+            MultiplyColumn(value="activation"),
+            QuantizeColumns("s", E4M3, E8M0, source="activation"),
+            StoreTile("e", E4M3, value="columns"),
+            StoreTile("d", "bfloat16"),
+        ),
+        160,
+        144,
+        {},
+    ),
+]
 
 
 @pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(ROTATIONS, 2))
@@ -281,9 +448,11 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     kind, types, rows = draw.randrange(4), ["bfloat16", "float32", E4M3], draw.choice([64, 128])
     if kind == 3:
         rows = 64
-        epilogue += [LoadTile("g", draw.choice(types), draw.choice("nm"), times=2),
-                     GatedBackward(draw.choice([SWIGLU, CLAMPED, REGLU]), draw.random() < 0.5),
-                     StoreTile("y", "float32")]  # fmt: skip
+        epilogue += [
+            LoadTile("g", draw.choice(types), draw.choice("nm"), times=2),
+            GatedBackward(draw.choice([SWIGLU, CLAMPED, REGLU]), draw.random() < 0.5),
+            StoreTile("y", "float32"),
+        ]
         maybe(SumRow("sums", "prob_gradient"))
         maybe(StoreTile("again", "float32", draw.choice("nm"), "activation"))
     elif kind == 2:
@@ -297,8 +466,13 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     maybe(QuantizeRows("rows_scale", draw.choice([E4M3, E5M2, FP4]), draw.choice([E4M3, E8M0]), draw.choice([16, 32])))
     epilogue.append(tile("d"))
     pingpong = rows == 64 or draw.random() < 0.5  # warpgroups that share a tile need 64 rows each
-    options = {"pingpong": pingpong, "tile": (rows, 128, 64), "part": draw.choice([32, 64]),
-               "cluster": draw.choice([(1, 1), (2, 1)]), "staged": draw.choice([1, 2])}  # fmt: skip
+    options = {
+        "pingpong": pingpong,
+        "tile": (rows, 128, 64),
+        "part": draw.choice([32, 64]),
+        "cluster": draw.choice([(1, 1), (2, 1)]),
+        "staged": draw.choice([1, 2]),
+    }
     return tuple(epilogue), options
 
 
@@ -511,9 +685,16 @@ def test_a_part_is_computed_while_the_one_before_is_stored() -> None:
 @ON_HOPPER
 def test_shared_memory_without_conflicts(arch: str) -> None:
     """Of 16-bit and packed tiles, and of 8-bit ones in both orders."""
-    stores = (StoreTile("d", "bfloat16"), StoreTile("d", "bfloat16", "m"), StoreTile("d", E4M3),
-              StoreTile("d", E4M3, "m"), StoreTile("d", FP4), StoreTile("d", "float32", "m"))  # fmt: skip
-    _, _, report = gemm.run(arch, gemm.configuration([replace(x, tensor=f"d{i}") for i, x in enumerate(stores)],
-                                                     part=32), 128, 128, 64)  # fmt: skip
+    stores = (
+        StoreTile("d", "bfloat16"),
+        StoreTile("d", "bfloat16", "m"),
+        StoreTile("d", E4M3),
+        StoreTile("d", E4M3, "m"),
+        StoreTile("d", FP4),
+        StoreTile("d", "float32", "m"),
+    )
+    _, _, report = gemm.run(
+        arch, gemm.configuration([replace(x, tensor=f"d{i}") for i, x in enumerate(stores)], part=32), 128, 128, 64
+    )
     assert report.launches[0].bank_conflicts == 0
     assert not report.launches[0].warnings

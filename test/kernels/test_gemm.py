@@ -64,8 +64,16 @@ def majors(arch: str, types: Types) -> list[str]:
 
 def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **options: Any) -> Any:
     a, b, scale, vector = types
-    c = gemm.configuration((StoreTile("d", "float32", out),), a, b, majors=major, scale=scale,
-                           vector=vector, part=min(64, options.get("tile", (0, 64))[1]), **options)  # fmt: skip
+    c = gemm.configuration(
+        (StoreTile("d", "float32", out),),
+        a,
+        b,
+        majors=major,
+        scale=scale,
+        vector=vector,
+        part=min(64, options.get("tile", (0, 64))[1]),
+        **options,
+    )
     return gemm.fitted(c, arch)
 
 
@@ -133,8 +141,9 @@ def options(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> dict[
 def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
     """More tiles than CTAs, and clusters that reach beyond the product."""
     size = cluster[0] * cluster[1]
-    launch = check(arch, PLAIN[0], 648, 264, 136, major="mn" if cluster == (1, 2) else "kk",
-                   **options(arch, tile, cluster))  # fmt: skip
+    launch = check(
+        arch, PLAIN[0], 648, 264, 136, major="mn" if cluster == (1, 2) else "kk", **options(arch, tile, cluster)
+    )
     assert launch.grid == (*cluster, max(1, 4 // size))
 
 
@@ -258,9 +267,12 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
             for choice in ({}, {"cluster": (1, 2)}, {"cluster": (2, 1)}, {"cluster": (1, 2), "pingpong": True})
             for ends in ENDS
         ],
-        6, 13, 16, 19,
+        6,
+        13,
+        16,
+        19,
     ),
-)  # fmt: skip
+)
 def test_drawn_tiles(choice: dict[str, Any], ends: str) -> None:
     """Clusters draw them, the CTAs of one the same ones."""
     check_rows(HOPPER, PLAIN[0], ENDS[ends], draws=True, **choice)
@@ -301,8 +313,12 @@ def test_a_grid_of_as_many_clusters() -> None:
 @pytest.mark.parametrize(("n", "cluster"), [(1024, (1, 2)), (384, (1, 1))])
 def test_experts_backward_has_no_cluster_of_rows(n: int, cluster: tuple[int, int]) -> None:
     """Each warpgroup has a tile, though three tensors are staged; a cluster's CTAs share A where columns suffice."""
-    back = (LoadTile("c", "bfloat16", times=2), GatedBackward(gate_first=True),
-            StoreTile("activation", "bfloat16", value="activation"), StoreTile("d", "bfloat16"))  # fmt: skip
+    back = (
+        LoadTile("c", "bfloat16", times=2),
+        GatedBackward(gate_first=True),
+        StoreTile("activation", "bfloat16", value="activation"),
+        StoreTile("d", "bfloat16"),
+    )
     operands = Operand("bfloat16"), Operand("bfloat16", "mn")
     c = heuristics.configure_gemm(GemmProblem(*operands, back, GroupedRows(), n, 4096))
     assert (c.pingpong, c.part, c.cluster) == (True, 32, cluster)

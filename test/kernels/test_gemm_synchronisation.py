@@ -26,70 +26,101 @@ from support import gemm  # noqa: E402
 from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
 from support.selection import brief  # noqa: E402
 
-EPILOGUE = (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("s", "prob_gradient"), Amax(),
-            StoreTile("d", "bfloat16"))  # fmt: skip
+EPILOGUE = (
+    LoadTile("c", "bfloat16"),
+    SquaredReluBackward(),
+    SumRow("s", "prob_gradient"),
+    Amax(),
+    StoreTile("d", "bfloat16"),
+)
 STORE = (StoreTile("d", "bfloat16"),)
 ROTATE = (Rotate(128, 128, "bfloat16", positions="places"), LoadTile("c", "bfloat16"), SquaredReluBackward(), *STORE)
 PARTS = (0, 200, 200, 328, 904)
-WIDER = (LoadTile("c", "bfloat16", times=2), GatedBackward(), SumRow("s", "prob_gradient"),
-         StoreTile("y", "float32", value="activation"), StoreTile("d", "float32"))  # fmt: skip
+WIDER = (
+    LoadTile("c", "bfloat16", times=2),
+    GatedBackward(),
+    SumRow("s", "prob_gradient"),
+    StoreTile("y", "float32", value="activation"),
+    StoreTile("d", "float32"),
+)
 CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
-    "cooperative": (
-        HOPPER, gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)
-    ),
+    "cooperative": (HOPPER, gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)),
     "two buffers": (HOPPER, gemm.configuration(STORE, tile=(128, 64, 128), part=32, staged=2), (768, 64, 384)),
     "ping-pong": (HOPPER, gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
     "wider": (HOPPER, gemm.configuration(WIDER, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
     "wider, one CTA": (BLACKWELL, gemm.configuration(WIDER, tile=(128, 64, 256), part=32), (768, 64, 320)),
     "plain": (BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), part=32), (768, 64, 320)),
     "one CTA": (BLACKWELL, gemm.configuration(EPILOGUE, tile=(128, 64, 256), part=32), (768, 64, 320)),
-    "pair": (
-        BLACKWELL, gemm.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)
+    "pair": (BLACKWELL, gemm.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)),
+    "pieces, cooperative": (
+        HOPPER,
+        gemm.configuration(ROTATE, tile=(128, 128, 128), cluster=(2, 1), part=32),
+        (768, 128, 384),
     ),
-    "pieces, cooperative": (HOPPER, gemm.configuration(ROTATE, tile=(128, 128, 128), cluster=(2, 1), part=32),
-                            (768, 128, 384)),
     "pieces": (BLACKWELL, gemm.configuration(ROTATE, tile=(128, 128, 128), part=32), (768, 128, 320)),
     "block-scaled": (
-        BLACKWELL, gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)), (1024, 128, 320)
+        BLACKWELL,
+        gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)),
+        (1024, 128, 320),
     ),
     "rows of experts": (
-        HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows()),
-        (928, 64, 192)
+        HOPPER,
+        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows()),
+        (928, 64, 192),
     ),
     "rows with factors": (
-        HOPPER, gemm.configuration(STORE, E4M3, scale="float32", vector=128, tile=(128, 64, 128), part=32,
-                                   schedule=GroupedRows()), (928, 256, 384)
+        HOPPER,
+        gemm.configuration(
+            STORE, E4M3, scale="float32", vector=128, tile=(128, 64, 128), part=32, schedule=GroupedRows()
+        ),
+        (928, 256, 384),
     ),
     "last rows sideways": (
-        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, part=32,
-                                   schedule=GroupedRows(sideways=True)), (928, 192, 192)
+        HOPPER,
+        gemm.configuration(
+            STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, part=32, schedule=GroupedRows(sideways=True)
+        ),
+        (928, 192, 192),
     ),
     "weights behind pointers": (
         BLACKWELL,
-        replace(rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), part=32,
-                                           schedule=GroupedRows()), b=replace(rows.b, pointers=True)), (928, 64, 320)
+        replace(
+            rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), part=32, schedule=GroupedRows()),
+            b=replace(rows.b, pointers=True),
+        ),
+        (928, 64, 320),
     ),
     "k of experts, Hopper": (
-        HOPPER, gemm.configuration(STORE, tile=(128, 64, 128), cluster=(2, 1), part=32, majors="mn",
-                                   schedule=GroupedK()), (512, 64, 928)
+        HOPPER,
+        gemm.configuration(STORE, tile=(128, 64, 128), cluster=(2, 1), part=32, majors="mn", schedule=GroupedK()),
+        (512, 64, 928),
     ),
     "k of experts": (
-        BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 128), part=32, schedule=GroupedK()), (256, 64, 928)
+        BLACKWELL,
+        gemm.configuration(STORE, tile=(128, 64, 128), part=32, schedule=GroupedK()),
+        (256, 64, 928),
     ),
     "rows by number": (
-        HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows(), index="a"),
-        (928, 64, 192)
+        HOPPER,
+        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows(), index="a"),
+        (928, 64, 192),
     ),
     "k by number": (
-        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(2, 1), part=32, majors="mn",
-                                   schedule=GroupedK(), index="a"), (512, 64, 928)
+        HOPPER,
+        gemm.configuration(
+            STORE, tile=(128, 64, 64), cluster=(2, 1), part=32, majors="mn", schedule=GroupedK(), index="a"
+        ),
+        (512, 64, 928),
     ),
     "drawn": (
-        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(),
-                                   index="a", draws=True), (928, 128, 704)
+        HOPPER,
+        gemm.configuration(
+            STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(), index="a", draws=True
+        ),
+        (928, 128, 704),
     ),
-}  # fmt: skip
+}
 
 
 def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], bool]:
@@ -111,8 +142,10 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
             x.copy_(fresh[name])
         with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed, multiprocessors=count):
             gemm.call(kernel, c, {**made, **given}, count)
-        return all(torch.allclose(x.float(), expected[name].float(), rtol=1e-5, atol=1e-4, equal_nan=True)
-                   for name, x in given.items())  # fmt: skip
+        return all(
+            torch.allclose(x.float(), expected[name].float(), rtol=1e-5, atol=1e-4, equal_nan=True)
+            for name, x in given.items()
+        )
 
     return run
 
@@ -141,12 +174,15 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
 }
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
 EQUIVALENT["rows with factors"] = {
-    WAIT: (1, IDLE), "bar.warp.sync": (4, f"{SHUFFLES}; {LANES}"), "wgmma.fence.sync.aligned": (1, READ)
-}  # fmt: skip
+    WAIT: (1, IDLE),
+    "bar.warp.sync": (4, f"{SHUFFLES}; {LANES}"),
+    "wgmma.fence.sync.aligned": (1, READ),
+}
 EQUIVALENT["k by number"] = {
-    "bar.warp.sync": (2, f"{LANES}; {DONE}"), "cp.async.wait_group": (1, DONE),
+    "bar.warp.sync": (2, f"{LANES}; {DONE}"),
+    "cp.async.wait_group": (1, DONE),
     "fence.proxy.async.shared::cta": (1, DONE),
-}  # fmt: skip
+}
 EQUIVALENT["drawn"] = {"bar.warp.sync": (2, LANES), **CLUSTER}
 
 

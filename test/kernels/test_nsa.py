@@ -52,14 +52,19 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     """Random tensors, different lists of blocks for all rows, some twice in a list, and results of NaN."""
     rows, dtype = sum(choice.lengths) + choice.spare, getattr(torch, c.dtype)
     given: dict[str, Any] = {
-        "q": torch.randn(rows, c.heads, c.head).to(dtype), "k": torch.randn(rows, c.key_heads, c.head).to(dtype),
-        "v": torch.randn(rows, c.key_heads, c.head_v).to(dtype), "scale_softmax": 1.3 / math.sqrt(c.head), "stream": 0,
+        "q": torch.randn(rows, c.heads, c.head).to(dtype),
+        "k": torch.randn(rows, c.key_heads, c.head).to(dtype),
+        "v": torch.randn(rows, c.key_heads, c.head_v).to(dtype),
+        "scale_softmax": 1.3 / math.sqrt(c.head),
+        "stream": 0,
         "lse": torch.full((rows, c.heads), math.nan),
-        "multiprocessors": 3, "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
-        "l": torch.full((rows, c.heads), math.nan), "m": torch.full((rows, c.heads), math.nan),
+        "multiprocessors": 3,
+        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
+        "l": torch.full((rows, c.heads), math.nan),
+        "m": torch.full((rows, c.heads), math.nan),
         "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
         "workspace": torch.full((workspace_size([DRAWN], {}),), 77, dtype=torch.uint8),
-    }  # fmt: skip
+    }
     indices = torch.full((rows, c.key_heads, choice.chosen), 1 << 20, dtype=torch.int32)
     counts = torch.zeros(rows, c.key_heads, dtype=torch.int32)
     for first, last in pairwise(given["cum_seqlen_q"].tolist()):
@@ -132,9 +137,13 @@ def gated_inputs(c: GatedSelectionConfiguration, choice: Choice, window: int) ->
     given = selection_inputs(c, choice)
     lse = torch.full((len(choice.lengths), c.heads, max(choice.lengths)), math.nan)
     return given | {
-        "compressed": torch.randn_like(given["o"]), "near": given["o"].clone(), "selected": given["o"].clone(),
-        "gates": torch.rand(*given["o"].shape[:2], 3).to(getattr(torch, c.gates)), "near_lse": lse, "window": window,
-    }  # fmt: skip
+        "compressed": torch.randn_like(given["o"]),
+        "near": given["o"].clone(),
+        "selected": given["o"].clone(),
+        "gates": torch.rand(*given["o"].shape[:2], 3).to(getattr(torch, c.gates)),
+        "near_lse": lse,
+        "window": window,
+    }
 
 
 def assert_gated(given: dict[str, Any], c: GatedSelectionConfiguration, *_: Any) -> None:
@@ -180,7 +189,7 @@ GATED = GatedSelectionConfiguration("bfloat16", 8, 2, 64, 64, 16)
         1,
         2,
     ),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, window: int, arch: str) -> None:
     given = gated_inputs(c, choice, window)
@@ -202,7 +211,7 @@ def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, window:
         0,
         4,
     ),
-)  # fmt: skip
+)
 def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
     """On Hopper, whatever rows share."""
     c = replace(c, apart=1000)
@@ -233,10 +242,16 @@ def by_blocks_inputs(c: SelectionByBlocksConfiguration, choice: Choice, first: i
     lists = [given[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
     entries = lists[0].shape[0] * lists[0].shape[2] * some
     turned = choosing_rows(*lists, c.block, c.causal, c.part, True)
-    return given | dict(zip(("choosing", "choosing_ends", "chosen_places"), turned, strict=True)) | {
-        "of_chosen": torch.full((entries, c.group, c.head_v), math.nan, dtype=given["o"].dtype),
-        "chosen_values": torch.full((entries, c.group, 2), math.nan), "first_head": first, "some_heads": some,
-    }  # fmt: skip
+    return (
+        given
+        | dict(zip(("choosing", "choosing_ends", "chosen_places"), turned, strict=True))
+        | {
+            "of_chosen": torch.full((entries, c.group, c.head_v), math.nan, dtype=given["o"].dtype),
+            "chosen_values": torch.full((entries, c.group, 2), math.nan),
+            "first_head": first,
+            "some_heads": some,
+        }
+    )
 
 
 def assert_by_blocks(given: dict[str, Any], c: SelectionByBlocksConfiguration, *_: Any) -> None:
@@ -264,10 +279,8 @@ def assert_by_blocks(given: dict[str, Any], c: SelectionByBlocksConfiguration, *
         0,
         1,
     ),
-)  # fmt: skip
-def test_selection_by_blocks(
-    c: SelectionByBlocksConfiguration, choice: Choice, heads: tuple[int, int]
-) -> None:  # fmt: skip
+)
+def test_selection_by_blocks(c: SelectionByBlocksConfiguration, choice: Choice, heads: tuple[int, int]) -> None:
     """Of heads of K from one on, so many."""
     given = by_blocks_inputs(c, choice, *heads)
     run(c, given)
@@ -315,11 +328,16 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
     lse = made(rows[0], 1, c.heads)[..., 0] - 8
     scores, indices = (made(rows[0], width, c.key_heads) for width in (c.count, c.before + c.count))
     return {
-        "q": made(rows[0], c.head, c.heads).to(dtype), "k": k, "lse": -lse * math.log(2) if c.whole else lse,
-        "topk_scores": torch.full_like(scores, math.nan), "topk_indices": torch.full_like(indices, 77).int(),
-        "cum_seqlen_q": torch.tensor([0, *queries]).cumsum(0).int(), "scale_softmax": 1.3 / math.sqrt(c.head),
-        "cum_seqlen_k": torch.tensor([0, *keys]).cumsum(0).int(), "stream": 0,
-    }  # fmt: skip
+        "q": made(rows[0], c.head, c.heads).to(dtype),
+        "k": k,
+        "lse": -lse * math.log(2) if c.whole else lse,
+        "topk_scores": torch.full_like(scores, math.nan),
+        "topk_indices": torch.full_like(indices, 77).int(),
+        "cum_seqlen_q": torch.tensor([0, *queries]).cumsum(0).int(),
+        "scale_softmax": 1.3 / math.sqrt(c.head),
+        "cum_seqlen_k": torch.tensor([0, *keys]).cumsum(0).int(),
+        "stream": 0,
+    }
 
 
 def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = True) -> None:
@@ -370,11 +388,15 @@ RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, packed=True)
     brief(
         [
             (replace(RANK, whole=True, stages=2, ctas=2), Ranking(((10, 1), (0, 0), (150, 17)))),
-            (replace(RANK, heads=12, head=128, packed=False, count=2, block=4, stride=4),
-             Ranking(((150, 140), (150, 140)))),
+            (
+                replace(RANK, heads=12, head=128, packed=False, count=2, block=4, stride=4),
+                Ranking(((150, 140), (150, 140))),
+            ),
             (replace(RANK, heads=3, key_heads=1, head=64, block=12, stride=4), Ranking(((500, 125),))),
-            (replace(RANK, heads=1, key_heads=1, head=256, count=32, block=2, stride=1, tile=(128, 64)),
-             Ranking(((200, 190),))),
+            (
+                replace(RANK, heads=1, key_heads=1, head=256, count=32, block=2, stride=1, tile=(128, 64)),
+                Ranking(((200, 190),)),
+            ),
             (replace(RANK, heads=4, key_heads=2, head=192, dtype="bfloat16", tile=(128, 64)), Ranking(((200, 25),))),
             (replace(RANK, heads=40, key_heads=2, count=40, block=2, stride=1), Ranking(((10, 9), (120, 118)))),
             (replace(RANK, heads=64, key_heads=1, block=4, stride=2), Ranking(((60, 29),))),
@@ -382,7 +404,7 @@ RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, packed=True)
         ],
         0,
     ),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_top_k(c: TopKConfiguration, ranking: Ranking, arch: str) -> None:
     given = top_k_inputs(c, ranking)
@@ -402,10 +424,11 @@ def one_pass_inputs(c: CompressionTopKConfiguration, ranking: Ranking) -> dict[s
     rows = len(given["q"])
     del given["topk_scores"]
     return given | {
-        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=given["q"].dtype), "multiprocessors": 5,
+        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=given["q"].dtype),
+        "multiprocessors": 5,
         "lse": torch.full((rows, c.heads), math.nan),
         "topk_indices": torch.full((rows, c.key_heads, c.before + c.count), 77, dtype=torch.int32),
-    }  # fmt: skip
+    }
 
 
 def assert_one_pass(given: dict[str, Any], c: CompressionTopKConfiguration, ranking: Ranking) -> None:
@@ -487,22 +510,30 @@ def assert_differentiated(given: dict[str, Any], c: SelectionBackwardConfigurati
     ("c", "choice"),
     brief(
         [
-            (SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True, part=32),
-             Choice((70,), 3, spare=0)),
+            (
+                SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True, part=32),
+                Choice((70,), 3, spare=0),
+            ),
             (SelectionBackwardConfiguration("bfloat16", 32, 2, 128, 128, 64), Choice((40, 0, 100), 4, spare=0)),
             (SelectionBackwardConfiguration("float16", 6, 2, 64, 128, 16, causal=True), Choice((40, 7), 5, spare=0)),
-            (SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True, part=64),
-             Choice((150,), 3, spare=0)),
+            (
+                SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True, part=64),
+                Choice((150,), 3, spare=0),
+            ),
             (SelectionBackwardConfiguration("bfloat16", 24, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 40, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
-            (SelectionBackwardConfiguration("bfloat16", 16, 1, 192, 128, 64, causal=True, stages=3, part=32),
-             Choice((70,), 3, spare=0)),
-            (SelectionBackwardConfiguration("float16", 8, 2, 256, 256, 32, tile=(64, 64), stages=2, part=32),
-             Choice((40,), 3, spare=0)),
+            (
+                SelectionBackwardConfiguration("bfloat16", 16, 1, 192, 128, 64, causal=True, stages=3, part=32),
+                Choice((70,), 3, spare=0),
+            ),
+            (
+                SelectionBackwardConfiguration("float16", 8, 2, 256, 256, 32, tile=(64, 64), stages=2, part=32),
+                Choice((40,), 3, spare=0),
+            ),
         ],
         0,
     ),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice, arch: str) -> None:
     given = selection_backward_inputs(c, choice)

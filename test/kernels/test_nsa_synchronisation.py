@@ -48,9 +48,14 @@ def sorted_rows(c: InverseConfiguration, choice: Choice) -> dict[str, Any]:
     for block, (first, last) in enumerate(pairwise(begins)):
         places[block] = first + (rows[first:last][:, None] < torch.arange(warps) * c.rows).sum(0)
     return {
-        "block_indices": indices, "block_counts": counts, "cum_seqlen": ends, "places": places, "stream": 0,
-        "choosing": torch.full_like(rows, -7), "expected": rows[: begins[-1]],
-    }  # fmt: skip
+        "block_indices": indices,
+        "block_counts": counts,
+        "cum_seqlen": ends,
+        "places": places,
+        "stream": 0,
+        "choosing": torch.full_like(rows, -7),
+        "expected": rows[: begins[-1]],
+    }
 
 
 def assert_sorted(given: dict[str, Any], *_: Any) -> None:
@@ -62,8 +67,12 @@ def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str,
     dtype, rows = getattr(torch, c.dtype), max(lengths)
     small = [x // c.stride for x in lengths]
     given: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head).to(dtype)}
-    for name, width, ends in (("k", c.head, lengths), ("v", c.head_v, lengths), ("compressed_k", c.head, small),
-                              ("compressed_v", c.head_v, small)):  # fmt: skip
+    for name, width, ends in (
+        ("k", c.head, lengths),
+        ("v", c.head_v, lengths),
+        ("compressed_k", c.head, small),
+        ("compressed_v", c.head_v, small),
+    ):
         given[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
         for cache, end in zip(given[name], ends, strict=True):
             cache[end:] = math.nan
@@ -74,11 +83,14 @@ def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str,
     sizes = (c.block, c.stride, c.count, c.window)
     reference.decode(wide[0], *caches, wide[5], list(lengths), small, expected, c.head**-0.5, sizes)
     return given | {
-        "lengths": torch.tensor(lengths, dtype=torch.int32), "expected": expected, "stream": 0,
-        "compressed_lengths": torch.tensor(small, dtype=torch.int32), "scale_softmax": c.head**-0.5,
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "expected": expected,
+        "stream": 0,
+        "compressed_lengths": torch.tensor(small, dtype=torch.int32),
+        "scale_softmax": c.head**-0.5,
         "probabilities": torch.full((len(lengths), c.key_heads, rows // c.stride), math.nan),
         "o": torch.full_like(expected, math.nan, dtype=dtype),
-    }  # fmt: skip
+    }
 
 
 def assert_decoded(given: dict[str, Any], *_: Any) -> None:
@@ -132,21 +144,48 @@ CASES: dict[str, tuple[Any, Any]] = {
     # another one's rows chose, and some rows have none
     "lists": (InverseConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
     "selection": (
-        SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3), Choice((1, 2, 60), 3)
+        SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3),
+        Choice((1, 2, 60), 3),
     ),
     "selection, rows one by one": (
         # of each eight rows, four share their blocks, and four hardly do, alone and in pairs: each by one warpgroup
         SelectionConfiguration("float16", 16, 1, 64, 64, 64, tile=(128, 64), stages=3, apart=13),
-        Listed((66,), 3, 0, (
-            (0,), (1,), (0,), (), *[(0, 1)] * 4,
-            *[(1, 0)] * 4, (0,), (0,), (), (1,),
-            (), (), (0,), (1, 0), *[(0, 1)] * 4,
-            (), (1,), (), (), *[(0, 1)] * 4,
-            *[(0, 1)] * 4, (), (), (0,), (),
-        )),
+        Listed(
+            (66,),
+            3,
+            0,
+            (
+                (0,),
+                (1,),
+                (0,),
+                (),
+                *[(0, 1)] * 4,
+                *[(1, 0)] * 4,
+                (0,),
+                (0,),
+                (),
+                (1,),
+                (),
+                (),
+                (0,),
+                (1, 0),
+                *[(0, 1)] * 4,
+                (),
+                (1,),
+                (),
+                (),
+                *[(0, 1)] * 4,
+                *[(0, 1)] * 4,
+                (),
+                (),
+                (0,),
+                (),
+            ),
+        ),
     ),
     "selection by blocks": (
-        SelectionByBlocksConfiguration("float16", 6, 3, 64, 64, 16, True, part=16), Choice((2, 0, 40), 7)
+        SelectionByBlocksConfiguration("float16", 6, 3, 64, 64, 16, True, part=16),
+        Choice((2, 0, 40), 7),
     ),
     "gradients by rows": (BACKWARD, Choice((1, 2, 90), 3, spare=0)),
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
@@ -155,7 +194,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "decode step": (SparseDecodeConfiguration("float16", "float16", 4, 2, 64, 64, 16, 4, 2, 21), (200, 20)),
     "compression with top-k": (ONE_PASS, SEVERAL),
     "compression with top-k, teams of warps": (replace(ONE_PASS, heads=32), SEVERAL),
-}  # fmt: skip
+}
 QUERIES = "Q may be overwritten once all four warps have read theirs, and the emulator ends a product for all at once"
 AGAIN = (1, "a step that was looked at already is waited for again")
 IN_ONE = {

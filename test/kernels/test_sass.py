@@ -269,9 +269,11 @@ def test_a_sample_is_still_about_what_the_table_says(name: str) -> None:
             ),
             (384, 1024),
         ),
-        0, 3, 8,
+        0,
+        3,
+        8,
     ),
-)  # fmt: skip
+)
 def test_products_of_experts_are_issued_together(index: str, epilogue: tuple[Any, ...], n: int) -> None:
     """On Hopper, all of a k tile's, though a warpgroup may have no rows of an expert's last tile."""
     operands = Operand("bfloat16", index=index), Operand("bfloat16")

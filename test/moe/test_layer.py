@@ -54,10 +54,19 @@ class Case:
 
 
 def case(
-    tokens: int = 40, hidden: int = 64, inner: int = 32, experts: int = 4, top_k: int = 2, *,
-    activation: str = "swiglu", dtype: torch.dtype = BF16, bias: bool = False, skew: float = 0.0, dropped: bool = False,
+    tokens: int = 40,
+    hidden: int = 64,
+    inner: int = 32,
+    experts: int = 4,
+    top_k: int = 2,
+    *,
+    activation: str = "swiglu",
+    dtype: torch.dtype = BF16,
+    bias: bool = False,
+    skew: float = 0.0,
+    dropped: bool = False,
     glu_layout: str = "interleaved",
-) -> Case:  # fmt: skip
+) -> Case:
     """Random arguments; ``skew`` leads tokens to the first experts, ``dropped`` removes some choices."""
     wide = inner if activation == "srelu" else 2 * inner
     logits = torch.randn(tokens, experts)
@@ -66,10 +75,11 @@ def case(
     if dropped:
         indices = indices.where(torch.rand(indices.shape) > 0.3, -1)
     tensors = {
-        "x": torch.randn(tokens, hidden).to(dtype), "weights": weights,
+        "x": torch.randn(tokens, hidden).to(dtype),
+        "weights": weights,
         "up": (torch.randn(experts, wide, hidden) / hidden**0.5).to(dtype),
         "down": (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype),
-    }  # fmt: skip
+    }
     if bias:
         tensors |= {
             "up_bias": torch.randn(experts, wide).to(dtype),
@@ -141,11 +151,18 @@ def test_any_configuration(activation: str, dtype: torch.dtype, data: st.DataObj
     experts, lists = draw(st.integers(1, 6)), draw(st.booleans())
     whole = draw(st.booleans()) or lists or activation == "srelu"
     c = case(
-        draw(st.integers(0, 60)), 8 * draw(st.integers(1, 9)), 32 * draw(st.integers(1, 3)), experts,
-        draw(st.integers(1, experts)), activation=activation, glu_layout="interleaved" if whole else "concatenated",
-        dtype=dtype, bias=draw(st.booleans()), skew=draw(st.sampled_from([0.0, 30.0])),
+        draw(st.integers(0, 60)),
+        8 * draw(st.integers(1, 9)),
+        32 * draw(st.integers(1, 3)),
+        experts,
+        draw(st.integers(1, experts)),
+        activation=activation,
+        glu_layout="interleaved" if whole else "concatenated",
+        dtype=dtype,
+        bias=draw(st.booleans()),
+        skew=draw(st.sampled_from([0.0, 30.0])),
         dropped=draw(st.booleans()),
-    )  # fmt: skip
+    )
     t = c.leaves()
     check(c, results(c, ours, listed(t) if lists else t))
 
@@ -679,14 +696,23 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
         for call in (layer, layer.route):
             with pytest.raises(ValueError, match=rf"^MoE: x: got .*; allowed: {allowed} \[\.\.\., "):
                 call(wrong)
-    for wrong, name in (({"intermediate": 30}, "sizes"), ({"activation": "relu"}, "activation"), ({"fp8": True}, "fp8"),
-                        ({"glu_layout": "halves"}, "glu_layout"), ({"shared_experts": -1}, "shared_experts"),
-                        ({"shared_gate": True}, "shared_experts"), ({"experts": 1024, "shared_experts": 1}, "experts"),
-                        ({"shared_experts": 31}, "experts")):  # fmt: skip
+    for wrong, name in (
+        ({"intermediate": 30}, "sizes"),
+        ({"activation": "relu"}, "activation"),
+        ({"fp8": True}, "fp8"),
+        ({"glu_layout": "halves"}, "glu_layout"),
+        ({"shared_experts": -1}, "shared_experts"),
+        ({"shared_gate": True}, "shared_experts"),
+        ({"experts": 1024, "shared_experts": 1}, "experts"),
+        ({"shared_experts": 31}, "experts"),
+    ):
         with pytest.raises(ValueError, match=f"^MoE: {name}: got"):
             MoE(**{"hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2, **wrong})
-    for rule, words in (({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"), ({"score": "max"}, "score: got"),
-                        ({"n_group": 3}, "n_group: got 3")):  # fmt: skip
+    for rule, words in (
+        ({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"),
+        ({"score": "max"}, "score: got"),
+        ({"n_group": 3}, "n_group: got 3"),
+    ):
         with pytest.raises(ValueError, match=f"^MoE: {words}"):
             MoE(64, 32, **{"experts": 4, "top_k": 2, **rule})
     with pytest.raises(ValueError, match=r"MoE\.load_gate_up: gate_up: got"):

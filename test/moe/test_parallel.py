@@ -50,9 +50,15 @@ def nearly(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def same_as_alone(
-    rank: int, ranks: int, group: Any, most: int = 41, *, bias: bool = False, lists: bool = False,
+    rank: int,
+    ranks: int,
+    group: Any,
+    most: int = 41,
+    *,
+    bias: bool = False,
+    lists: bool = False,
     double: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Forward and backward, twice: memory is used again. ``double``: in float64."""
     every = [tokens(other, most) for other in range(ranks)]
     x, indices, scores, gradient = (torch.cat(parts) for parts in zip(*every, strict=True))
@@ -107,9 +113,16 @@ def main_grads(rank: int, ranks: int) -> None:
 def refused(rank: int, ranks: int) -> None:
     changed: Any
     for changed in (
-        {"activation": "geglu"}, {"bias": True}, {"score": "sigmoid"}, {"renormalize": True}, {"n_group": 2},
-        {"scaling_factor": 2.0}, {"correction_bias": True}, {"glu_layout": "concatenated"}, {"time_limit": 50.0},
-    ):  # fmt: skip
+        {"activation": "geglu"},
+        {"bias": True},
+        {"score": "sigmoid"},
+        {"renormalize": True},
+        {"n_group": 2},
+        {"scaling_factor": 2.0},
+        {"correction_bias": True},
+        {"glu_layout": "concatenated"},
+        {"time_limit": 50.0},
+    ):
         layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, **(changed if rank == 1 else {}))
         assert len(layer.up) == EXPERTS // ranks
         (name,) = changed

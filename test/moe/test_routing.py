@@ -99,9 +99,7 @@ CASES: list[tuple[int, int, int, torch.dtype, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("where", "tokens", "experts", "top_k", "dtype", "options"), in_turn(CASES, 1, WHERE))
-def test_route(
-    where: str, tokens: int, experts: int, top_k: int, dtype: torch.dtype, options: dict[str, Any]
-) -> None:  # fmt: skip
+def test_route(where: str, tokens: int, experts: int, top_k: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     logits = torch.randn(tokens, experts, device=device(where)).to(dtype)
     bias = torch.randn(experts, device=device(where)) * 0.1 if options.get("bias") else None
     options = {**options, "bias": bias}
@@ -119,11 +117,14 @@ def test_route_of_any_kind(data: Any) -> None:
     top_k = data.draw(st.integers(1, min(16, topk_group * size)))
     tokens = data.draw(st.integers(0, 30))
     options = {
-        "score": data.draw(st.sampled_from(["softmax", "sigmoid"])), "pre_softmax": data.draw(st.booleans()),
-        "renormalize": data.draw(st.booleans()), "n_group": n_group, "topk_group": topk_group,
+        "score": data.draw(st.sampled_from(["softmax", "sigmoid"])),
+        "pre_softmax": data.draw(st.booleans()),
+        "renormalize": data.draw(st.booleans()),
+        "n_group": n_group,
+        "topk_group": topk_group,
         "scaling_factor": data.draw(st.sampled_from([1.0, 2.5])),
         "bias": torch.randn(n_group * size) if data.draw(st.booleans()) else None,
-    }  # fmt: skip
+    }
     logits = torch.randn(tokens, n_group * size)
     assert_routed(route(logits, top_k, **options), logits, top_k, **options)
 

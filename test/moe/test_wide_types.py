@@ -37,9 +37,17 @@ def test_gradients_of_the_operator(activation: str, glu_layout: str, lists: bool
         half = len(matrices) // 2
         up, down = (list(part) if lists else part[0] for part in (matrices[:half], matrices[half:]))
         return moe_mlp(
-            x, (indices, weights), up, down, up_bias, down_bias, activation=activation, glu_layout=glu_layout,
-            glu_clamp_max=0.5, glu_clamp_min=-0.4,
-        )  # fmt: skip
+            x,
+            (indices, weights),
+            up,
+            down,
+            up_bias,
+            down_bias,
+            activation=activation,
+            glu_layout=glu_layout,
+            glu_clamp_max=0.5,
+            glu_clamp_min=-0.4,
+        )
 
     each = [w.detach().clone().requires_grad_() for part in (up, down) for w in part] if lists else [up, down]
     assert gradcheck(layer, (x, up_bias, down_bias, weights, *each), fast_mode=True)

@@ -147,9 +147,12 @@ def test_what_cudnn_has_nothing_for(rows: tuple[int, int], options: dict[str, An
 
 
 def by_mask(
-    tensors: list[torch.Tensor], is_causal: bool = False, diagonal_alignment: int = 0, left_bound: int = -1,
+    tensors: list[torch.Tensor],
+    is_causal: bool = False,
+    diagonal_alignment: int = 0,
+    left_bound: int = -1,
     right_bound: int = -1,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """The result and the gradients of PyTorch's attention in float32, rows that see nothing as zeros."""
     rows, keys = tensors[0].shape[2], tensors[1].shape[2]
     place = torch.arange(rows)[:, None] + (keys - rows if diagonal_alignment else 0)
@@ -215,9 +218,13 @@ def test_existing_programs_reach_them_on_blackwell(monkeypatch: pytest.MonkeyPat
     expected = experimental(q, k, v, is_causal=True, enable_gqa=True)
     monkeypatch.setattr(graphs, "_on_blackwell", lambda x: True)
     for options, entries in [
-        ({"is_causal": True}, 1), ({}, 1), ({"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}, 2),
-        ({"seq_len_q": torch.tensor([3, 4])}, 3), ({"left_bound": 3}, 4), ({"is_causal": True, "right_bound": 1}, 5),
-    ]:  # fmt: skip
+        ({"is_causal": True}, 1),
+        ({}, 1),
+        ({"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}, 2),
+        ({"seq_len_q": torch.tensor([3, 4])}, 3),
+        ({"left_bound": 3}, 4),
+        ({"is_causal": True, "right_bound": 1}, 5),
+    ]:
         found = experimental(q, k, v, enable_gqa=True, **options)
         assert len(graphs._fprop_cache) == entries
         if options == {"is_causal": True}:

@@ -35,9 +35,12 @@ def moved(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def tensors(
-    lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, int] = (4, 2), d: int = 16,
-    dtype: torch.dtype = torch.float64, stride: int = STRIDE,
-) -> dict[str, Any]:  # fmt: skip
+    lengths: tuple[int, ...] = LENGTHS,
+    heads: tuple[int, int] = (4, 2),
+    d: int = 16,
+    dtype: torch.dtype = torch.float64,
+    stride: int = STRIDE,
+) -> dict[str, Any]:
     """Packed arguments of a call: keys are compressed by a mean of theirs and values, those of whole strides."""
     rows = sum(lengths)
     q = torch.randn(rows, heads[0], d, dtype=dtype)
@@ -57,7 +60,7 @@ def batched(call: dict[str, Any], batch: int) -> dict[str, Any]:
 
 def dense(
     call: dict[str, Any], block_indices: torch.Tensor | None = None, options: dict[str, int] = OPTIONS
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The definition, sequence by sequence and head by head, with one mask for each branch."""
     block, results = options["block_size"], []
     for (first, last), (start, stop) in zip(
@@ -123,8 +126,11 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(call, compress_stride=8) == [*one, *rest]
     assert run(call, block_indices=torch.zeros(160, 2, 1, dtype=torch.int32)) == [two[0], *rest]
     assert run(tensors((160,), (2, 1), 64, torch.float16, stride=1), compress_stride=1) == [*two, *rest]
-    two_of_80 = {name: x.unflatten(0, (2, -1)).transpose(1, 2) for name, x in tensors(
-        (80, 80), (2, 1), 64, torch.float16, stride=1).items() if "seqlens" not in name}  # fmt: skip
+    two_of_80 = {
+        name: x.unflatten(0, (2, -1)).transpose(1, 2)
+        for name, x in tensors((80, 80), (2, 1), 64, torch.float16, stride=1).items()
+        if "seqlens" not in name
+    }
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
     monkeypatch.setattr(_nsa_attention, "selection_takes_gates", lambda *_: True)
     monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[3]))
@@ -168,11 +174,18 @@ def test_gradients_of_sequences_of_one_row(packed: bool) -> None:
 @pytest.mark.parametrize(
     ("arch", "batch", "stride"),
     brief(
-        [("sm_90a", 2, 8), *(pytest.param("gpu", *x, marks=GPU.marks) for x in ((2, 8), (0, 8), (2, 1))),
-         ("sm_90a", 2, 1), ("", 0, 8)],
-        0, 1, 2, 3,
+        [
+            ("sm_90a", 2, 8),
+            *(pytest.param("gpu", *x, marks=GPU.marks) for x in ((2, 8), (0, 8), (2, 1))),
+            ("sm_90a", 2, 1),
+            ("", 0, 8),
+        ],
+        0,
+        1,
+        2,
+        3,
     ),
-)  # fmt: skip
+)
 def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None:
     """Of a compressed key for every row there are two blocks, whose sums of dQ meet."""
     call = tensors((72, 72) if stride > 1 else (144, 144), (2, 1), 64, torch.float16, stride)
@@ -207,8 +220,12 @@ def test_the_sum_of_three_attentions(seed: int) -> None:
     """Any groups, blocks, strides and windows; sequences that end anywhere, one of them in the middle of a stride."""
     drawn = random.Random(seed)
     block, key_heads, group = drawn.choice((16, 32, 64, 128)), drawn.choice((1, 2)), drawn.choice((1, 2, 3, 5, 16))
-    options = {"block_size": block, "compress_stride": drawn.choice((block, block // 2, block // 4)),
-               "selected_blocks": drawn.randint(5, 8), "window_size": drawn.randint(1, 2 * block)}  # fmt: skip
+    options = {
+        "block_size": block,
+        "compress_stride": drawn.choice((block, block // 2, block // 4)),
+        "selected_blocks": drawn.randint(5, 8),
+        "window_size": drawn.randint(1, 2 * block),
+    }
     lengths = (block + drawn.randint(0, block), 4 * block + drawn.randint(1, 3 * block) | 1)
     call = tensors(lengths, (group * key_heads, key_heads), 8, stride=options["compress_stride"])
     torch.testing.assert_close(nsa_attention(**call, **options), dense(call, options=options), atol=1e-6, rtol=1e-6)
@@ -286,9 +303,15 @@ def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not done
         found = nsa_selection(q, k, v, lists, ends, 0.1, 64)
         wrapped = cudnn.NSA.selection_attention_wrapper(
-            q, k, v, lists.sort(-1, descending=True).values, (lists >= 0).sum(-1, dtype=torch.int32), ends,
-            scale_softmax=0.1, is_causal=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            lists.sort(-1, descending=True).values,
+            (lists >= 0).sum(-1, dtype=torch.int32),
+            ends,
+            scale_softmax=0.1,
+            is_causal=True,
+        )
         none = nsa_selection(q, k, v, lists[..., :0].contiguous(), ends, 0.1, 64)
     assert done == [(0, 1), (1, 1)] * 2
     assert not none[0].any()
@@ -575,9 +598,16 @@ def test_a_decode_step_of_mixed_types_under_autocast() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "d", "dtype", "block"),
-    brief([("sm_90a", 64, torch.float16, 16), pytest.param("gpu", 128, torch.bfloat16, 32, marks=GPU.marks),
-           ("sm_100a", 128, torch.bfloat16, 32)], 0, 1),
-)  # fmt: skip
+    brief(
+        [
+            ("sm_90a", 64, torch.float16, 16),
+            pytest.param("gpu", 128, torch.bfloat16, 32, marks=GPU.marks),
+            ("sm_100a", 128, torch.bfloat16, 32),
+        ],
+        0,
+        1,
+    ),
+)
 def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, block: int) -> None:
     call = decode_call(dtype, d)
     options = {**OPTIONS, "block_size": block, "compress_stride": 4, "selected_blocks": 5, "window_size": 21}

@@ -274,8 +274,10 @@ def test_autocast_of_fused_gemms() -> None:
     c.sum().backward()
     assert a.grad is not None
     assert a.grad.dtype == F32
-    scaled = gemm_operands.operands(gemm_operands.Variant("gemm_amax", (128, 128, 128, 1), "float8_e4m3fn",
-                                                          scale="float8_e8m0fnu", vector=32), "cpu")  # fmt: skip
+    scaled = gemm_operands.operands(
+        gemm_operands.Variant("gemm_amax", (128, 128, 128, 1), "float8_e4m3fn", scale="float8_e8m0fnu", vector=32),
+        "cpu",
+    )
     with torch.autocast("cpu", dtype=BF16):
         found = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
     expected = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)

@@ -205,9 +205,16 @@ def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.d
     kept = tensors["mask"].to(dtype) / (1 - (problem.dropout or OWN_DROPOUT)) if "mask" in tensors else 1.0
     modify = MODIFIERS[problem.modifier][0](cudnn.tensor()).formula if problem.modifier else None
     o, *statistics, _ = attend(
-        q, leaves["k"], leaves["v"], visible.to(q.device), scale=1.0 if problem.scale is None else problem.scale,
-        modify=modify, bias=bias, sink=leaves.get("sink"), kept=kept,
-    )  # fmt: skip
+        q,
+        leaves["k"],
+        leaves["v"],
+        visible.to(q.device),
+        scale=1.0 if problem.scale is None else problem.scale,
+        modify=modify,
+        bias=bias,
+        sink=leaves.get("sink"),
+        kept=kept,
+    )
     stats, largest = (x.unsqueeze(-1) for x in statistics)
     named = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias", "sink": "dSink"}
     valid = problem.valid(str(q.device))["q"]
@@ -260,9 +267,7 @@ CASES = {
     "ALiBi of three heads": Problem(h_q=3, h_k=1, h_v=1, options={"use_alibi_mask": True, "use_causal_mask": True}),
     "dropout": Problem(dropout=0.25),
     "dropout, causal": Problem(dropout=0.25, options={"use_causal_mask": True}),
-    "dropout, padding, bias": Problem(
-        dropout=0.4, bias=(1, 4, 192, 192), lengths_q=(77, 192), lengths_kv=(128, 33)
-    ),
+    "dropout, padding, bias": Problem(dropout=0.4, bias=(1, 4, 192, 192), lengths_q=(77, 192), lengths_kv=(128, 33)),
     "a dropout mask": Problem(own_mask=True),
     "sink": Problem(sink=True),
     "sink, causal": Problem(sink=True, options={"use_causal_mask": True}),
@@ -275,7 +280,9 @@ CASES = {
         ragged=True, lengths_q=(192, 60), lengths_kv=(192, 60), options={"use_causal_mask": True}
     ),
     "ragged, sliding window": Problem(
-        ragged=True, lengths_q=(77, 192), lengths_kv=(77, 192),
+        ragged=True,
+        lengths_q=(77, 192),
+        lengths_kv=(77, 192),
         options={"use_causal_mask": True, "sliding_window_length": 40},
     ),
     "paged": Problem(page=64, lengths_q=(77, 192), lengths_kv=(128, 190)),
@@ -283,7 +290,7 @@ CASES = {
     "paged, packed tables": Problem(page=64, packed=True, lengths_q=(77, 192), lengths_kv=(60, 190)),
     "paged, one query": Problem(page=64, s_q=1, lengths_q=(1, 1), lengths_kv=(128, 190)),
     "ragged queries, paged": Problem(ragged=True, page=64, lengths_q=(77, 192), lengths_kv=(128, 190)),
-}  # fmt: skip
+}
 DROPOUT_CASES = [name for name, problem in CASES.items() if problem.dropout]
 BACKWARD_CASES = [name for name, problem in CASES.items() if problem.h_k == problem.h_v and not problem.page]
 
@@ -346,8 +353,9 @@ class Described:
         count = -(-data.shape[2] // page)
         whole = torch.nn.functional.pad(data, (0, 0, 0, count * page - data.shape[2]))
         numbers = torch.randperm(len(data) * count, device=self.device).int()
-        container = torch.empty(len(data) * count, data.shape[1], page, data.shape[3], dtype=data.dtype,
-                                device=data.device)  # fmt: skip
+        container = torch.empty(
+            len(data) * count, data.shape[1], page, data.shape[3], dtype=data.dtype, device=data.device
+        )
         if not data.is_meta:
             container[numbers.long()] = whole.unflatten(2, (count, page)).transpose(1, 2).flatten(0, 1)
         table = numbers.view(len(data), 1, count, 1)
@@ -452,8 +460,10 @@ def describe(
         scales = (made.tensor("factor", torch.full((1, 1, 1, 1), x, device=made.device)) for x in numbers)
         arguments["dropout"] = (made.tensor("mask", data["mask"]), *scales)
     elif problem.dropout:
-        seeds = (made.tensor(name, torch.full((1, 1, 1, 1), value, device=made.device))
-                 for name, value in (("seed", 1234567), ("offset", 89)))  # fmt: skip
+        seeds = (
+            made.tensor(name, torch.full((1, 1, 1, 1), value, device=made.device))
+            for name, value in (("seed", 1234567), ("offset", 89))
+        )
         arguments["dropout"] = (problem.dropout, *seeds)
         if not (backward and factors):
             arguments["rng_dump"] = made.output("RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT)
@@ -478,8 +488,10 @@ def describe(
     else:
         shape = [problem.b, problem.h_q, problem.s_q, 1]
         if problem.statistics:
-            arguments |= {"score_max": made.output("Max", shape, FLOAT),
-                          "score_sum_exp": made.output("Sum_exp", shape, FLOAT)}  # fmt: skip
+            arguments |= {
+                "score_max": made.output("Max", shape, FLOAT),
+                "score_sum_exp": made.output("Sum_exp", shape, FLOAT),
+            }
         o, statistics, *largest = (graph.sdpa_fp8 if factors else graph.sdpa)(**arguments, generate_stats=stats)
         assert o is not None
         made.give("O", o, [*shape[:3], problem.d_v], rows)

@@ -29,15 +29,35 @@ CASES = {
     "dropout": Problem(**BASE, dropout=0.25),
 }
 SCALES = {
-    "descale_q": 0.25, "descale_k": 0.125, "descale_v": 0.5, "descale_s": 1 / 256, "scale_s": 256.0, "scale_o": 32.0,
-    "descale_o": 1 / 32, "descale_dO": 0.5, "descale_dP": 1 / 64, "scale_dQ": 8.0, "scale_dK": 4.0, "scale_dV": 2.0,
+    "descale_q": 0.25,
+    "descale_k": 0.125,
+    "descale_v": 0.5,
+    "descale_s": 1 / 256,
+    "scale_s": 256.0,
+    "scale_o": 32.0,
+    "descale_o": 1 / 32,
+    "descale_dO": 0.5,
+    "descale_dP": 1 / 64,
+    "scale_dQ": 8.0,
+    "scale_dK": 4.0,
+    "scale_dV": 2.0,
     "scale_dP": 64.0,
-}  # fmt: skip
+}
 FORWARD = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 BACKWARD = (
-    "descale_q", "descale_k", "descale_v", "descale_o", "descale_dO", "descale_s", "descale_dP", "scale_s", "scale_dQ",
-    "scale_dK", "scale_dV", "scale_dP",
-)  # fmt: skip
+    "descale_q",
+    "descale_k",
+    "descale_v",
+    "descale_o",
+    "descale_dO",
+    "descale_s",
+    "descale_dP",
+    "scale_s",
+    "scale_dQ",
+    "scale_dK",
+    "scale_dV",
+    "scale_dP",
+)
 
 
 def fp8(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
@@ -97,9 +117,13 @@ def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.d
     o = product(p, v, SCALES["descale_s"])
     total = torch.exp(stats - maxima)
     found = {
-        "O": stored(o, "o"), "Stats": Approx(stats, relative), "Amax_S": largest(dropped), "Amax_O": largest(o),
-        "Max": Approx(maxima, score_error), "Sum_exp": Approx(total, relative * total),
-    }  # fmt: skip
+        "O": stored(o, "o"),
+        "Stats": Approx(stats, relative),
+        "Amax_S": largest(dropped),
+        "Amax_O": largest(o),
+        "Max": Approx(maxima, score_error),
+        "Sum_exp": Approx(total, relative * total),
+    }
     terms = apply(torch.mul, Approx(dO), found["O"])
     by_weights = product(Approx(dO), v.mT)
     row = reduce(Approx(terms.value, terms.bound), reduction_mode.ADD, [3])
@@ -108,9 +132,10 @@ def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.d
     d_scores = Approx(scale * weights * inner, scale * weights * error)
     d_p = stored(d_scores, "dP", E5M2)
     totals = {
-        "dQ": product(d_p, k, SCALES["descale_dP"]), "dK": product(turned(d_p), rows, SCALES["descale_dP"]),
+        "dQ": product(d_p, k, SCALES["descale_dP"]),
+        "dK": product(turned(d_p), rows, SCALES["descale_dP"]),
         "dV": product(turned(p), dO, SCALES["descale_s"]),
-    }  # fmt: skip
+    }
     for name in ("dK", "dV"):
         sums = (y.unflatten(1, (problem.h_k, -1)).sum(2) for y in (totals[name].value, totals[name].bound))
         totals[name] = Approx(*sums)

@@ -25,9 +25,13 @@ class Attended(NamedTuple):
 
 
 def band(
-    rows: int, keys: int, left: int | None = None, right: int | None = None, bottom_right: bool = False,
+    rows: int,
+    keys: int,
+    left: int | None = None,
+    right: int | None = None,
+    bottom_right: bool = False,
     device: Any = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """(rows, keys), boolean: row r sees keys from r - ``left`` to r + ``right``; None: no end on that side.
 
     ``bottom_right``: the last row stands at the last key, else the first row at the first key.
@@ -46,10 +50,17 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None, *, scale: float | None = None,
-    modify: Callable[[torch.Tensor], torch.Tensor] | None = None, bias: torch.Tensor | float = 0.0,
-    sink: torch.Tensor | None = None, kept: torch.Tensor | float = 1.0,
-) -> Attended:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    bias: torch.Tensor | float = 0.0,
+    sink: torch.Tensor | None = None,
+    kept: torch.Tensor | float = 1.0,
+) -> Attended:
     """q (..., h, s_q, d), k and v (..., fewer heads, s_kv, d); the scale is 1 / sqrt(d) unless given.
 
     In this order: the scale, ``modify``, ``bias`` added; pairs that are not ``seen`` (to be broadcast) left out; a
@@ -72,9 +83,14 @@ def attend(
 
 
 def attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_kv: torch.Tensor,
-    seen: Callable[[int, int], torch.Tensor], **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_kv: torch.Tensor,
+    seen: Callable[[int, int], torch.Tensor],
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """O (t, h, d) and LSE (t, h) of sequences one after the other, (t, h, d), with the mask of their rows and keys."""
     found = []
     for (a, b), (c, d) in zip(*(pairwise(ends.tolist()) for ends in (ends_q, ends_kv)), strict=True):

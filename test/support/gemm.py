@@ -29,9 +29,17 @@ PACKED, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "
 
 
 def configuration(
-    epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", *, majors: str = "kk", scale: str = "", vector: int = 0,
-    blocks: tuple[int, int] = (1, 128), index: str = "", **options: Any,
-) -> GemmConfiguration:  # fmt: skip
+    epilogue: Sequence[Any],
+    a: str = "bfloat16",
+    b: str = "",
+    *,
+    majors: str = "kk",
+    scale: str = "",
+    vector: int = 0,
+    blocks: tuple[int, int] = (1, 128),
+    index: str = "",
+    **options: Any,
+) -> GemmConfiguration:
     """Small tiles, and 128 bytes along k, unless ``options`` say otherwise; ``majors`` such as "mk".
 
     ``blocks``: rows of A, and of B, that share a factor of sums. ``index``: the operands whose lines have numbers.
@@ -39,10 +47,15 @@ def configuration(
     defaults: dict[str, Any] = {"tile": (128, 128), "cluster": (1, 1), "schedule": Dense()}
     given = {**defaults, **options}
     given["tile"] = (*given["tile"], 1024 // bits_of(a))[:3]
-    operands = [Operand(dtype, "k" if major == "k" else "mn",
-                        BlockScale(scale, vector, rows if scale == "float32" else 1) if scale else None,
-                        index=f"{name}_index" if name in index else "")
-                for name, dtype, major, rows in zip("ab", (a, b or a), majors, blocks, strict=True)]  # fmt: skip
+    operands = [
+        Operand(
+            dtype,
+            "k" if major == "k" else "mn",
+            BlockScale(scale, vector, rows if scale == "float32" else 1) if scale else None,
+            index=f"{name}_index" if name in index else "",
+        )
+        for name, dtype, major, rows in zip("ab", (a, b or a), majors, blocks, strict=True)
+    ]
     return GemmConfiguration(*operands, epilogue=tuple(epilogue), **given)
 
 
@@ -51,8 +64,12 @@ def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
     if arch == HOPPER:
         return c
     rows = 256 if c.pingpong else max(c.tile[0], 128)
-    return replace(c, pingpong=False, tile=(rows, *c.tile[1:]), cluster=(c.cluster[0] * rows // 128, c.cluster[1])
-                   if c.pingpong else c.cluster)  # fmt: skip
+    return replace(
+        c,
+        pingpong=False,
+        tile=(rows, *c.tile[1:]),
+        cluster=(c.cluster[0] * rows // 128, c.cluster[1]) if c.pingpong else c.cluster,
+    )
 
 
 def fits(arch: str, c: GemmConfiguration) -> bool:
@@ -260,9 +277,17 @@ def call(kernel: Callable[..., None], c: Any, tensors: Mapping[str, Any], multip
 
 
 def run(
-    arch: str, c: GemmConfiguration, m: int, n: int, k: int, batch: int = 1, *,
-    change: Callable[..., None] | None = None, multiprocessors: int = 4, **options: Any,
-) -> tuple[dict[str, Any], dict[str, Any], ptx_emulator.Report]:  # fmt: skip
+    arch: str,
+    c: GemmConfiguration,
+    m: int,
+    n: int,
+    k: int,
+    batch: int = 1,
+    *,
+    change: Callable[..., None] | None = None,
+    multiprocessors: int = 4,
+    **options: Any,
+) -> tuple[dict[str, Any], dict[str, Any], ptx_emulator.Report]:
     """The epilogue's arguments as the kernel left them, as the reference does, and the emulator's report.
 
     ``change`` edits operands and arguments before. There are at least as many multiprocessors as a cluster needs.

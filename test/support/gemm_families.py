@@ -42,25 +42,48 @@ class Family:
 FAMILIES = (
     Family("gemm_amax", gemm_amax.GemmAmax, gemm_amax.gemm_amax_wrapper, gemm_amax, ("c", "amax"), "c"),
     Family(
-        "gemm_swiglu", gemm_swiglu.GemmSwiglu, gemm_swiglu.gemm_swiglu_wrapper, gemm_swiglu,
-        ("ab12", "c", "sfc", "amax"), "c", quantized="sfc",
+        "gemm_swiglu",
+        gemm_swiglu.GemmSwiglu,
+        gemm_swiglu.gemm_swiglu_wrapper,
+        gemm_swiglu,
+        ("ab12", "c", "sfc", "amax"),
+        "c",
+        quantized="sfc",
     ),
     Family(
-        "gemm_srelu", gemm_srelu.GemmSrelu, gemm_srelu.gemm_srelu_wrapper, gemm_srelu,
-        ("c", "d", "amax", "sfd"), "d", ("prob",), "sfd",
+        "gemm_srelu",
+        gemm_srelu.GemmSrelu,
+        gemm_srelu.gemm_srelu_wrapper,
+        gemm_srelu,
+        ("c", "d", "amax", "sfd"),
+        "d",
+        ("prob",),
+        "sfd",
     ),
     Family(
-        "gemm_dsrelu", gemm_dsrelu.GemmDsrelu, gemm_dsrelu.gemm_dsrelu_wrapper, gemm_dsrelu,
-        ("d", "dprob", "amax", "sfd"), "d", ("c", "prob"), "sfd",
+        "gemm_dsrelu",
+        gemm_dsrelu.GemmDsrelu,
+        gemm_dsrelu.gemm_dsrelu_wrapper,
+        gemm_dsrelu,
+        ("d", "dprob", "amax", "sfd"),
+        "d",
+        ("c", "prob"),
+        "sfd",
     ),
-)  # fmt: skip
+)
 """Those that programs know from cuDNN."""
 OURS = (
     Family(
-        "gemm_dswiglu", gemm_dswiglu.GemmDswiglu, gemm_dswiglu.gemm_dswiglu_wrapper, gemm_dswiglu,
-        ("d_ab12", "c", "dprob", "amax", "sfd"), "d_ab12", ("ab12", "prob"), "sfd",
+        "gemm_dswiglu",
+        gemm_dswiglu.GemmDswiglu,
+        gemm_dswiglu.gemm_dswiglu_wrapper,
+        gemm_dswiglu,
+        ("d_ab12", "c", "dprob", "amax", "sfd"),
+        "d_ab12",
+        ("ab12", "prob"),
+        "sfd",
     ),
-)  # fmt: skip
+)
 NAMES = [family.name for family in FAMILIES]
 BY_NAME = {family.name: family for family in (*FAMILIES, *OURS)}
 
@@ -191,9 +214,7 @@ def of_variant(v: Variant, device: str = "cpu") -> Case:
     types = {name: getattr(torch, getattr(v, name)) for name in ("out", "side")}
     dtype = FP4 if v.dtype == "uint8" else getattr(torch, v.dtype)
     scale = getattr(torch, v.scale) if v.scale else None
-    problem = case(
-        v.api, *v.shape, **types, dtype=dtype, majors=v.majors, scale=scale, vector=v.vector, device=device
-    )  # fmt: skip
+    problem = case(v.api, *v.shape, **types, dtype=dtype, majors=v.majors, scale=scale, vector=v.vector, device=device)
     if v.dtype == "uint8":
         for name in ("a", "b"):
             problem.tensors[name] = problem.tensors[name].view(torch.uint8)

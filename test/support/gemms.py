@@ -102,9 +102,16 @@ def fp4_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(
-    mn: int, k: int, l: int = 1, dtype: Any = FP4, scale: Any = E8M0, vector: int = 16, major: str = "k",  # noqa: E741
-    device: Any = None, rows: int = 1,
-) -> Operand:  # fmt: skip
+    mn: int,
+    k: int,
+    l: int = 1,  # noqa: E741
+    dtype: Any = FP4,
+    scale: Any = E8M0,
+    vector: int = 16,
+    major: str = "k",
+    device: Any = None,
+    rows: int = 1,
+) -> Operand:
     """Block-scaled, every scale factor another power of two or e4m3 number, or float32, which ``rows`` share."""
     blocks = -(-k // vector)
     if scale == F32:

@@ -108,9 +108,15 @@ def run(graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *output
 
 
 def evaluate(
-    operation: str, *arguments: Any, types: Sequence[object] = (), first: object = None, outputs: object = FLOAT,
-    dim: Sequence[int] | None = None, graph: cudnn.pygraph | None = None, **keywords: Any,
-) -> tuple[list[cudnn.tensor], list[torch.Tensor]]:  # fmt: skip
+    operation: str,
+    *arguments: Any,
+    types: Sequence[object] = (),
+    first: object = None,
+    outputs: object = FLOAT,
+    dim: Sequence[int] | None = None,
+    graph: cudnn.pygraph | None = None,
+    **keywords: Any,
+) -> tuple[list[cudnn.tensor], list[torch.Tensor]]:
     """One operation in a graph, of the reference executor unless one is given: its outputs' tensors, and their data.
 
     Args:

@@ -95,9 +95,19 @@ def addressed(p: Problem) -> None:
 
 
 def problem(
-    name: str, kind: str = "bf16", ends: Sequence[int] = (70, 70, 200), m: int = 0, n: int = 128, k: int = 128, *,
-    inputs: Mapping[str, Any] | None = None, major: str = "k", device: str = "cpu", shared: int = 128, **options: Any,
-) -> Problem:  # fmt: skip
+    name: str,
+    kind: str = "bf16",
+    ends: Sequence[int] = (70, 70, 200),
+    m: int = 0,
+    n: int = 128,
+    k: int = 128,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    major: str = "k",
+    device: str = "cpu",
+    shared: int = 128,
+    **options: Any,
+) -> Problem:
     """A problem for a wrapper. ``inputs``: the types of further ones, ``prob``, ``bias``, ``alpha``, say; ``shared``:
     rows of weights that share a float32 factor.
     """
@@ -115,10 +125,13 @@ def problem(
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
         product[start:end] = a.values[start:end, :, 0] @ b.values[:, :, expert].T
     given: dict[str, Any] = {
-        "a": a.tensor, "b": b.tensor, "sfa": a.scales, "sfb": b.scales,
+        "a": a.tensor,
+        "b": b.tensor,
+        "sfa": a.scales,
+        "sfb": b.scales,
         "padded_offsets": torch.tensor(ends, dtype=torch.int32, device=device),
         "alpha": torch.linspace(0.5, 1.5, experts, device=device),
-    }  # fmt: skip
+    }
     for key, dtype in (inputs or {}).items():
         if key == "alpha":
             given[key] = given[key].to(dtype)

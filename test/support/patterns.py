@@ -79,10 +79,12 @@ def marked(tensor: cudnn.tensor, kind: object = FLOAT, dim: list[int] | None = N
 # SiLU of one product times another: two weights as a batch, told apart by a mask, multiplied by a reduction.
 def silu_data() -> Data:
     return {
-        "x": torch.randn(1, 128, 128).to(FP8), "w": columns(2, 128, 256, FP8),
-        "first_scale": torch.full((1, 1, 1), 0.25), "second_scale": torch.full((1, 1, 1), 0.5),
+        "x": torch.randn(1, 128, 128).to(FP8),
+        "w": columns(2, 128, 256, FP8),
+        "first_scale": torch.full((1, 1, 1), 0.25),
+        "second_scale": torch.full((1, 1, 1), 0.5),
         "mask": torch.tensor([1, 0], dtype=torch.int32).view(2, 1, 1),
-    }  # fmt: skip
+    }
 
 
 def silu_and_mul(g: cudnn.pygraph, t: Tensors) -> Tensors:
@@ -113,9 +115,11 @@ def scaled_fp8_formula(d: Data) -> Data:
 def scaled_fp8_data() -> Data:
     scales = {name: torch.full((1, 1, 1), value) for name, value in (("scale_a", 0.5), ("scale_b", 0.25))}
     return {
-        "a": torch.randn(1, 128, 256).to(FP8), "b": columns(1, 256, 128, FP8), **scales,
+        "a": torch.randn(1, 128, 256).to(FP8),
+        "b": columns(1, 256, 128, FP8),
+        **scales,
         "scale_y": torch.full((1, 1, 1), 2.0),
-    }  # fmt: skip
+    }
 
 
 # Blocks of 128 of an fp8 matrix share a float scale; of the weight, squares of 128 x 128.
@@ -211,8 +215,9 @@ def weight_gradient_formula(d: Data) -> Data:
 def rotation(g: cudnn.pygraph, t: Tensors) -> Tensors:
     low, high, cos, sin = (t[name] for name in ("low", "high", "cos", "sin"))
     turned = {
-        "low'": g.sub(g.mul(low, cos), g.mul(high, sin)), "high'": g.add(g.mul(low, sin), g.mul(high, cos)),
-    }  # fmt: skip
+        "low'": g.sub(g.mul(low, cos), g.mul(high, sin)),
+        "high'": g.add(g.mul(low, sin), g.mul(high, cos)),
+    }
     for tensor in turned.values():
         tensor.set_output(True).set_data_type(torch.bfloat16).set_dim([1, 96, 32]).set_stride([96 * 64, 64, 1])
     return turned
@@ -247,45 +252,62 @@ PATTERNS = {
     "fp8 with scales": Pattern(scaled_fp8_data, scaled_fp8, scaled_fp8_formula, E4M3),
     "fp8 in blocks": Pattern(
         lambda: {
-            "a": torch.randn(2, 128, 512).to(FP8), "scale_a": torch.rand(2, 128, 4) + 0.5,
-            "b": columns(2, 512, 256, FP8), "scale_b": torch.rand(2, 2, 4).mT + 0.5,
+            "a": torch.randn(2, 128, 512).to(FP8),
+            "scale_a": torch.rand(2, 128, 4) + 0.5,
+            "b": columns(2, 512, 256, FP8),
+            "scale_b": torch.rand(2, 2, 4).mT + 0.5,
         },
-        blockwise, blockwise_formula, E4M3,
+        blockwise,
+        blockwise_formula,
+        E4M3,
     ),
     "int8 by half": Pattern(
         lambda: {
-            "a": torch.randint(-128, 128, (4, 128, 64), dtype=torch.int8), "b": columns(4, 64, 128, torch.float16),
+            "a": torch.randint(-128, 128, (4, 128, 64), dtype=torch.int8),
+            "b": columns(4, 64, 128, torch.float16),
         },
-        mixed, lambda d: {"y": d["a"] @ d["b"]},
+        mixed,
+        lambda d: {"y": d["a"] @ d["b"]},
     ),
     "rmsnorm + silu": Pattern(
         lambda: rows("scale", kind=torch.bfloat16, parameters=torch.bfloat16),
-        rms_silu, rms_silu_formula, BFLOAT16, precompiled=True,
+        rms_silu,
+        rms_silu_formula,
+        BFLOAT16,
+        precompiled=True,
     ),
     "layernorm to fp8": Pattern(
         lambda: rows("scale", "bias") | {"factor": torch.full((1, 1, 1, 1), 8.0)}, layer_fp8, layer_fp8_formula
     ),
     "instancenorm + relu": Pattern(
         lambda: {
-            "x": nhwc(4, 64, 16, 16), "scale": nhwc(1, 64, 1, 1, kind=torch.float32),
-            "bias": nhwc(1, 64, 1, 1, kind=torch.float32), "epsilon": torch.full((1, 1, 1, 1), 1e-5),
+            "x": nhwc(4, 64, 16, 16),
+            "scale": nhwc(1, 64, 1, 1, kind=torch.float32),
+            "bias": nhwc(1, 64, 1, 1, kind=torch.float32),
+            "epsilon": torch.full((1, 1, 1, 1), 1e-5),
         },
-        instance_relu, instance_relu_formula,
+        instance_relu,
+        instance_relu_formula,
     ),
     "convolution with prologue and statistics": Pattern(
         lambda: {"x": nhwc(4, 64, 16, 16), "w": nhwc(64, 64, 3, 3, scale=1 / 24), **channels()},
-        convolution_statistics, convolution_statistics_formula, intermediate=HALF, devices=("h200",),
+        convolution_statistics,
+        convolution_statistics_formula,
+        intermediate=HALF,
+        devices=("h200",),
     ),
     "weight gradient with prologue": Pattern(
         lambda: {"x": nhwc(4, 64, 16, 16), "dy": nhwc(4, 64, 16, 16, scale=1 / 32), **channels()},
-        weight_gradient, weight_gradient_formula, intermediate=HALF, devices=("h200",),
+        weight_gradient,
+        weight_gradient_formula,
+        intermediate=HALF,
+        devices=("h200",),
     ),
     "rotary embedding of element-wise operations": Pattern(rotation_data, rotation, rotation_formula, BFLOAT16),
     "largest value of a channel": Pattern(
-        lambda: {"x": nhwc(4, 64, 16, 16)}, channel_maximum,
+        lambda: {"x": nhwc(4, 64, 16, 16)},
+        channel_maximum,
         lambda d: {"y": d["x"].abs().amax((0, 2, 3), keepdim=True)},
     ),
-    "logic": Pattern(
-        masks, logic, lambda d: {"y": (d["a"] * d["b"] + (1 - d["a"])).bool()}, BOOLEAN, BOOLEAN, BOOLEAN
-    ),
-}  # fmt: skip
+    "logic": Pattern(masks, logic, lambda d: {"y": (d["a"] * d["b"] + (1 - d["a"])).bool()}, BOOLEAN, BOOLEAN, BOOLEAN),
+}

@@ -75,9 +75,11 @@ class Threads:
         self.groups = [Rank(number) for number in range(ranks)]
         self.store = store or dist.HashStore()
         group = SimpleNamespace(
-            ProcessGroup=Rank, group=SimpleNamespace(WORLD=None), get_rank=lambda rank: rank.number,
+            ProcessGroup=Rank,
+            group=SimpleNamespace(WORLD=None),
+            get_rank=lambda rank: rank.number,
             get_world_size=lambda _: ranks,
-        )  # fmt: skip
+        )
         monkeypatch.setattr(exchange, "dist", group)
         monkeypatch.setattr(exchange, "store_of", lambda _: self.store)
         monkeypatch.setattr(exchange, "Shared", self.shared)

@@ -47,8 +47,14 @@ def results(dtype: str, name: str, roles: int = 1) -> tuple[Any, ...]:
 
 def gated_backward(gate: Gate, saved: str) -> tuple[Any, ...]:
     """The backward pass of a gated activation, and of a factor for each row."""
-    return (Scale(), LoadTile("ab12", saved, times=2), Scale("beta", "c"), GatedBackward(gate),
-            SumRow("dprob", "prob_gradient"), MultiplyColumn())  # fmt: skip
+    return (
+        Scale(),
+        LoadTile("ab12", saved, times=2),
+        Scale("beta", "c"),
+        GatedBackward(gate),
+        SumRow("dprob", "prob_gradient"),
+        MultiplyColumn(),
+    )
 
 
 def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -62,10 +68,17 @@ def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield f"swiglu {dtype}", (Scale(), Gated(), *end)
         yield f"swiglu bfloat16 {dtype}", (Scale(), StoreTile("ab12", "bfloat16"), Gated(), *end)
         yield f"srelu bfloat16 {dtype}", (Scale(), StoreTile("c", "bfloat16"), SquaredRelu(), MultiplyColumn(), *end)
-        yield f"dsrelu bfloat16 {dtype}", (
-            Scale(), LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"),
-            MultiplyColumn(), *end,
-        )  # fmt: skip
+        yield (
+            f"dsrelu bfloat16 {dtype}",
+            (
+                Scale(),
+                LoadTile("c", "bfloat16"),
+                SquaredReluBackward(),
+                SumRow("dprob", "prob_gradient"),
+                MultiplyColumn(),
+                *end,
+            ),
+        )
         yield f"dswiglu bfloat16 {dtype}", (*gated_backward(Gate(), "bfloat16"), *results(dtype, "d", 2))
     again = (MultiplyColumn("prob", value="activation"), StoreTile("c", "bfloat16", value="activation"))
     clamped = Gate("swish", "slope", "largest", "least", "offset")

@@ -35,9 +35,14 @@ END = (QuantizeRows("sfc", E4M3, E8M0, 32), StoreTile("c", E4M3))
 QUANTISED = (Scale(), StoreTile("ab12", "bfloat16"), Gated(), *END)
 PLAIN = (Amax(), StoreTile("c", "bfloat16", "m"))
 WIDE = (
-    Scale(), LoadTile("c", "float32"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
-    Amax(), StoreTile("d", "float32"),
-)  # fmt: skip
+    Scale(),
+    LoadTile("c", "float32"),
+    SquaredReluBackward(),
+    SumRow("dprob", "prob_gradient"),
+    MultiplyColumn(),
+    Amax(),
+    StoreTile("d", "float32"),
+)
 TILES = (((256, 256), (2, 1)), ((128, 128), (1, 1)))
 
 

@@ -90,7 +90,10 @@ def reference_prelude(device: str) -> dict[str, Any]:
         "torch": torch,
         "math": math,
         "handle": cudnn.create_handle(),
-        "batch": batch, "num_heads": 4, "seq_len": length, "head_dim": size,
+        "batch": batch,
+        "num_heads": 4,
+        "seq_len": length,
+        "head_dim": size,
         "x": image,
         "w": torch.randn(32, 64, 3, 3, **half).to(memory_format=torch.channels_last),
         "dy": torch.randn(2, 32, 14, 14, **half).to(memory_format=torch.channels_last),
@@ -102,7 +105,7 @@ def reference_prelude(device: str) -> dict[str, Any]:
         "queries": torch.randn(batch, 32, length, size, **half),
         "keys": torch.randn(batch, 8, length, size, **half),
         "values": torch.randn(batch, 8, length, size, **half),
-    }  # fmt: skip
+    }
     for name in ("Q", "K", "V", "Q_data", "K_data", "V_data"):
         names[name] = torch.randn(batch, 4, length, size, **half)
     return names

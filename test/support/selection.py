@@ -30,10 +30,12 @@ def selected(cases: list[Any]) -> list[Any]:
 
 def brief(cases: Sequence[Any], *kept: int) -> list[Any]:
     """All cases; others than those with these numbers only with ``--full``."""
-    return selected([
-        pytest.param(*_values(case), marks=[*_marks(case), *([] if index in kept else [pytest.mark.full])])
-        for index, case in enumerate(cases)
-    ])  # fmt: skip
+    return selected(
+        [
+            pytest.param(*_values(case), marks=[*_marks(case), *([] if index in kept else [pytest.mark.full])])
+            for index, case in enumerate(cases)
+        ]
+    )
 
 
 def in_turn(cases: Sequence[Any], most: int | None = None, places: Sequence[Any] = ARCHES) -> list[Any]:
@@ -41,11 +43,13 @@ def in_turn(cases: Sequence[Any], most: int | None = None, places: Sequence[Any]
     architecture in turn. Places that are none take all cases.
     """
     count = len(cases) if most is None else most
-    return selected([
-        pytest.param(*_values(place), *_values(case), marks=[*_marks(place), *_rest(place, index, count)])
-        for index, case in enumerate(cases)
-        for place in places
-    ])  # fmt: skip
+    return selected(
+        [
+            pytest.param(*_values(place), *_values(case), marks=[*_marks(place), *_rest(place, index, count)])
+            for index, case in enumerate(cases)
+            for place in places
+        ]
+    )
 
 
 def _rest(place: Any, index: int, count: int) -> list[Any]:

@@ -18,7 +18,7 @@ from cudnn_kernels.signature import MULTIPROCESSORS, Region, Scalar, Sizes, Slot
 
 def matrices(
     packed: bool, dtype: str, size: str, heads: str | int, names: dict[str, int], align: int = 16
-) -> Iterator[Tensor]:  # fmt: skip
+) -> Iterator[Tensor]:
     """Tensors of so many elements a head, which have the stride 1."""
     for name, head in names.items():
         shape = (size, heads, head) if packed else ("b", heads, size, head)
@@ -98,13 +98,18 @@ class ForwardConfiguration(AttentionConfiguration):
             *matrices(self.packed, self.dtype, "sq", "hq", {"q": self.head}),
             *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
             *matrices(self.packed, self.result or self.dtype, "sq", "hq", {"o": self.head_v}),
-            *([row_values(self.packed, "lse")] if self.lse else []), *offsets(self.packed, self.ends),
+            *([row_values(self.packed, "lse")] if self.lse else []),
+            *offsets(self.packed, self.ends),
             *([Tensor(x, "float32", ("b", "hk"), (None, None), 4) for x in DESCALES] if self.descaled else []),
             *[vector("sink", "float32", "hq")] * self.sink,
-            Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
-            *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,
-            *[Workspace((Region("order", self.order_bytes),))] * self.queue, Stream(),
-        )  # fmt: skip
+            Scalar("scale_softmax", "float32"),
+            Scalar("scale_output", "float32"),
+            *WINDOW,
+            *[Scalar("softcap", "float32")] * self.softcap,
+            MULTIPROCESSORS,
+            *[Workspace((Region("order", self.order_bytes),))] * self.queue,
+            Stream(),
+        )
 
     def order_bytes(self, sizes: Sizes) -> Any:
         """Two numbers of 32 bits for each tile of packed sequences, and two."""
@@ -140,10 +145,14 @@ class DecodeConfiguration(ForwardConfiguration):
             *[vector("seqlen_k", "int32", "b")] * self.cached,
             *[Tensor("page_table", "int32", ("b", "pages of one"), (None, 1), align=4)] * (self.page > 0),
             *[vector("sink", "float32", "hq")] * self.sink,
-            Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
-            *[Scalar("softcap", "float32")] * self.softcap, Scalar("splits", "int32"),
-            Workspace(self.regions()), Stream(),
-        )  # fmt: skip
+            Scalar("scale_softmax", "float32"),
+            Scalar("scale_output", "float32"),
+            *WINDOW,
+            *[Scalar("softcap", "float32")] * self.softcap,
+            Scalar("splits", "int32"),
+            Workspace(self.regions()),
+            Stream(),
+        )
 
     def regions(self) -> tuple[Region, ...]:
         """The regions of the workspace: of every row, for every CTA that has some of its keys."""
@@ -210,11 +219,15 @@ class BackwardConfiguration(AttentionConfiguration):
             row_values(self.packed, "lse"),
             *matrices(self.packed, self.dtype, *query, {"dq": self.head}),
             *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head_v}),
-            *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW,
+            *offsets(self.packed),
+            Scalar("scale_softmax", "float32"),
+            *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap,
-            *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split, *[MULTIPROCESSORS] * self.queue,
-            Workspace(self.regions()), Stream(),
-        )  # fmt: skip
+            *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split,
+            *[MULTIPROCESSORS] * self.queue,
+            Workspace(self.regions()),
+            Stream(),
+        )
 
     def regions(self) -> tuple[Region, ...]:
         """The regions of the workspace: float32 values of every row, and dK and dV of the parts."""

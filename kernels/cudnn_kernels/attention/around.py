@@ -101,9 +101,11 @@ def values_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     q, batches = sequences.matrix(given["q"], c.packed), sequences.count(c, given)
     blocks, heads = sequences.blocks_of(q.shape[0], batches, c.tile[0], c.packed), q.shape[2:]
     shapes = {
-        "dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads), "turns": (c.tile[0], blocks, *heads),
-        "drawn": (1,), **dict.fromkeys(("log_sums", "products"), (blocks * c.tile[0], *heads)),
-    }  # fmt: skip
+        "dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads),
+        "turns": (c.tile[0], blocks, *heads),
+        "drawn": (1,),
+        **dict.fromkeys(("log_sums", "products"), (blocks * c.tile[0], *heads)),
+    }
     if const_expr(c.split):
         shapes["key_sums"] = (c.both, c.keys, given["parts"], given["split"])
     found = Values(**regions_of(c, given, shapes, sizes_of(c, given)))
@@ -121,9 +123,11 @@ def sizes_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> dict[str, An
 
 
 def regions_of(
-    c: BackwardConfiguration | DecodeConfiguration, given: Mapping[str, Any], shapes: Mapping[str, tuple[Any, ...]],
+    c: BackwardConfiguration | DecodeConfiguration,
+    given: Mapping[str, Any],
+    shapes: Mapping[str, tuple[Any, ...]],
     sizes: dict[str, Any],
-) -> dict[str, cute.Tensor]:  # fmt: skip
+) -> dict[str, cute.Tensor]:
     """The workspace's regions that have a shape here, as values of 32 bits: counts where they are of turns."""
     pointers = divided(c.slots(), given, c.regions(), sizes)
     kinds = {x: Int32 if x in ("turns", "drawn") else Float32 for x in pointers if x in shapes}
@@ -170,9 +174,18 @@ class RowProducts:
 
     @cute.kernel
     def kernel(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        zeros: Any, counts: Any, drawn: Any, offsets: Any, grid: Grid,
-    ) -> None:  # fmt: skip
+        self,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        products: cute.Tensor,
+        log_sums: cute.Tensor,
+        zeros: Any,
+        counts: Any,
+        drawn: Any,
+        offsets: Any,
+        grid: Grid,
+    ) -> None:
         c, lanes = self.c, self.lanes
         thread, cta = here()
         block, head, batch = place_in(grid)
@@ -209,7 +222,7 @@ class RowProducts:
     @cute.jit
     def load(
         self, tensors: tuple, mine: Int32, first: Int32, rows: Int32, head: Int32, batch: Int32, thread: Int32
-    ) -> list[list[cute.Tensor]]:  # fmt: skip
+    ) -> list[list[cute.Tensor]]:
         """A lane's elements of a thread's rows, those of all tensors of each."""
         parts = [[cute.make_rmem_tensor(VECTOR, x.element_type) for x in tensors] for _ in range(self.passes)]
         lane = thread % self.lanes
@@ -245,18 +258,14 @@ class QueryGradient:
         self.c = configuration
         self.dtype = DTYPES[configuration.dtype]
 
-    def launch(
-        self, sums: cute.Tensor, turns: Any, dq: cute.Tensor, offsets: Any, scale: Float32, stream: Any
-    ) -> None:  # fmt: skip
+    def launch(self, sums: cute.Tensor, turns: Any, dq: cute.Tensor, offsets: Any, scale: Float32, stream: Any) -> None:
         """Sums (512, rows * d / 512, blocks, h, b), turns (rows, blocks, h, b), dQ (s, d, h, b)."""
         grid, shape = grid_of(sums.shape[2], dq.shape[2], dq.shape[3])
         turns = turns if self.c.stores_first else None
         self.kernel(sums, turns, dq, offsets, scale, grid).launch(grid=shape, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self, sums: cute.Tensor, turns: Any, dq: cute.Tensor, offsets: Any, scale: Float32, grid: Grid
-    ) -> None:  # fmt: skip
+    def kernel(self, sums: cute.Tensor, turns: Any, dq: cute.Tensor, offsets: Any, scale: Float32, grid: Grid) -> None:
         c, size = self.c, self.c.tile[0]
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = place_in(grid)
@@ -310,7 +319,7 @@ class KeyGradients:
 
     def launch(
         self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, work: Work, scale: Float32, stream: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Sums (keys, elements, parts, blocks), dK and dV (s, d, h, b)."""
         self.kernel(sums, dk, dv, work, scale).launch(
             grid=[sums.shape[3] * (self.c.keys // self.keys), 1, 1], block=[THREADS, 1, 1], stream=stream

@@ -85,9 +85,16 @@ def work_of(
     together = cute.ceil_div(all_heads, sections)
     divisors = (cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in (together, blocks, heads))
     work = Work(
-        Int32(q.shape[0]), Int32(k.shape[0]), *divisors, all_heads, Int32(q.shape[2] // key_heads), offsets,
-        given.get("cum_seqlen_k"), given["right"], given["left"],
-    )  # fmt: skip
+        Int32(q.shape[0]),
+        Int32(k.shape[0]),
+        *divisors,
+        all_heads,
+        Int32(q.shape[2] // key_heads),
+        offsets,
+        given.get("cum_seqlen_k"),
+        given["right"],
+        given["left"],
+    )
     count = together * blocks * sections
     if const_expr(c.split):
         work.whole = cutlass.max(Int32(count) - given["split"], Int32(0))
@@ -116,7 +123,7 @@ def part_of(c: BackwardConfiguration, work: Work, index: Int32, size: int, step:
 @cute.jit
 def block_of(
     c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, of_queries: bool, last_first: bool
-) -> Block:  # fmt: skip
+) -> Block:
     """One of the blocks of ``size`` rows, which sees blocks of ``step`` columns; none where there is no such head.
 
     ``last_first``: a head's last blocks come first. Where rows are keys, it is the other way round in the last section:
@@ -156,9 +163,7 @@ def block_of(
     blocks = cutlass.max(end - begin, 0)
     if const_expr(last_first and not of_queries):
         begin = Int32(select_(way > 0, begin, end - 1))
-    return Block(
-        row, head, first_head, heads, s.batch, first_row, first_column, first_block, begin, blocks, mask, way
-    )  # fmt: skip
+    return Block(row, head, first_head, heads, s.batch, first_row, first_column, first_block, begin, blocks, mask, way)
 
 
 def place_of(block: Block, step: Int32) -> tuple[Int32, Int32]:

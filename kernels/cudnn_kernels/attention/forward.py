@@ -185,10 +185,18 @@ class Forward(Kernel):
         rest = all_heads % together if self.in_sections else tiles
         divisors = (section, together, rest, q.shape[2], q.shape[2] // k.shape[2])
         return Work(
-            tiles, all_heads, turns, Int32(q.shape[0]), Int32(k.shape[0]),
-            *[cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in divisors], offsets,
-            given.get("cum_seqlen_k"), given["right"], given["left"], order,
-        )  # fmt: skip
+            tiles,
+            all_heads,
+            turns,
+            Int32(q.shape[0]),
+            Int32(k.shape[0]),
+            *[cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in divisors],
+            offsets,
+            given.get("cum_seqlen_k"),
+            given["right"],
+            given["left"],
+            order,
+        )
 
     @cute.kernel
     def sort(self, offsets_q: cute.Tensor, offsets_k: cute.Tensor, order: cute.Tensor) -> None:
@@ -310,7 +318,7 @@ class Forward(Kernel):
 
     def fetch_keys(
         self, call: Call, buffer: cute.Tensor, full: Any, p: Problem, which: int, n: Int32, piece: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts the copy of a block of K or V, or of a ``piece`` of its columns."""
         rows = sequences.copied_rows(call.tensors[which], p.key_head, p.batch, p.first_key, p.mask.keys)
         fetch(call.atoms[which], cute.local_tile(rows, self.boxes[which], (n, piece)), buffer, full)

@@ -36,9 +36,10 @@ class Gates(Kernel):
         branches = tuple(given[x] for x in BRANCHES)
         changes = tuple(given.get("d_" + x) for x in BRANCHES)
         kernel(branches, changes, given["gates"], given.get("d_gates"), given["out"]).launch(
-            grid=[cute.ceil_div(given["out"].shape[0] * self.lanes, THREADS), 1, 1], block=[THREADS, 1, 1],
+            grid=[cute.ceil_div(given["out"].shape[0] * self.lanes, THREADS), 1, 1],
+            block=[THREADS, 1, 1],
             stream=given["stream"],
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(self, branches: Any, changes: Any, gates: cute.Tensor, d_gates: Any, out: cute.Tensor) -> None:

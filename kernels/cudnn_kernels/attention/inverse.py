@@ -30,18 +30,28 @@ class Inverse(Kernel):
         indices = given["block_indices"]
         warps = cute.ceil_div(indices.shape[0], self.c.rows)
         self.kernel(
-            indices, given["block_counts"], given["cum_seqlen"], given["places"], given.get("choosing"),
+            indices,
+            given["block_counts"],
+            given["cum_seqlen"],
+            given["places"],
+            given.get("choosing"),
             given.get("chosen_places"),
         ).launch(
-            grid=[cute.ceil_div(warps, WARPS), indices.shape[1], 1], block=[WARP * WARPS, 1, 1],
+            grid=[cute.ceil_div(warps, WARPS), indices.shape[1], 1],
+            block=[WARP * WARPS, 1, 1],
             stream=given["stream"],
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
-        self, indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, places: cute.Tensor, choosing: Any,
+        self,
+        indices: cute.Tensor,
+        counts: cute.Tensor,
+        offsets: cute.Tensor,
+        places: cute.Tensor,
+        choosing: Any,
         chosen_places: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``places``: of every block and warp a count, or where its rows begin."""
         thread, _, _ = cute.arch.thread_idx()
         cta, head, _ = cute.arch.block_idx()

@@ -59,9 +59,7 @@ class Mask:
         last = row + rows - 1
         return (last < self.queries) & (key + keys <= self.end(row)) & (key >= self.begin(last))
 
-    def hide(
-        self, scores: cute.Tensor, layout: RowLayout, thread: Int32, row: Any, key: Any, width: int
-    ) -> None:  # fmt: skip
+    def hide(self, scores: cute.Tensor, layout: RowLayout, thread: Int32, row: Any, key: Any, width: int) -> None:
         """Makes scores that do not count -inf, of a tile that begins at a row and a key.
 
         Which ones count are bits of a word: machine code turns seven of them into predicates at a time.
@@ -113,9 +111,7 @@ def mask_of(configuration: Any, queries: Int32, keys: Int32, right: Int32, left:
     """A sequence's mask, of a kernel's configuration: the window's ends, or that of compressed keys."""
     c = configuration
     if c.compressed:
-        return CompressedMask(
-            queries, keys, Int32(0), None, None, cutlass.max(queries // cutlass.max(keys, 1), 1)
-        )  # fmt: skip
+        return CompressedMask(queries, keys, Int32(0), None, None, cutlass.max(queries // cutlass.max(keys, 1), 1))
     offset = Int32(0) if c.top_left else keys - queries
     return Mask(queries, keys, offset, right if c.right else None, left if c.left else None)
 

@@ -87,7 +87,7 @@ def cap(scores: cute.Tensor, factor: Any) -> None:
 
 def update(
     state: State, scores: cute.Tensor, rows: RowLayout, width: int, slack: float = SLACK, chains: int = 2
-) -> Sequence[Float32]:  # fmt: skip
+) -> Sequence[Float32]:
     """Turns a block's scores into exponentials, in place. They are at most 2^slack, or 2^(slack + LIFT).
 
     What was added up before must be multiplied by the result, row by row. Without slack, the maxima are exact. A row's
@@ -127,7 +127,7 @@ def shift(state: State, slot: int) -> Float32:
 
 def powers(
     state: State, slot: int, scores: cute.Tensor, order: Sequence[int], total: Any, subtracted: Any = None
-) -> Float32:  # fmt: skip
+) -> Float32:
     """Turns a row's scores into exponentials, in place; their sum and the total."""
     sums, subtracted = [total, Float32(0.0)], shift(state, slot) if subtracted is None else subtracted
     for place, i in enumerate(order):

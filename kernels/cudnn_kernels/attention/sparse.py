@@ -77,8 +77,12 @@ class Selected(SharedHeads):
 
     def matrices(self, *names: str) -> tuple[Tensor, ...]:
         """Tensors by name: those like Q, K, V and O, and their gradients."""
-        kinds = {"q": (self.heads, self.head), "k": (self.key_heads, self.head), "v": (self.key_heads, self.head_v),
-                 "o": (self.heads, self.head_v)}  # fmt: skip
+        kinds = {
+            "q": (self.heads, self.head),
+            "k": (self.key_heads, self.head),
+            "v": (self.key_heads, self.head_v),
+            "o": (self.heads, self.head_v),
+        }
         return tuple(Tensor(x, self.dtype, ("s", *kinds[x.removeprefix("d")]), (None, None, 1)) for x in names)
 
     def row_values(self, *names: str) -> tuple[Tensor, ...]:
@@ -125,10 +129,15 @@ class SelectionConfiguration(Selected):
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *self.matrices("q", "k", "v"), *(replace(x, dtype=self.result or self.dtype) for x in self.matrices("o")),
-            *self.sums, *self.lists,
-            Scalar("scale_softmax", "float32"), MULTIPROCESSORS, DRAWN, Stream(),
-        )  # fmt: skip
+            *self.matrices("q", "k", "v"),
+            *(replace(x, dtype=self.result or self.dtype) for x in self.matrices("o")),
+            *self.sums,
+            *self.lists,
+            Scalar("scale_softmax", "float32"),
+            MULTIPROCESSORS,
+            DRAWN,
+            Stream(),
+        )
 
 
 @dataclass(frozen=True)
@@ -150,12 +159,18 @@ class GatedSelectionConfiguration(SelectionConfiguration):
         branch = ("s", self.heads, self.head_v), (None, None, 1)
         gates = ("s", self.heads, len(BRANCHES)), (None, None, 1)
         return (
-            *self.matrices("q", "k", "v", "o"), Tensor("compressed", self.dtype, *branch),
+            *self.matrices("q", "k", "v", "o"),
+            Tensor("compressed", self.dtype, *branch),
             Tensor("near", self.dtype, *branch),
             Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
-            *[x for x in self.kept() if self.keeps], *self.lists,
-            Scalar("scale_softmax", "float32"), Scalar("window", "int32"), MULTIPROCESSORS, DRAWN, Stream(),
-        )  # fmt: skip
+            *[x for x in self.kept() if self.keeps],
+            *self.lists,
+            Scalar("scale_softmax", "float32"),
+            Scalar("window", "int32"),
+            MULTIPROCESSORS,
+            DRAWN,
+            Stream(),
+        )
 
     def kept(self) -> tuple[Tensor, ...]:
         """What the gradients need: ``near_lse`` is by sequences, heads and places in a sequence."""
@@ -227,11 +242,17 @@ class SelectionBackwardConfiguration(Selected):
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
         return (
-            *self.matrices("q", "k", "v", "o", "do"), *self.row_values("lse"), *self.matrices("dq", "dk", "dv"),
-            *lists(self.key_heads, "cum_seqlen_q"), vector("choosing", "int32", "choices"),
-            Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4), Scalar("scale_softmax", "float32"),
-            MULTIPROCESSORS, Workspace(self.regions()), Stream(),
-        )  # fmt: skip
+            *self.matrices("q", "k", "v", "o", "do"),
+            *self.row_values("lse"),
+            *self.matrices("dq", "dk", "dv"),
+            *lists(self.key_heads, "cum_seqlen_q"),
+            vector("choosing", "int32", "choices"),
+            Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
+            Scalar("scale_softmax", "float32"),
+            MULTIPROCESSORS,
+            Workspace(self.regions()),
+            Stream(),
+        )
 
     def regions(self) -> tuple[Any, ...]:
         """The regions of the workspace."""
@@ -258,13 +279,19 @@ class SelectionByBlocksConfiguration(Selected):
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
         return (
-            *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), vector("cum_seqlen_q", "int32", "ends"),
-            vector("choosing", "int32", "choices"), Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
+            *self.matrices("q", "k", "v", "o"),
+            *self.row_values("l", "m"),
+            vector("cum_seqlen_q", "int32", "ends"),
+            vector("choosing", "int32", "choices"),
+            Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
             Tensor("chosen_places", "int32", ("s", self.key_heads, "chosen"), (None, None, 1), align=4),
             Tensor("of_chosen", self.dtype, ("entries", self.group, self.head_v), (None, None, 1)),
             Tensor("chosen_values", "float32", ("entries", self.group, 2), (None, None, 1), align=4),
-            Scalar("scale_softmax", "float32"), Scalar("first_head", "int32"), Scalar("some_heads", "int32"), Stream(),
-        )  # fmt: skip
+            Scalar("scale_softmax", "float32"),
+            Scalar("first_head", "int32"),
+            Scalar("some_heads", "int32"),
+            Stream(),
+        )
 
 
 @dataclass(frozen=True)
@@ -285,10 +312,12 @@ class InverseConfiguration:
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *lists("hk", "cum_seqlen"), Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
+            *lists("hk", "cum_seqlen"),
+            Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
             *[vector("choosing", "int32", "choices")] * self.puts,
-            *[Tensor("chosen_places", "int32", ("s", "hk", "chosen"), (None, None, 1), align=4)] * self.tells, Stream(),
-        )  # fmt: skip
+            *[Tensor("chosen_places", "int32", ("s", "hk", "chosen"), (None, None, 1), align=4)] * self.tells,
+            Stream(),
+        )
 
 
 NEWEST = 3
@@ -331,11 +360,14 @@ class TopKConfiguration(SharedHeads):
         p = self.packed
         return (
             *matrices(p, self.dtype, "sq", self.heads, {"q": self.head}),
-            *matrices(p, self.dtype, "sk", self.key_heads, {"k": self.head}), row_values(p, "lse", self.heads),
+            *matrices(p, self.dtype, "sk", self.key_heads, {"k": self.head}),
+            row_values(p, "lse", self.heads),
             *matrices(p, "float32", "sq", self.key_heads, {"topk_scores": self.count}, 4),
             *matrices(p, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
-            *offsets(p), Scalar("scale_softmax", "float32"), Stream(),
-        )  # fmt: skip
+            *offsets(p),
+            Scalar("scale_softmax", "float32"),
+            Stream(),
+        )
 
 
 @dataclass(frozen=True)
@@ -363,10 +395,14 @@ class CompressionTopKConfiguration(SharedHeads):
         return (
             *matrices(True, self.dtype, "sq", self.heads, {"q": self.head}),
             *matrices(True, self.dtype, "sk", self.key_heads, {"k": self.head, "v": self.head_v}),
-            *matrices(True, self.dtype, "sq", self.heads, {"o": self.head_v}), row_values(True, "lse", self.heads),
+            *matrices(True, self.dtype, "sq", self.heads, {"o": self.head_v}),
+            row_values(True, "lse", self.heads),
             *matrices(True, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
-            *offsets(True), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
-        )  # fmt: skip
+            *offsets(True),
+            Scalar("scale_softmax", "float32"),
+            MULTIPROCESSORS,
+            Stream(),
+        )
 
 
 BRANCHES = ("compressed", "selected", "near")
@@ -425,14 +461,20 @@ class BranchGradientsConfiguration:
         gates = dict.fromkeys(("gates", "d_gates"), len(BRANCHES))
         return (
             *matrices(p, c.dtype, "sq", "hq", {"q": c.head, "dq": c.head, **rows}),
-            *matrices(p, c.dtype, "sk", "hk", keys), *matrices(p, c.dtype, "sc", "hk", of_compressed),
+            *matrices(p, c.dtype, "sk", "hk", keys),
+            *matrices(p, c.dtype, "sc", "hk", of_compressed),
             *matrices(p, self.gates, "sq", "hq", gates, FORMATS[self.gates].bits // 8),
             row_values(p, "compressed_lse"),
-            Tensor("near_lse", "float32", ("sequences", "hq", "longest"), (None, None, 1), align=4), *offsets(p),
-            *[vector("cum_seqlen_compressed", "int32", "ends")] * p, Scalar("scale_softmax", "float32"), *WINDOW,
-            *[Scalar("split", "int32"), Scalar("parts", "int32")] * c.split, Workspace(c.regions()),
-            Workspace(self.compressed.regions(), "compressed_workspace"), Stream(),
-        )  # fmt: skip
+            Tensor("near_lse", "float32", ("sequences", "hq", "longest"), (None, None, 1), align=4),
+            *offsets(p),
+            *[vector("cum_seqlen_compressed", "int32", "ends")] * p,
+            Scalar("scale_softmax", "float32"),
+            *WINDOW,
+            *[Scalar("split", "int32"), Scalar("parts", "int32")] * c.split,
+            Workspace(c.regions()),
+            Workspace(self.compressed.regions(), "compressed_workspace"),
+            Stream(),
+        )
 
 
 @dataclass(frozen=True)
@@ -463,14 +505,18 @@ class SparseDecodeConfiguration(SharedHeads):
 
         return (
             Tensor("q", self.dtype, ("b", self.heads, self.head), (None, None, 1)),
-            cache("k", "s", self.head), cache("v", "s", self.head_v), cache("compressed_k", "c", self.head),
+            cache("k", "s", self.head),
+            cache("v", "s", self.head_v),
+            cache("compressed_k", "c", self.head),
             cache("compressed_v", "c", self.head_v),
             Tensor("gates", self.gates, ("b", self.heads, len(BRANCHES)), (None, None, None), align=2),
-            vector("lengths", "int32", "b"), vector("compressed_lengths", "int32", "b"),
+            vector("lengths", "int32", "b"),
+            vector("compressed_lengths", "int32", "b"),
             Tensor("probabilities", "float32", ("b", self.key_heads, "c"), (None, None, 1), align=4),
             Tensor("o", self.dtype, ("b", self.heads, self.head_v), (None, None, 1), align=2),
-            Scalar("scale_softmax", "float32"), Stream(),
-        )  # fmt: skip
+            Scalar("scale_softmax", "float32"),
+            Stream(),
+        )
 
 
 def vector_of_rows(name: str, dtype: str) -> Tensor:

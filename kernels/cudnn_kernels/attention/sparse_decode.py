@@ -47,17 +47,28 @@ class Decode(Kernel):
         c = self.c
         caches = tuple(given[x] for x in ("k", "v", "compressed_k", "compressed_v"))
         self.kernel(
-            given["q"], caches, given["gates"], given["lengths"], given["compressed_lengths"], given["probabilities"],
-            given["o"], given["scale_softmax"] * LOG2_E,
-        ).launch(
-            grid=[c.key_heads, given["q"].shape[0], 1], block=[THREADS, 1, 1], stream=given["stream"]
-        )  # fmt: skip
+            given["q"],
+            caches,
+            given["gates"],
+            given["lengths"],
+            given["compressed_lengths"],
+            given["probabilities"],
+            given["o"],
+            given["scale_softmax"] * LOG2_E,
+        ).launch(grid=[c.key_heads, given["q"].shape[0], 1], block=[THREADS, 1, 1], stream=given["stream"])
 
     @cute.kernel
     def kernel(
-        self, q: cute.Tensor, caches: Any, gates: cute.Tensor, lengths: cute.Tensor, compressed_lengths: cute.Tensor,
-        probabilities: cute.Tensor, o: cute.Tensor, scale: Float32,
-    ) -> None:  # fmt: skip
+        self,
+        q: cute.Tensor,
+        caches: Any,
+        gates: cute.Tensor,
+        lengths: cute.Tensor,
+        compressed_lengths: cute.Tensor,
+        probabilities: cute.Tensor,
+        o: cute.Tensor,
+        scale: Float32,
+    ) -> None:
         """A sequence and a head of K."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
@@ -150,9 +161,19 @@ class Decode(Kernel):
 
     @cute.jit
     def attend(
-        self, rows: Any, k: cute.Tensor, v: cute.Tensor, shared: Any, blocks: cute.Tensor, groups: Int32,
-        begin: Int32, end: Int32, scale: Float32, listed: cutlass.Constexpr[bool], thread: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Any,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        shared: Any,
+        blocks: cute.Tensor,
+        groups: Int32,
+        begin: Int32,
+        end: Int32,
+        scale: Float32,
+        listed: cutlass.Constexpr[bool],
+        thread: Int32,
+    ) -> None:
         """A warp's part of a branch: 16 keys at a time, from ``begin`` to ``end``, or of the ``listed`` blocks."""
         c, mma = self.c, self.mma()
         lane, warp_index = thread % WARP, thread // WARP
@@ -236,9 +257,15 @@ class Decode(Kernel):
 
     @cute.jit
     def add(
-        self, out: cute.Tensor, shared: Any, gates: cute.Tensor, batch: Int32, head: Int32,
-        branch: cutlass.Constexpr[int], thread: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        out: cute.Tensor,
+        shared: Any,
+        gates: cute.Tensor,
+        batch: Int32,
+        head: Int32,
+        branch: cutlass.Constexpr[int],
+        thread: Int32,
+    ) -> None:
         """Puts the warps' parts of a branch together, and adds them times the gate."""
         c = self.c
         parts, sums, maxima = shared
@@ -260,7 +287,7 @@ class Decode(Kernel):
     @cute.jit
     def rank(
         self, rows: Any, k: cute.Tensor, p: cute.Tensor, shared: Any, keys: Int32, scale: Float32, thread: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The probability of every compressed key, summed over the heads, to memory."""
         c, lane = self.c, thread % WARP
         shifts = []
@@ -285,9 +312,15 @@ class Decode(Kernel):
 
     @cute.jit
     def choose(
-        self, p: cute.Tensor, blocks: cute.Tensor, best: cute.Tensor, best_blocks: cute.Tensor, length: Int32,
-        keys: Int32, thread: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        p: cute.Tensor,
+        blocks: cute.Tensor,
+        best: cute.Tensor,
+        best_blocks: cute.Tensor,
+        length: Int32,
+        keys: Int32,
+        thread: Int32,
+    ) -> None:
         """The row's list: the first block, the newest, and those with the largest sums of probabilities.
 
         The sum of a block takes the place of its first key's probability, -1 that of one that was chosen.

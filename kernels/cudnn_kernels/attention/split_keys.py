@@ -92,14 +92,25 @@ class SplitKeys(Forward):
         share = q.shape[2] // key_heads
         tiles = cute.ceil_div(q.shape[0] * share, self.tile_m)
         caches = Caches(
-            q.shape[0], share, key_heads, tiles, given["k"].shape[2], by_page, by_row, given.get("seqlen_k"),
-            given.get("page_table"), given["right"], given["left"],
-        )  # fmt: skip
+            q.shape[0],
+            share,
+            key_heads,
+            tiles,
+            given["k"].shape[2],
+            by_page,
+            by_row,
+            given.get("seqlen_k"),
+            given.get("page_table"),
+            given["right"],
+            given["left"],
+        )
         copies = [(None, q), *copies, (None, parts)]
         self.kernel(self.call(given, copies, log_sums, None, caches)).launch(
-            grid=[tiles * key_heads * batches, splits, 1], block=[self.threads, 1, 1], stream=given["stream"],
+            grid=[tiles * key_heads * batches, splits, 1],
+            block=[self.threads, 1, 1],
+            stream=given["stream"],
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
         blocks = cute.ceil_div(q.shape[0] * q.shape[2] * batches, GROUP // WARP)
         self.combine(parts, log_sums, o, sequences.rows(given["lse"], False), given.get("sink")).launch(
             grid=[blocks, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
@@ -127,9 +138,13 @@ class SplitKeys(Forward):
         if const_expr(work.lengths is not None):
             keys = Int32(work.lengths[batch])
         mask = SharedMask(
-            work.queries * share, keys, Int32(0) if const_expr(c.top_left) else keys - work.queries,
-            work.right if const_expr(c.right) else None, work.left if const_expr(c.left) else None, share,
-        )  # fmt: skip
+            work.queries * share,
+            keys,
+            Int32(0) if const_expr(c.top_left) else keys - work.queries,
+            work.right if const_expr(c.right) else None,
+            work.left if const_expr(c.left) else None,
+            share,
+        )
         return CachedProblem(tile * self.tile_m, key_head * share, key_head, batch, Int32(0), Int32(0), mask, work)
 
     def blocks(self, p: Problem) -> tuple[Int32, Int32, Int32, Int32]:
@@ -166,7 +181,7 @@ class SplitKeys(Forward):
     @cute.jit
     def fetch_keys(
         self, call: Call, buffer: cute.Tensor, full: Any, p: CachedProblem, which: int, n: Int32, piece: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts the copies of a ``piece`` of the columns of a block of K or V."""
         box, size, page_size, table = self.boxes[which], self.size, self.c.page, p.caches.table
         count, parts = self.tile_n // size, cute.local_tile(buffer, box, (None, 0))
@@ -187,9 +202,7 @@ class SplitKeys(Forward):
             fetch(call.atoms[which], cute.local_tile(found, box, (0, piece)), parts[None, None, part], full)
 
     @cute.kernel
-    def combine(
-        self, parts: cute.Tensor, log_sums: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: Any
-    ) -> None:  # fmt: skip
+    def combine(self, parts: cute.Tensor, log_sums: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: Any) -> None:
         """A warp has a row: the mean of its parts, weighted by what exponentials add up to in each."""
         thread, block = here()
         lane, index = thread % WARP, block * (GROUP // WARP) + thread // WARP

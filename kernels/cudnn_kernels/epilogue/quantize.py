@@ -222,8 +222,9 @@ def e4m3(factor: Float32) -> tuple[Int32, Float32]:
     """The nearest value of e4m3, at most 448, as its bits and inverted: correctly rounded, and 0 for 0."""
     pair = cute.arch.inline_ptx(
         "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Uint16], read_only_args=[Float32(0.0), factor],
-    )  # fmt: skip
+        write_only_types=[Uint16],
+        read_only_args=[Float32(0.0), factor],
+    )
     rounded = from_e4m3(pair)
     inverse = cute.arch.rcp_approx(rounded)
     # One step of Newton's: the error of 1 ulp becomes 2^-46, less than any of these quotients is off a midpoint.
@@ -235,7 +236,7 @@ def from_e4m3(code: Any) -> Float32:
     """The value of an e4m3's bits."""
     halves = cute.arch.inline_ptx(
         "cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[Uint16(code)]
-    )  # fmt: skip
+    )
     return Float32(Uint16(halves & 0xFFFF).bitcast(DTYPES["float16"]))
 
 

@@ -52,9 +52,13 @@ class Combine(Kernel):
 
     @cute.kernel
     def kernel(
-        self, rows: cute.Tensor, row_of_choice: cute.Tensor, weights: Any, out: cute.Tensor,
+        self,
+        rows: cute.Tensor,
+        row_of_choice: cute.Tensor,
+        weights: Any,
+        out: cute.Tensor,
         tokens: cutlass.Constexpr[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         c = self.c
         thread, block = here()
         token = block // c.slices * tokens + thread // c.width
@@ -126,15 +130,23 @@ class CombineGradient(Combine):
         threads = min(self.c.most_threads, -(-self.columns // WARP) * WARP)
         tensors = [given.get(x) for x in ("rows", "row_of_choice", "weights", "out", "d_rows", "d_weights")]
         self.gradients(*tensors, threads).launch(
-            grid=[given["out"].shape[0], 1, 1], block=[threads, 1, 1], stream=given["stream"],
+            grid=[given["out"].shape[0], 1, 1],
+            block=[threads, 1, 1],
+            stream=given["stream"],
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def gradients(
-        self, rows: Any, row_of_choice: cute.Tensor, weights: Any, out: cute.Tensor, d_rows: cute.Tensor,
-        d_weights: Any, threads: cutlass.Constexpr[int],
-    ) -> None:  # fmt: skip
+        self,
+        rows: Any,
+        row_of_choice: cute.Tensor,
+        weights: Any,
+        out: cute.Tensor,
+        d_rows: cute.Tensor,
+        d_weights: Any,
+        threads: cutlass.Constexpr[int],
+    ) -> None:
         c = self.c
         thread, token = here()
         smem = SmemAllocator()

@@ -41,9 +41,16 @@ class Dispatch(Combine):
 
     @cute.kernel
     def dispatch(
-        self, tokens: cute.Tensor, indices: cute.Tensor, targets: cute.Tensor, weights: Any, choice_targets: Any,
-        row_of_rank: Any, rank: Int32, most: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        tokens: cute.Tensor,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        weights: Any,
+        choice_targets: Any,
+        row_of_rank: Any,
+        rank: Int32,
+        most: Int32,
+    ) -> None:
         c = self.c
         thread, block = here()
         token, column = block // c.slices, block % c.slices * c.width + thread
@@ -92,20 +99,44 @@ class GiveBack(Combine):
 
     def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        names = ("rows", "row_of_choice", "weights", "targets", "row_of_rank", "out", "word_targets", "values",
-                 "own_values", "rank", "most", "limit")  # fmt: skip
+        names = (
+            "rows",
+            "row_of_choice",
+            "weights",
+            "targets",
+            "row_of_rank",
+            "out",
+            "word_targets",
+            "values",
+            "own_values",
+            "rank",
+            "most",
+            "limit",
+        )
         turns = given["most"] + cutlass.min(c.ahead, given["most"])
         self.give_back(*(given.get(x) for x in names)).launch(
-            grid=[turns * c.ranks * c.slices, 1, 1], block=[-(-c.width // WARP) * WARP, 1, 1],
-            stream=given["stream"], min_blocks_per_mp=1,
-        )  # fmt: skip
+            grid=[turns * c.ranks * c.slices, 1, 1],
+            block=[-(-c.width // WARP) * WARP, 1, 1],
+            stream=given["stream"],
+            min_blocks_per_mp=1,
+        )
 
     @cute.kernel
     def give_back(
-        self, rows: cute.Tensor, row_of_choice: cute.Tensor, weights: Any, targets: cute.Tensor,
-        row_of_rank: cute.Tensor, out: cute.Tensor, word_targets: cute.Tensor, values: Any, own_values: Any,
-        rank: Int32, most: Int32, limit: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        rows: cute.Tensor,
+        row_of_choice: cute.Tensor,
+        weights: Any,
+        targets: cute.Tensor,
+        row_of_rank: cute.Tensor,
+        out: cute.Tensor,
+        word_targets: cute.Tensor,
+        values: Any,
+        own_values: Any,
+        rank: Int32,
+        most: Int32,
+        limit: Int32,
+    ) -> None:
         c = self.c
         thread, block = here()
         blocks, _, _ = cute.arch.grid_dim()

@@ -59,9 +59,14 @@ class Quantize(Kernel):
 
     @cute.kernel
     def rows(
-        self, x: cute.Tensor, row_of_choice: Any, quantized: cute.Tensor, factors: cute.Tensor,
-        width: cutlass.Constexpr[int], height: cutlass.Constexpr[int],
-    ) -> None:  # fmt: skip
+        self,
+        x: cute.Tensor,
+        row_of_choice: Any,
+        quantized: cute.Tensor,
+        factors: cute.Tensor,
+        width: cutlass.Constexpr[int],
+        height: cutlass.Constexpr[int],
+    ) -> None:
         thread, block = here()
         row, lane = block * height + thread // width, thread % width
         mine = (thread < width * height) & (row < x.shape[0])
@@ -126,9 +131,15 @@ class Quantize(Kernel):
 
     @cute.jit
     def store(
-        self, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, piece: Int32, there: Any, part: cute.Tensor,
+        self,
+        quantized: cute.Tensor,
+        factors: cute.Tensor,
+        row: Int32,
+        piece: Int32,
+        there: Any,
+        part: cute.Tensor,
         factor: Float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A thread's part of a row, if there is such a row, and one thread the factor of the row, or of the block."""
         height = const_expr(BLOCK if self.c.blocks else 1)  # rows that share a factor
         if there & (row < quantized.shape[0]):

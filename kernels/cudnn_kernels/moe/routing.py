@@ -106,9 +106,17 @@ class Route(Kernel):
 
     @cute.kernel
     def choose(
-        self, logits: Any, bias: Any, weights: Any, chosen: Any, indices: cute.Tensor, row_of_choice: cute.Tensor,
-        counts: cute.Tensor, scaling_factor: Any, per_warp: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        logits: Any,
+        bias: Any,
+        weights: Any,
+        chosen: Any,
+        indices: cute.Tensor,
+        row_of_choice: cute.Tensor,
+        counts: cute.Tensor,
+        scaling_factor: Any,
+        per_warp: Int32,
+    ) -> None:
         """``per_warp`` tokens for each warp; ``row_of_choice``: how many choices of the expert the CTA made before."""
         c = self.c
         thread, block = here()
@@ -383,9 +391,15 @@ class Route(Kernel):
 
     @cute.kernel
     def place(
-        self, indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, token_of_row: cute.Tensor,
-        row_of_choice: cute.Tensor, blocks: Int32, per_warp: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        indices: cute.Tensor,
+        counts: cute.Tensor,
+        offsets: cute.Tensor,
+        token_of_row: cute.Tensor,
+        row_of_choice: cute.Tensor,
+        blocks: Int32,
+        per_warp: Int32,
+    ) -> None:
         """Every choice's row, and every row's token."""
         c = self.c
         thread, block = here()
@@ -412,9 +426,15 @@ class Route(Kernel):
 
     @cute.jit
     def starts_of(
-        self, counts: cute.Tensor, offsets: cute.Tensor, starts: cute.Tensor, sums: cute.Tensor, block: Int32,
-        blocks: Int32, thread: Int32,
-    ) -> Int32:  # fmt: skip
+        self,
+        counts: cute.Tensor,
+        offsets: cute.Tensor,
+        starts: cute.Tensor,
+        sums: cute.Tensor,
+        block: Int32,
+        blocks: Int32,
+        thread: Int32,
+    ) -> Int32:
         """``starts``: where the CTA's rows of each expert begin. Returns how many rows there are."""
         c = self.c
         lane, warp = thread % WARP, thread // WARP
@@ -467,9 +487,15 @@ class RouteGradient(Kernel):
 
     @cute.kernel
     def kernel(
-        self, gradient: cute.Tensor, logits: cute.Tensor, indices: cute.Tensor, d_logits: cute.Tensor,
-        row_of_choice: Any, of_rows: Any, scaling_factor: Float32,
-    ) -> None:  # fmt: skip
+        self,
+        gradient: cute.Tensor,
+        logits: cute.Tensor,
+        indices: cute.Tensor,
+        d_logits: cute.Tensor,
+        row_of_choice: Any,
+        of_rows: Any,
+        scaling_factor: Float32,
+    ) -> None:
         c, rule = self.c, self.c.rule
         thread, block = here()
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)

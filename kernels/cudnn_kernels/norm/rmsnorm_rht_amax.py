@@ -94,9 +94,16 @@ class RmsNormRhtAmax(Kernel):
 
     @cute.kernel
     def kernel(
-        self, x: cute.Tensor, w: cute.Tensor, o: cute.Tensor, amax: cute.Tensor, eps: Float32, rows: Int32,
-        at_once: Int32, members: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        o: cute.Tensor,
+        amax: cute.Tensor,
+        eps: Float32,
+        rows: Int32,
+        at_once: Int32,
+        members: Int32,
+    ) -> None:
         """``rows`` share one amax; a CTA takes ``at_once`` such groups, with ``members`` teams for each."""
         c = self.c
         tid, block = here()

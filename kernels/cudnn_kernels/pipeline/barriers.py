@@ -49,8 +49,10 @@ def any_of(barrier: Int32, threads: int, value: Int32) -> Boolean:
     """Waits until so many threads have come to a barrier: whether any of them has a value other than 0."""
     found = cute.arch.inline_ptx(
         "{{ .reg .pred mine, any; setp.ne.s32 mine, {$r0}, 0; barrier.cta.red.or.pred any, {$r1}, {$r2}, mine; "
-        "selp.b32 {$w0}, 1, 0, any; }}", write_only_types=[Int32], read_only_args=[value, barrier, Int32(threads)],
-    )  # fmt: skip
+        "selp.b32 {$w0}, 1, 0, any; }}",
+        write_only_types=[Int32],
+        read_only_args=[value, barrier, Int32(threads)],
+    )
     return cute.arch.vote_any_sync(found != 0)  # so that ptxas knows it to be uniform
 
 

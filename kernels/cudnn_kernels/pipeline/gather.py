@@ -41,9 +41,16 @@ class Lines:
     """
 
     def __init__(
-        self, side: int, along_k: bool, tensor: cute.Tensor, index: cute.Tensor, ring: cute.Tensor,
-        shape: tuple[int, int], place: Callable[[int, int], int], smem: Any,
-    ) -> None:  # fmt: skip
+        self,
+        side: int,
+        along_k: bool,
+        tensor: cute.Tensor,
+        index: cute.Tensor,
+        ring: cute.Tensor,
+        shape: tuple[int, int],
+        place: Callable[[int, int], int],
+        smem: Any,
+    ) -> None:
         self.side, self.along_k, self.tensor, self.index = side, along_k, tensor, index
         self.size = ring.element_type.width // 8  # bytes of an element
         lines, width = shape[::-1] if along_k else shape
@@ -117,9 +124,16 @@ class Boxes(Lines):
     """
 
     def __init__(
-        self, engine: tuple[Any, Any], index: cute.Tensor, buffers: cute.Tensor, shape: tuple[int, int],
-        place: Callable[[int, int], int], smem: Any, ring: Ring, share: tuple[int, Int32, Int32],
-    ) -> None:  # fmt: skip
+        self,
+        engine: tuple[Any, Any],
+        index: cute.Tensor,
+        buffers: cute.Tensor,
+        shape: tuple[int, int],
+        place: Callable[[int, int], int],
+        smem: Any,
+        ring: Ring,
+        share: tuple[int, Int32, Int32],
+    ) -> None:
         self.atom, view = engine
         super().__init__(0, False, view, index, buffers, shape, place, smem)
         self.ring, (self.share, self.rank, self.mask) = ring, share
@@ -207,9 +221,14 @@ class Gather:
     """
 
     def __init__(
-        self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None] | None,
+        self,
+        sources: tuple[Lines, ...],
+        ring: Ring,
+        feed: Feed,
+        depth: int,
+        arrive: Callable[[Any], None] | None,
         factors: Factors | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sources, self.ring, self.feed, self.depth, self.arrive = sources, ring, feed, depth, arrive
         self.factors, self.boxes = factors, isinstance(sources[0], Boxes)
         self.ahead = min(max(ring.stages - 2, 1), IN_FLIGHT - 1)  # k tiles in flight when one's are waited for

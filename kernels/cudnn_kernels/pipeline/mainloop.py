@@ -105,8 +105,14 @@ class Mainloop(Kernel, ABC):
     def epilogue_of(self, **own: Any) -> Epilogue:
         """The epilogue; ``own`` is what the architecture's plan says of threads and accumulators."""
         c, tiles = self.c, self.tiles
-        plan = Plan(width=c.part, tile_columns=c.tile[1], stages=c.staged, clips_rows=tiles.clips_rows,
-                    offsets=tiles.row_offsets, **own)  # fmt: skip
+        plan = Plan(
+            width=c.part,
+            tile_columns=c.tile[1],
+            stages=c.staged,
+            clips_rows=tiles.clips_rows,
+            offsets=tiles.row_offsets,
+            **own,
+        )
         return Epilogue(c.epilogue, plan)
 
     @abstractmethod

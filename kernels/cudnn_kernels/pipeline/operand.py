@@ -59,8 +59,10 @@ class PrepareOperand:
     def launch(self, each: Sequence[Mapping[str, Any]]) -> None:
         """Launches the kernel on each operand's arguments by name."""
         given = [step.arguments(arguments) for step, arguments in zip(self.steps, each, strict=True)]
-        ctas = [cutlass.min(parameters[-1], arguments["multiprocessors"] * step.c.resident)
-                for step, parameters, arguments in zip(self.steps, given, each, strict=True)]  # fmt: skip
+        ctas = [
+            cutlass.min(parameters[-1], arguments["multiprocessors"] * step.c.resident)
+            for step, parameters, arguments in zip(self.steps, given, each, strict=True)
+        ]
         width = ctas[0]
         for count in ctas[1:]:
             width = cutlass.max(width, count)

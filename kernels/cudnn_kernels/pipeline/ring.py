@@ -78,9 +78,7 @@ def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def draw(
-    ring: Ring, drawn: cute.Tensor, count: cute.Tensor, turn: Int32, told: Any, draws: bool
-) -> tuple[Int32, ...]:  # fmt: skip
+def draw(ring: Ring, drawn: cute.Tensor, count: cute.Tensor, turn: Int32, told: Any, draws: bool) -> tuple[Int32, ...]:
     """All warps of a CTA: the number of what is drawn in a turn, and what else the drawing warp ``told``.
 
     It ``draws`` by counting up in global memory, as soon as all have read what was drawn ``stages`` turns ago, and

@@ -62,9 +62,13 @@ class MmaTF32Op(base.MmaOp):
 
 
 def mma_operation(
-    a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major: OperandMajorMode,
+    a: Any,
+    b: Any,
+    width: int,
+    a_major: OperandMajorMode,
+    b_major: OperandMajorMode,
     source: Any = warpgroup.OperandSource.SMEM,
-) -> Any:  # fmt: skip
+) -> Any:
     """The instruction for B in shared memory, 64 rows and ``width`` columns, accumulating in float32."""
     if a.width == 16:
         return warpgroup.MmaF16BF16Op(a, Float32, (64, width, 16), source, a_major, b_major)
@@ -134,7 +138,7 @@ class Product:
 
     def put(
         self, values: cute.Tensor, target: cute.Tensor, thread: Int32, transposed: bool = False, matrices: int = 4
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes rounded sums to a tile in shared memory, (rows, columns): so many ``matrices`` of 8 x 8 at once, or
         pairs of 8 bits. ``transposed``: rows follow each other there.
         """
@@ -145,9 +149,14 @@ class Product:
         cute.copy(atom, copy.retile(values), copy.partition_D(target))
 
     def issue(
-        self, acc: cute.Tensor, a: Any, b: Any, adds: bool, part: slice = slice(None),
+        self,
+        acc: cute.Tensor,
+        a: Any,
+        b: Any,
+        adds: bool,
+        part: slice = slice(None),
         between: Sequence[Callable[[], None]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Issues the product, or its addition to ``acc``, or a ``part`` of its instructions, as a group of its own.
 
         A warp can issue but few instructions before it waits for the first. So it does what work there is ``between``

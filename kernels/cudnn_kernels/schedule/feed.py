@@ -42,9 +42,15 @@ class Feed:
     """
 
     def __init__(
-        self, tiles: Tiles, parameters: Any, readers: Any, smem: Any, turns: bool = False, counter: Any = None,
+        self,
+        tiles: Tiles,
+        parameters: Any,
+        readers: Any,
+        smem: Any,
+        turns: bool = False,
+        counter: Any = None,
         cluster: Cluster | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         _, _, self.index = cute.arch.block_idx()
         _, _, self.step = cute.arch.grid_dim()
         self.tiles, self.parameters, self.readers = tiles, parameters, readers

@@ -219,9 +219,7 @@ class Gradients:
         return pointer + (BUFFERS * 2 * BLOCK + sum(self.widths[:number]))
 
     @cute.jit
-    def compute(
-        self, pointer: cute.Pointer, b: dict, p: Block, values: list, scale: Scale, thread: Int32
-    ) -> None:  # fmt: skip
+    def compute(self, pointer: cute.Pointer, b: dict, p: Block, values: list, scale: Scale, thread: Int32) -> None:
         """Four warps: P and dS of all steps."""
         scale_log2, factor = scale.powers()
         log_sum, product = Float32(0.0), Float32(0.0)
@@ -275,7 +273,7 @@ class Gradients:
     @cute.jit
     def store(
         self, pointer: cute.Pointer, buffers: dict, p: Block, copied: dict, scale: Float32, thread: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes the results, through the buffers of the rows' operands."""
         outs = []
         for i, (x, width) in enumerate(zip(self.rows, self.widths, strict=False)):

@@ -24,7 +24,7 @@ class AttentionDecode(SplitKeys, AttentionForward):
     @cute.jit
     def soften(
         self, call: Call, room: Room, p: CachedProblem, tile: Int32, thread: Int32, begin: Int32, end: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.load_queries(call, room.q[None, None, 0], p, 0, thread)
         barriers.wait(Barrier.GROUP, GROUP)
         if thread == 0:
@@ -34,7 +34,7 @@ class AttentionDecode(SplitKeys, AttentionForward):
     @cute.jit
     def store(
         self, call: Call, room: Room, p: CachedProblem, factor: Float32, tile: Int32, thread: Int32, exists: Boolean
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What the rows have of the CTA's keys."""
         row, out = p.row + thread, self.out(room, tile)
         target = call.tensors[O][(None, *self.place(p, row))]

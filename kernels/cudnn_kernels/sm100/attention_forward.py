@@ -217,9 +217,7 @@ class AttentionForward(Forward):
         return room.pointer + (BUFFERS * KEYS + tile * self.c.head_v)
 
     @cute.jit
-    def soften(
-        self, call: Call, room: Room, p: Problem, tile: Int32, thread: Int32, begin: Int32, end: Int32
-    ) -> None:  # fmt: skip
+    def soften(self, call: Call, room: Room, p: Problem, tile: Int32, thread: Int32, begin: Int32, end: Int32) -> None:
         """Four warps: the softmax of a tile's rows, then O and LSE."""
         row, out = p.row + tile * ROWS, self.out(room, tile)
         state = self.state(call)
@@ -257,7 +255,7 @@ class AttentionForward(Forward):
     @cute.jit
     def store(
         self, call: Call, room: Room, p: Problem, factor: Float32, tile: Int32, thread: Int32, exists: Boolean
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A tile's O, times a factor; it is 0 where nothing ``exists``."""
         c = self.c
         one = self.layout(ROWS, c.head_v, dtype=self.result)

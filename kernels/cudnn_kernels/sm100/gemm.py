@@ -125,9 +125,17 @@ class Gemm(Mainloop):
 
     @cute.kernel
     def kernel(
-        self, mma: cute.TiledMma, whole: cute.TiledMma, atoms: list, tensors: list, pointers: list, gathered: Any,
-        factors: Any, scheduled: Any, parameters: Any,
-    ) -> None:  # fmt: skip
+        self,
+        mma: cute.TiledMma,
+        whole: cute.TiledMma,
+        atoms: list,
+        tensors: list,
+        pointers: list,
+        gathered: Any,
+        factors: Any,
+        scheduled: Any,
+        parameters: Any,
+    ) -> None:
         """The roles of the warps."""
         stages = const_expr(self.stages())
         thread, _, _ = cute.arch.thread_idx()
@@ -217,9 +225,14 @@ class Gemm(Mainloop):
         return row, column + bm % self.pair * (self.c.tile[1] // self.pair)
 
     def gather(
-        self, gathered: Any, operands: Sequence[TileOperand], rings: Sequence[Any], ring: Ring, rank: Int32,
+        self,
+        gathered: Any,
+        operands: Sequence[TileOperand],
+        rings: Sequence[Any],
+        ring: Ring,
+        rank: Int32,
         smem: Any,
-    ) -> Gather:  # fmt: skip
+    ) -> Gather:
         """What brings operands whose lines have numbers; it tells the pair's first CTA, which multiplies."""
         c, leader = self.c, rank - rank % self.pair
         mine = {"a": (ROWS, c.tile[2]), "b": (c.tile[1] // self.pair, c.tile[2])}
@@ -232,9 +245,15 @@ class Gemm(Mainloop):
 
     @cute.jit
     def load(
-        self, operands: cutlass.Constexpr[list], atoms: list, tensors: list, pointers: list, shared: list, ring: Any,
+        self,
+        operands: cutlass.Constexpr[list],
+        atoms: list,
+        tensors: list,
+        pointers: list,
+        shared: list,
+        ring: Any,
         rank: Int32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: fills the ring with the operands of all tiles."""
         c = self.c
         several = const_expr(c.cluster[0] * c.cluster[1] > 1)

@@ -86,7 +86,7 @@ class Product:
 
     def issue(
         self, sums: cute.Pointer, left: cute.Tensor, buffers: cute.Tensor, stage: Any, adds: Any, part: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Issues the product of a part of A with a buffer of B, (columns, depth, stages); it ``adds`` to the sums."""
         mma, shape, stages = self.mma(), (LANES, self.columns, self.depth), cute.size(buffers, mode=[2])
         layout = sm100.make_smem_layout_b(mma, shape, self.dtype, stages)

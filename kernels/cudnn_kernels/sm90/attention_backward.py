@@ -117,9 +117,11 @@ class Backward(Kernel):
         """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""
         c = self.c
         return {
-            "q": Box("q", self.m, c.head, stages=STAGES), "do": Box("do", self.m, c.head_v, stages=self.stages),
-            "k": Box("k", self.n, c.head, self.dq_width), "v": Box("v", self.n, c.head_v),
-        }  # fmt: skip
+            "q": Box("q", self.m, c.head, stages=STAGES),
+            "do": Box("do", self.m, c.head_v, stages=self.stages),
+            "k": Box("k", self.n, c.head, self.dq_width),
+            "v": Box("v", self.n, c.head_v),
+        }
 
     def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
@@ -141,16 +143,17 @@ class Backward(Kernel):
         if c.queue:
             clusters = cutlass.min(given["multiprocessors"], clusters)
         self.kernel(atoms, dk, dv, replace(values), work, Scale(scale, given.get("softcap"))).launch(
-            grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
-            stream=stream, min_blocks_per_mp=1,
-        )  # fmt: skip
+            grid=[self.cluster * clusters, 1, 1],
+            block=[GROUP * (1 + GROUPS), 1, 1],
+            cluster=[self.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
         if const_expr(c.split):
             KeyGradients(c).launch(key_sums, dk, dv, again, scale, stream)
 
     @cute.kernel
-    def kernel(
-        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: Values, work: Work, scale: Scale
-    ) -> None:  # fmt: skip
+    def kernel(self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: Values, work: Work, scale: Scale) -> None:
         """The roles of the warpgroups."""
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -159,8 +162,11 @@ class Backward(Kernel):
         smem = SmemAllocator()
         layouts = {x: self.tile(box.rows, box.columns, box.stages, box.part) for x, box in self.boxes().items()}
         shared = {x: self.allocate(smem, layout) for x, layout in layouts.items()} | self.more_buffers(smem)
-        counts = {f"{x}_{state}": (stages, count) for x, stages in (("q", STAGES), ("do", self.stages))
-                  for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
+        counts = {
+            f"{x}_{state}": (stages, count)
+            for x, stages in (("q", STAGES), ("do", self.stages))
+            for state, count in (("full", 1), ("empty", 4 * GROUPS))
+        }
         counts |= {"kv_full": (1, 1)} | ({"kv_empty": (1, 4 * GROUPS)} if self.c.queue else {})
         shared |= self.barriers(smem, counts | self.more_barriers(), thread)
         if group == 0:
@@ -267,7 +273,7 @@ class Backward(Kernel):
     @cute.jit
     def produce(
         self, atoms: Any, shared: Any, values: Values, rank: Any, block: Block, before: Any, blocks: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: fetches K and V, then Q and dO of every step."""
         boxes, total = self.boxes(), block.steps
         self.fetch_keys(atoms, shared, block, self.keys_fetched(block, rank), blocks)
@@ -317,7 +323,7 @@ class Backward(Kernel):
 
     def exponentiate(
         self, scores: cute.Tensor, p: cute.Tensor, scale: Float32, log_sums: Iterable[tuple[int, Float32]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Makes P of scores, those numbered, each with the LSE of its row; capped ones become P's derivatives by them,
         before the cap.
         """
@@ -368,9 +374,7 @@ class Backward(Kernel):
         cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[place.toint()])
 
     @cute.jit
-    def finish(
-        self, shared: Any, values: Values, block: Block, results: Any, scale: Scale, rank: Any
-    ) -> None:  # fmt: skip
+    def finish(self, shared: Any, values: Values, block: Block, results: Any, scale: Scale, rank: Any) -> None:
         """Writes dK and dV, the sums and the tensor of each: of a split block to the workspace."""
         if const_expr(self.c.split):
             if block.number >= 0:
@@ -453,9 +457,17 @@ class AttentionBackward(Backward):
 
     @cute.jit
     def consume(
-        self, shared: Any, values: Values, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Any, block: Block,
-        before: Any, blocks: Any,
-    ) -> None:  # fmt: skip
+        self,
+        shared: Any,
+        values: Values,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Scale,
+        rank: Any,
+        block: Block,
+        before: Any,
+        blocks: Any,
+    ) -> None:
         """A warpgroup that multiplies."""
         group, thread = self.multiplying()
         rows_k, rows_v = (self.result_part(shared[x], group) for x in ("k", "v"))
@@ -555,13 +567,14 @@ class AttentionBackward(Backward):
     @cute.jit
     def assist(
         self, shared: Any, values: Values, rank: Any, part: Int32, block: Block, before: Any, blocks: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: lets the copy engine add a warpgroup's part of dQ, step by step."""
         c, chunks = self.c, self.m * self.c.head // 512 // GROUPS
         source, full, empty = (
-            cute.domain_offset((0, part * chunks), shared["dq"]).iterator.toint(), shared["dq_full"] + part,
+            cute.domain_offset((0, part * chunks), shared["dq"]).iterator.toint(),
+            shared["dq_full"] + part,
             shared["dq_empty"] + part,
-        )  # fmt: skip
+        )
         size = 4 * 512 * chunks
         mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
         for step in cutlass.range(block.steps, unroll=1):

@@ -84,9 +84,17 @@ class PairedBackward(Backward):
 
     @cute.jit
     def consume(
-        self, shared: Any, values: Values, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Int32, block: Block,
-        before: Any, blocks: Any,
-    ) -> None:  # fmt: skip
+        self,
+        shared: Any,
+        values: Values,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Scale,
+        rank: Int32,
+        block: Block,
+        before: Any,
+        blocks: Any,
+    ) -> None:
         """A warpgroup that multiplies."""
         c, (group, thread) = self.c, self.multiplying()
         tSrQ, tSrdO = (self.score.left(shared[x], thread) for x in ("q", "do"))
@@ -166,14 +174,14 @@ class PairedBackward(Backward):
 
     def exponentials(
         self, scores: cute.Tensor, p: cute.Tensor, scale: Float32, log_sums: cute.Tensor
-    ) -> Sequence[Callable[[], None]]:  # fmt: skip
+    ) -> Sequence[Callable[[], None]]:
         """Work: makes P of scores, four at a time."""
         found = list(self.each(log_sums))
         return [partial(self.exponentiate, scores, p, scale, found[i : i + 4]) for i in range(0, len(found), 4)]
 
     def additions(
         self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32
-    ) -> Sequence[Callable[..., None]]:  # fmt: skip
+    ) -> Sequence[Callable[..., None]]:
         """Work: adds a part of dQ to a block's sums, four values of a thread at a time, threads next to each other.
 
         Straight from registers: the copy engine's additions from shared memory made the kernel a tenth slower.
@@ -194,7 +202,7 @@ class PairedBackward(Backward):
     @cute.jit
     def assist(
         self, shared: Any, values: Values, rank: Int32, part: Int32, block: Block, before: Any, blocks: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: says when it is the turn of this CTA's half of dQ, and, when all have added, that it is over."""
         mask = block.mask.turned()
         for step in cutlass.range(block.steps, unroll=1):
@@ -228,7 +236,7 @@ class PairedBackward(Backward):
     @cute.jit
     def load_rows(
         self, values: Values, log_sums: cute.Tensor, products: cute.Tensor, block: Block, step: Any, thread: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """LSE and D of a thread's rows, long before they are needed."""
         m_block, head, batch = self.place(block, step)
         for slot in cutlass.range_constexpr(2):

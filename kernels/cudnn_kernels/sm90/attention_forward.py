@@ -147,8 +147,10 @@ class AttentionForward(WarpgroupProducts, Forward):
         c, smem = self.c, SmemAllocator()
         thread, _, _ = cute.arch.thread_idx()
         shapes = {
-            "q": (self.tile_m, c.head, 1), "k": (self.tile_n, c.head, c.stages), "v": (self.tile_n, c.head_v, c.stages),
-        }  # fmt: skip
+            "q": (self.tile_m, c.head, 1),
+            "k": (self.tile_n, c.head, c.stages),
+            "v": (self.tile_n, c.head_v, c.stages),
+        }
         made = self.buffers(smem, shapes | ({"values": (c.head_v, self.tile_n, c.stages)} if self.turners else {}))
         if const_expr(self.apart):
             made |= self.buffers(smem, {"o": (self.tile_m, c.head_v, 1)}, self.result)
@@ -229,7 +231,7 @@ class AttentionForward(WarpgroupProducts, Forward):
 
     def fetch_block(
         self, call: Call, buffers: cute.Tensor, of: ring.Ring, p: Problem, which: int, place: Int32, n: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Waits for a buffer, and starts the copy of a block of K or V."""
         stage, phase = self.at(place)
         ring.expect(of, stage, phase ^ 1, self.bytes(self.tile_n, self.boxes[which][1]))

@@ -77,13 +77,22 @@ class BranchRows(RowProducts):
         grid, shape = grid_of(blocks, out.shape[2], out.shape[3])
         self.gradients(
             out, branches, changes, gates, d_gates, log_sums, told, zeros, given.get("cum_seqlen_q"), grid
-        ).launch(grid=shape, block=[ROW_THREADS, 1, 1], stream=stream)  # fmt: skip
+        ).launch(grid=shape, block=[ROW_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def gradients(
-        self, out: cute.Tensor, branches: list, changes: list, gates: cute.Tensor, d_gates: cute.Tensor, given: list,
-        told: list, zeros: cute.Tensor, offsets: Any, grid: Grid,
-    ) -> None:  # fmt: skip
+        self,
+        out: cute.Tensor,
+        branches: list,
+        changes: list,
+        gates: cute.Tensor,
+        d_gates: cute.Tensor,
+        given: list,
+        told: list,
+        zeros: cute.Tensor,
+        offsets: Any,
+        grid: Grid,
+    ) -> None:
         """``out`` is the gradient of the sum, ``given`` the log-sum-exp of compression and of the window."""
         c, lanes = self.c, self.lanes
         thread, _, _ = cute.arch.thread_idx()

@@ -59,9 +59,11 @@ class CompressionTopK(TopK):
         self.kernel(
             self.atoms(given, self.box, self.tile_n), results, offsets, tiles, given["scale_softmax"] * softmax.LOG2_E
         ).launch(
-            grid=[ctas * c.key_heads, 1, 1], block=[self.warps * WARP, 1, 1], stream=given["stream"],
+            grid=[ctas * c.key_heads, 1, 1],
+            block=[self.warps * WARP, 1, 1],
+            stream=given["stream"],
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(self, atoms: Any, results: Any, offsets: Any, tiles: Int32, scale: Float32) -> None:
@@ -71,9 +73,11 @@ class CompressionTopK(TopK):
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
         group = cute.arch.make_warp_uniform(thread // GROUP)
         shapes = {
-            "q": (self.tile_m, c.head, self.buffers_of_rows), "k": (self.tile_n, c.head, 1),
-            "v": (self.tile_n, c.head_v, 1), "o": (self.tile_m, c.head_v, 1),
-        }  # fmt: skip
+            "q": (self.tile_m, c.head, self.buffers_of_rows),
+            "k": (self.tile_n, c.head, 1),
+            "v": (self.tile_n, c.head_v, 1),
+            "o": (self.tile_m, c.head_v, 1),
+        }
         buffers = self.buffers(smem, shapes)
         layout = cute.make_layout((self.tile_n, self.warp_queries, self.warps, self.sum_buffers))
         sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
@@ -91,8 +95,9 @@ class CompressionTopK(TopK):
         mine = (full + group * self.buffers_of_rows, empty + group * self.buffers_of_rows)
         for ahead in cutlass.range_constexpr(self.buffers_of_rows):
             if leads & (first + ahead * every < tiles):
-                self.fetch_queries(atoms, buffers["q"], mine, self.rows_of(offsets, first + ahead * every, head),
-                                   group, Int32(ahead))  # fmt: skip
+                self.fetch_queries(
+                    atoms, buffers["q"], mine, self.rows_of(offsets, first + ahead * every, head), group, Int32(ahead)
+                )
         number, sequence, changes = Int32(0), Int32(-1), Int32(0)
         for tile in cutlass.range(first, tiles, every, unroll=1):
             rows = self.rows_of(offsets, tile, head)
@@ -111,8 +116,9 @@ class CompressionTopK(TopK):
             behind = tile + self.buffers_of_rows * every
             if leads & (behind < tiles):
                 cute.arch.mbarrier_wait(mine[1] + number % self.buffers_of_rows, number // self.buffers_of_rows % 2)
-                self.fetch_queries(atoms, buffers["q"], mine, self.rows_of(offsets, behind, head), group,
-                                   number % self.buffers_of_rows)  # fmt: skip
+                self.fetch_queries(
+                    atoms, buffers["q"], mine, self.rows_of(offsets, behind, head), group, number % self.buffers_of_rows
+                )
             number += 1
 
     name(kernel, "cudnn_attention_compression_top_k")
@@ -125,7 +131,7 @@ class CompressionTopK(TopK):
 
     def fetch_queries(
         self, atoms: Any, buffers: cute.Tensor, barriers: Any, rows: Rows, group: Int32, buffer: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: starts copies of a warpgroup's rows of Q, and of zeros where there are none."""
         c, s, full, (atom, tensor) = self.c, rows.sequence, barriers[0] + buffer, atoms["q"]
         box = (self.box, c.head)
@@ -155,9 +161,17 @@ class CompressionTopK(TopK):
 
     @cute.jit
     def attend(
-        self, buffers: Any, sums: cute.Tensor, barriers: Any, results: Any, rows: Rows, scale: Float32, number: Int32,
-        thread: Int32, width: int,
-    ) -> None:  # fmt: skip
+        self,
+        buffers: Any,
+        sums: cute.Tensor,
+        barriers: Any,
+        results: Any,
+        rows: Rows,
+        scale: Float32,
+        number: Int32,
+        thread: Int32,
+        width: int,
+    ) -> None:
         """A warpgroup's rows of a tile, before which it had so many: of which none sees more than ``width`` keys."""
         c, (o, lse, indices) = self.c, results
         group, member = cute.arch.make_warp_uniform(thread // GROUP), thread % GROUP
@@ -229,9 +243,15 @@ class CompressionTopK(TopK):
 
     @cute.jit
     def list_best(
-        self, sums: cute.Tensor, slot: int, indices: cute.Tensor, leader: Int32, rows: Rows, query: Int32,
+        self,
+        sums: cute.Tensor,
+        slot: int,
+        indices: cute.Tensor,
+        leader: Int32,
+        rows: Rows,
+        query: Int32,
         width: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: the list of a row of Q, from sums of so many keys. A lane has some scores, as bits."""
         s, lane = rows.sequence, cute.arch.lane_idx()
         end = cutlass.min(self.candidates(s, query), self.blocks)  # none behind the tile's keys
@@ -269,7 +289,7 @@ class CompressionTopK(TopK):
     @cute.jit
     def store(
         self, acc: cute.Tensor, factors: cute.Tensor, sO: cute.Tensor, o: cute.Tensor, rows: Rows, thread: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """O of a warp's rows, by way of shared memory, so that threads next to each other write what follows.
 
         Before a warp writes there again, it meets for the sums of its next rows.

@@ -124,9 +124,15 @@ class Gemm(Mainloop):
 
     @cute.kernel
     def kernel(
-        self, atoms: list, tensors: list, pointers: cute.Tensor | None, gathered: Any, factors: Any, scheduled: Any,
+        self,
+        atoms: list,
+        tensors: list,
+        pointers: cute.Tensor | None,
+        gathered: Any,
+        factors: Any,
+        scheduled: Any,
         parameters: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The roles of the warpgroups."""
         stages = self.stages()
         thread, _, _ = cute.arch.thread_idx()
@@ -201,9 +207,15 @@ class Gemm(Mainloop):
             cursor = self.feed.next(cursor)
 
     def fetch(
-        self, operands: Sequence[TileOperand], atoms: list, tensors: list, place: tuple[Any, ...], sharers: list,
-        stage: Int32, full: Any,
-    ) -> None:  # fmt: skip
+        self,
+        operands: Sequence[TileOperand],
+        atoms: list,
+        tensors: list,
+        place: tuple[Any, ...],
+        sharers: list,
+        stage: Int32,
+        full: Any,
+    ) -> None:
         """Starts the copies of the operands' k tile at a place: first row and column, k, its end, last indices."""
         starts, first, end, last = place
         for operand, atom, tensor in zip(operands, atoms, tensors, strict=True):
@@ -266,9 +278,19 @@ class Gemm(Mainloop):
 
     @cute.jit
     def products(
-        self, mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, position: Int32,
-        k_tiles: Int32, share: Any, thread: Int32, group: Int32, cursor: Any, has_rows: cutlass.Boolean,
-    ) -> None:  # fmt: skip
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        position: Int32,
+        k_tiles: Int32,
+        share: Any,
+        thread: Int32,
+        group: Int32,
+        cursor: Any,
+        has_rows: cutlass.Boolean,
+    ) -> None:
         """The products of a tile, if the warpgroup has rows of it, and the turn of the other warpgroup."""
         if const_expr(self.promotes):
             if has_rows:
@@ -302,9 +324,14 @@ class Gemm(Mainloop):
 
     @cute.jit
     def multiply(
-        self, mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, position: Int32,
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        position: Int32,
         k_tiles: Int32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Issues the products of a tile. One k tile's are in flight while the next one's are issued, and at the end."""
         ring = self.ring
         stage, phase = position % ring.stages, position // ring.stages % 2
@@ -376,9 +403,16 @@ class Gemm(Mainloop):
             stage, phase = advanced(ring, stage, phase)
 
     def promote_k_tile(
-        self, mma: cute.TiledMma, acc: cute.Tensor, sums: cute.Tensor, portions: Sequence[tuple[Any, int]],
-        operands: Sequence[tuple[Any, Any]], position: Int32, thread: Int32, now: tuple[Any, ...],
-    ) -> None:  # fmt: skip
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        sums: cute.Tensor,
+        portions: Sequence[tuple[Any, int]],
+        operands: Sequence[tuple[Any, Any]],
+        position: Int32,
+        thread: Int32,
+        now: tuple[Any, ...],
+    ) -> None:
         """The products of a k tile: its number, that of all, its buffer and phase, and whether it is the first one."""
         together, ring, (k, k_tiles, stage, phase, first) = self.together, self.ring, now
         cute.arch.mbarrier_wait(ring.full + stage, phase)
@@ -403,9 +437,14 @@ class Gemm(Mainloop):
 
     @cute.jit
     def add_at_last(
-        self, i: cutlass.Constexpr[int], acc: cute.Tensor, sums: cute.Tensor, factors: cutlass.Constexpr[Any], k: Int32,
+        self,
+        i: cutlass.Constexpr[int],
+        acc: cute.Tensor,
+        sums: cute.Tensor,
+        factors: cutlass.Constexpr[Any],
+        k: Int32,
         k_tiles: Int32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The same once the k tiles that are promoted together have been multiplied."""
         if k % self.together == self.together - 1 or k == k_tiles - 1:
             self.add(i, acc, sums, factors)
@@ -431,8 +470,10 @@ class Gemm(Mainloop):
         ring, layout, granule = self.factor_ring, self.epilogue.plan.layout, self.sides[1].granule
         ring.wait(position)
         wide = self.tile_n // self.summed
-        rows = [[ring.row(position, row * 64 + layout.row(thread, slot)) for slot in range(2)]
-                for row, _ in portions[::wide]]  # fmt: skip
+        rows = [
+            [ring.row(position, row * 64 + layout.row(thread, slot)) for slot in range(2)]
+            for row, _ in portions[::wide]
+        ]
         columns: dict[int, Any] = {}
         if granule > 1:
             columns = {column: ring.column(position, column) for column in range(0, self.tile_n, granule)}

@@ -115,9 +115,7 @@ class RowsApart(SelectedRows):
         return row
 
     @cute.jit
-    def attend_apart(
-        self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:  # fmt: skip
+    def attend_apart(self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """One tile, from a step and its phase on; those behind it. Two rows that follow each other, and both chose a
         step, have one product with K.
         """
@@ -146,9 +144,17 @@ class RowsApart(SelectedRows):
 
     @cute.jit
     def take_rows(
-        self, w: Warpgroup, mine: Tile, stage: Int32, rows: Sequence[Row], first: cutlass.Constexpr[int],
-        count: cutlass.Constexpr[int], elements: Any, weights: Any, p: cute.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        w: Warpgroup,
+        mine: Tile,
+        stage: Int32,
+        rows: Sequence[Row],
+        first: cutlass.Constexpr[int],
+        count: cutlass.Constexpr[int],
+        elements: Any,
+        weights: Any,
+        p: cute.Tensor,
+    ) -> None:
         """A step of one row, or of two. The last product with V is issued, and not waited for."""
         product = self.of_keys(count)
         keys = product.left(w.buffers["k"], w.thread)
@@ -219,7 +225,7 @@ class RowsApart(SelectedRows):
 
     def raise_to_powers(
         self, w: Warpgroup, row: Row, scores: cute.Tensor, powers: cute.Tensor, sums: cute.Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Exponentials of a row's scores, and the sums of a thread's."""
         for slot in range(self.slots):
             for i in self.places(scores, slot):
@@ -231,8 +237,9 @@ class RowsApart(SelectedRows):
         found = cute.arch.inline_ptx(
             "{{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; bar.red.or.pred q, {$r1}, "
             f"{GROUP}, p; selp.s32 {{$w0}}, 1, 0, q; }}}}",
-            write_only_types=[Int32], read_only_args=[Int32(select_(some, Int32(1), Int32(0))), FIRST_BARRIER + group],
-        )  # fmt: skip
+            write_only_types=[Int32],
+            read_only_args=[Int32(select_(some, Int32(1), Int32(0))), FIRST_BARRIER + group],
+        )
         return found != 0
 
     @cute.jit
@@ -344,7 +351,7 @@ class RowsApart(SelectedRows):
 
     def write_sum(
         self, tensors: Sequence[cute.Tensor], place: Any, total: Float32, subtracted: Float32, largest: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The log of a head's sum of exponentials, or the sum, as if its largest score had been subtracted, and that
         one, from the sum with another number subtracted. All but results are logarithms to base 2.
         """

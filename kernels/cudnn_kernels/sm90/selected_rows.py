@@ -173,7 +173,7 @@ class SelectedRows(AttentionForward):
 
     def launch_rows(
         self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32, drawn: Any = None, window: Any = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launches a kernel of :meth:`roles`. ``drawn``: the memory of a counter, where CTAs draw tiles."""
         offsets = given["cum_seqlen_q"]
         if const_expr(drawn is not None):
@@ -182,8 +182,10 @@ class SelectedRows(AttentionForward):
         choices = Choices(given["block_indices"], given.get("block_counts"), offsets, tiles, drawn, window)
         kernel(self.atoms(given, self.box, self.size), tensors, choices, scale).launch(
             grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
-            block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
-        )  # fmt: skip
+            block=[GROUP * (1 + self.groups), 1, 1],
+            stream=given["stream"],
+            min_blocks_per_mp=1,
+        )
 
     @cute.jit
     def roles(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
@@ -286,9 +288,7 @@ class SelectedRows(AttentionForward):
             cute.copy(atom, of[None, some, own], to[None, part], tma_bar_ptr=full)
 
     @cute.jit
-    def unite(
-        self, first: Int32, choices: Choices, lists: Lists, number: Int32, mine: Tile, thread: Int32
-    ) -> None:  # fmt: skip
+    def unite(self, first: Int32, choices: Choices, lists: Lists, number: Int32, mine: Tile, thread: Int32) -> None:
         """Union ``number``, of the places from ``first`` on of the rows' lists. The reading warps' work.
 
         A lane has a place of a list; a warp has every third row. What a row lists again is another element.
@@ -360,9 +360,7 @@ class SelectedRows(AttentionForward):
         cute.arch.barrier(barrier_id=LOADING_BARRIER, number_of_threads=GROUP)
 
     @cute.jit
-    def produce(
-        self, atoms: Any, buffers: Any, choices: Choices, lists: Lists, steps: Steps, thread: Int32
-    ) -> None:  # fmt: skip
+    def produce(self, atoms: Any, buffers: Any, choices: Choices, lists: Lists, steps: Steps, thread: Int32) -> None:
         """The loading warpgroup, with all tiles of the CTA."""
         index, _, _ = cute.arch.block_idx()
         most = cutlass.max(choices.indices.shape[2], 1)
@@ -493,9 +491,7 @@ class SelectedRows(AttentionForward):
             cute.arch.mbarrier_arrive(steps.ring.full + stage)
 
     @cute.jit
-    def fetch_step(
-        self, sides: Any, number: Int32, tiles: cute.Tensor, masks: cute.Tensor, steps: Steps
-    ) -> None:  # fmt: skip
+    def fetch_step(self, sides: Any, number: Int32, tiles: cute.Tensor, masks: cute.Tensor, steps: Steps) -> None:
         """One warp: fetches the parts of a step: tiles of keys, and the rows that they are for."""
         stage, phase = number % self.s.stages, number // self.s.stages % 2
         full, told, told_masks = steps.ring.full + stage, steps.tiles, steps.masks
@@ -591,7 +587,7 @@ class SelectedRows(AttentionForward):
     @cute.jit
     def find(
         self, w: Warpgroup, stage: Int32, phase: Int32, most: cutlass.Constexpr[int] = FAR
-    ) -> tuple[Int32, Int32, Boolean]:  # fmt: skip
+    ) -> tuple[Int32, Int32, Boolean]:
         """The first step, from one on, that a warpgroup takes part in, and whether there is one, or it is the end.
 
         Releases those before. Looks at so many at ``most``: if there is none, the last one of them is not released.

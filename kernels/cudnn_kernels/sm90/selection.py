@@ -50,9 +50,7 @@ class Selection(RowsApart):
     name(selection, "cudnn_attention_selection")
 
     @cute.jit
-    def attend(
-        self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:  # fmt: skip
+    def attend(self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """One tile, from a step and its phase on; those behind it."""
         if const_expr(self.apart):
             if w.steps.apart[w.group] != 0:
@@ -66,7 +64,7 @@ class Selection(RowsApart):
     @cute.jit
     def attend_together(
         self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:  # fmt: skip
+    ) -> tuple[Int32, Int32]:
         """The same, where all rows of a warpgroup are those of its products."""
         part = self.new_part(w, mine)
         stage, phase = self.take(w, part, stage, phase)
@@ -162,9 +160,14 @@ class Selection(RowsApart):
 
     @cute.jit
     def write_sums(
-        self, tensors: Sequence[cute.Tensor], place: Any, state: softmax.State, slot: cutlass.Constexpr[int],
-        total: Float32, thread: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        tensors: Sequence[cute.Tensor],
+        place: Any,
+        state: softmax.State,
+        slot: cutlass.Constexpr[int],
+        total: Float32,
+        thread: Int32,
+    ) -> None:
         """One of four threads: the log of the sum of a head's exponentials, or the sum, and its largest score."""
         if thread % 4 == 0:
             largest = None if const_expr(state.largest is None) else state.largest[slot] * state.scale
@@ -192,9 +195,7 @@ class GatedSelection(Selection):
     name(gated_selection, "cudnn_attention_gated_selection")
 
     @cute.jit
-    def attend(
-        self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:  # fmt: skip
+    def attend(self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         part = self.new_part(w, mine, near=True)
         stage, phase = self.take(w, part, stage, phase)
         self.write_near(w, part, self.tile(index, w.choices))
@@ -277,7 +278,7 @@ class GatedSelection(Selection):
 
     def read_branches(
         self, w: Warpgroup, row: Int32, head: Int32, exists: Boolean, columns: Sequence[Any]
-    ) -> tuple[Any, Any, Any]:  # fmt: skip
+    ) -> tuple[Any, Any, Any]:
         """Vectors of the other branches, and the gates, of a head of a row.
 
         Where a thread's row does not exist, the given one is another thread's, which may be writing its window's O.

@@ -66,12 +66,23 @@ class SelectionBackward(ChosenRows):
         tensors = (given["o"], given["do"], given["lse"], given["dq"], values)
         self.launch_rows(self.by_rows, given, tensors, scale)
         self.by_blocks(
-            self.atoms(given, self.padded, ROWS), given["dk"], given["dv"], values, sums, given["choosing"], ends,
-            offsets, q.shape[0], scale,
+            self.atoms(given, self.padded, ROWS),
+            given["dk"],
+            given["dv"],
+            values,
+            sums,
+            given["choosing"],
+            ends,
+            offsets,
+            q.shape[0],
+            scale,
         ).launch(
-            grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1], block=[(1 + s.split) * GROUP, 1, 1],
-            stream=given["stream"], min_blocks_per_mp=3 - s.split, preferred_smem_carveout=100,
-        )  # fmt: skip
+            grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1],
+            block=[(1 + s.split) * GROUP, 1, 1],
+            stream=given["stream"],
+            min_blocks_per_mp=3 - s.split,
+            preferred_smem_carveout=100,
+        )
         self.add_parts(sums, given["dk"], given["dv"], ends, offsets, scale).launch(
             grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[s.split * GROUP, 1, 1], stream=given["stream"]
         )
@@ -130,9 +141,7 @@ class SelectionBackward(ChosenRows):
         self.meet_group(group)
 
     @cute.jit
-    def attend(
-        self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:  # fmt: skip
+    def attend(self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """dQ of a tile's rows, from a step and its phase on; those behind it."""
         s, buffers, thread, dq = self.s, w.buffers, w.thread, w.tensors[3]
         own_q, own_do = (
@@ -174,17 +183,33 @@ class SelectionBackward(ChosenRows):
 
     @cute.kernel
     def by_blocks(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: cute.Tensor, sums: cute.Tensor,
-        choosing: cute.Tensor, ends: cute.Tensor, offsets: cute.Tensor, rows: Int32, scale: Float32,
-    ) -> None:  # fmt: skip
+        self,
+        atoms: Any,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        values: cute.Tensor,
+        sums: cute.Tensor,
+        choosing: cute.Tensor,
+        ends: cute.Tensor,
+        offsets: cute.Tensor,
+        rows: Int32,
+        scale: Float32,
+    ) -> None:
         """A CTA has up to 64 keys of a block and a part of the block's list."""
         s = self.s
         thread, index = here()
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
         group = cute.arch.make_warp_uniform(thread // GROUP)
         smem = SmemAllocator()
-        buffers = self.buffers(smem, {"k": (ROWS, s.head, 1), "v": (ROWS, s.head_v, 1),
-                                      "q": (ROWS, s.head, STAGES), "do": (ROWS, s.head_v, STAGES)})  # fmt: skip
+        buffers = self.buffers(
+            smem,
+            {
+                "k": (ROWS, s.head, 1),
+                "v": (ROWS, s.head_v, 1),
+                "q": (ROWS, s.head, STAGES),
+                "do": (ROWS, s.head_v, STAGES),
+            },
+        )
         layout = cute.make_layout((self.padded, 2, self.slots, STAGES))
         buffers["values"] = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         buffers["places"] = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
@@ -210,9 +235,16 @@ class SelectionBackward(ChosenRows):
 
     @cute.jit
     def fetch_for_block(
-        self, atoms: Any, buffers: Any, once: Any, ring: Ring, values: cute.Tensor, choosing: cute.Tensor, mine: Chosen,
+        self,
+        atoms: Any,
+        buffers: Any,
+        once: Any,
+        ring: Ring,
+        values: cute.Tensor,
+        choosing: cute.Tensor,
+        mine: Chosen,
         rows: Int32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One warp: fetches K and V, then Q, dO and what belongs to them of the rows of the list."""
         s, lane, places = self.s, cute.arch.lane_idx(), buffers["places"]
         loads = self.loads(atoms, buffers)
@@ -256,7 +288,7 @@ class SelectionBackward(ChosenRows):
     @cute.jit
     def differentiate_block(
         self, outs: Any, buffers: Any, once: Any, ring: Ring, mine: Chosen, scale: Float32, number: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A warpgroup: its columns of dK and dV. S^T and dP^T have keys in rows, and go on from registers.
 
         ``outs``: dK and dV, and the memory for their sums over a part of a list.
@@ -321,7 +353,7 @@ class SelectionBackward(ChosenRows):
     @cute.jit
     def write_row(
         self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A thread's values of a row, times a factor, maybe added to what is there."""
         if const_expr(self.b.adds):
             order = self.score_rows.order(width, slot)
@@ -335,9 +367,14 @@ class SelectionBackward(ChosenRows):
 
     @cute.kernel
     def add_parts(
-        self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, ends: cute.Tensor, offsets: cute.Tensor,
+        self,
+        sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        ends: cute.Tensor,
+        offsets: cute.Tensor,
         scale: Float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """dK and dV of blocks whose lists have several parts, in the order of the parts."""
         s = self.s
         thread, index = here()

@@ -50,23 +50,36 @@ class SelectionByBlocks(ChosenRows):
         blocks = (ends.shape[0] - 1) // s.key_heads
         parts = of_chosen[0].shape[0] // s.part + given["some_heads"] * blocks
         self.by_blocks(
-            self.atoms(given, ROWS, ROWS), given["q"], of_chosen, given["choosing"], ends, offsets,
-            (first, first + given["some_heads"]), scale,
+            self.atoms(given, ROWS, ROWS),
+            given["q"],
+            of_chosen,
+            given["choosing"],
+            ends,
+            offsets,
+            (first, first + given["some_heads"]),
+            scale,
         ).launch(
             grid=[parts, 1, 1], block=[GROUP, 1, 1], stream=stream, min_blocks_per_mp=CTAS, preferred_smem_carveout=100
-        )  # fmt: skip
+        )
         rows = given["q"].shape[0]
         self.add_blocks(
             of_chosen, given["chosen_places"], ends, offsets, first, (given["o"], given["l"], given["m"])
         ).launch(
             grid=[cute.ceil_div(rows, WARPS), given["some_heads"] * s.group, 1], block=[GROUP, 1, 1], stream=stream
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def by_blocks(
-        self, atoms: Any, q: cute.Tensor, of_chosen: Any, choosing: cute.Tensor, ends: cute.Tensor,
-        offsets: cute.Tensor, heads: tuple[Int32, Int32], scale: Float32,
-    ) -> None:  # fmt: skip
+        self,
+        atoms: Any,
+        q: cute.Tensor,
+        of_chosen: Any,
+        choosing: cute.Tensor,
+        ends: cute.Tensor,
+        offsets: cute.Tensor,
+        heads: tuple[Int32, Int32],
+        scale: Float32,
+    ) -> None:
         """A CTA has a block and a part of its list, of those of heads of K from one up to another."""
         s, (thread, index), smem = self.s, here(), SmemAllocator()
         shapes = {"k": (ROWS, s.head, 1), "v": (ROWS, s.head_v, 1), "q": (ROWS, s.head, 1)}
@@ -96,9 +109,17 @@ class SelectionByBlocks(ChosenRows):
 
     @cute.jit
     def attend_block(
-        self, q: cute.Tensor, buffers: Any, once: Any, of_chosen: Any, choosing: cute.Tensor, mine: Chosen,
-        before: Int32, scale: Float32, thread: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        q: cute.Tensor,
+        buffers: Any,
+        once: Any,
+        of_chosen: Any,
+        choosing: cute.Tensor,
+        mine: Chosen,
+        before: Int32,
+        scale: Float32,
+        thread: Int32,
+    ) -> None:
         """All rows of a part of a list. ``before``: entries of lists before the first one of the call."""
         s, (outs, sums), tile = self.s, of_chosen, buffers["q"][None, None, 0]
         own, keys = self.left(tile, thread), self.right(buffers["k"], thread)
@@ -152,7 +173,7 @@ class SelectionByBlocks(ChosenRows):
     @cute.jit
     def load_rows(
         self, q: cute.Tensor, choosing: cute.Tensor, mine: Chosen, entry: Int32, held: Any, thread: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A thread's part of a tile of Q, of the rows from an entry of the list on; of others what there is."""
         for vector, (number, column) in zip(held, self.vectors_of_thread(thread), strict=True):
             row = choosing[cutlass.min(entry + number // self.share, mine.end - 1)]
@@ -169,9 +190,14 @@ class SelectionByBlocks(ChosenRows):
 
     @cute.kernel
     def add_blocks(
-        self, of_chosen: Any, places: cute.Tensor, ends: cute.Tensor, offsets: cute.Tensor, first_head: Int32,
+        self,
+        of_chosen: Any,
+        places: cute.Tensor,
+        ends: cute.Tensor,
+        offsets: cute.Tensor,
+        first_head: Int32,
         results: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A warp has a head of a row. Half of it has every other block, 16 bytes of O to a lane."""
         s, (outs, sums), (o, total_sums, maxima) = self.s, of_chosen, results
         thread, _, _ = cute.arch.thread_idx()

@@ -83,7 +83,7 @@ class TopK(WarpgroupProducts, Kernel):
         c = self.c
         q, k, scores, indices = (
             sequences.matrix(given[x], c.packed) for x in ("q", "k", "topk_scores", "topk_indices")
-        )  # fmt: skip
+        )
         lse = sequences.rows(given["lse"], c.packed, by_head=False)
         offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
@@ -93,18 +93,40 @@ class TopK(WarpgroupProducts, Kernel):
         layout = cute.slice_(self.layout(*box), (None, None, 0))
         atom, mK = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), k, layout, box)
         self.kernel(
-            atom, mK, q, lse, scores, indices, offsets_q, offsets_k, tiles, heads,
+            atom,
+            mK,
+            q,
+            lse,
+            scores,
+            indices,
+            offsets_q,
+            offsets_k,
+            tiles,
+            heads,
             given["scale_softmax"] * softmax.LOG2_E,
         ).launch(
-            grid=[tiles * heads, 1, 1], block=[self.warps * WARP + WARP, 1, 1], stream=given["stream"],
-            min_blocks_per_mp=c.ctas, preferred_smem_carveout=100 if const_expr(c.ctas > 1) else None,
-        )  # fmt: skip
+            grid=[tiles * heads, 1, 1],
+            block=[self.warps * WARP + WARP, 1, 1],
+            stream=given["stream"],
+            min_blocks_per_mp=c.ctas,
+            preferred_smem_carveout=100 if const_expr(c.ctas > 1) else None,
+        )
 
     @cute.kernel
     def kernel(
-        self, atom: Any, mK: cute.Tensor, q: cute.Tensor, lse: cute.Tensor, scores: cute.Tensor, indices: cute.Tensor,
-        offsets_q: Any, offsets_k: Any, tiles: Int32, all_heads: Int32, scale: Float32,
-    ) -> None:  # fmt: skip
+        self,
+        atom: Any,
+        mK: cute.Tensor,
+        q: cute.Tensor,
+        lse: cute.Tensor,
+        scores: cute.Tensor,
+        indices: cute.Tensor,
+        offsets_q: Any,
+        offsets_k: Any,
+        tiles: Int32,
+        all_heads: Int32,
+        scale: Float32,
+    ) -> None:
         """The roles of the warps. The last rows come first: they have the most candidates."""
         c, (thread, index) = self.c, here()
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
@@ -171,9 +193,18 @@ class TopK(WarpgroupProducts, Kernel):
 
     @cute.jit
     def choose(
-        self, lse: cute.Tensor, results: Any, sQ: cute.Tensor, sK: cute.Tensor, sums: cute.Tensor, ring: Ring,
-        rows: Rows, scale: Float32, steps: Int32, thread: Int32,
-    ) -> None:  # fmt: skip
+        self,
+        lse: cute.Tensor,
+        results: Any,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sums: cute.Tensor,
+        ring: Ring,
+        rows: Rows,
+        scale: Float32,
+        steps: Int32,
+        thread: Int32,
+    ) -> None:
         """A warpgroup: its 64 rows of the product. ``results``: scores and blocks."""
         c, s = self.c, rows.sequence
         group, member = thread // GROUP, thread % GROUP
@@ -263,7 +294,7 @@ class TopK(WarpgroupProducts, Kernel):
     @cute.jit
     def compare(
         self, best: Best, slot: int, sums: cute.Tensor, leader: Int32, s: Sequence, query: Int32, step: Int32
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The blocks of a step, with the best of a row of Q so far."""
         lane = cute.arch.lane_idx()
         end = self.candidates(s, query)

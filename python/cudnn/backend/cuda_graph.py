@@ -28,18 +28,30 @@ class _Side(ctypes.Structure):
     """Half of CUDA_MEMCPY3D."""
 
     _fields_ = (
-        ("x_bytes", c_size_t), ("y", c_size_t), ("z", c_size_t), ("level", c_size_t), ("memory_type", c_int),
-        ("host", c_void_p), ("device", c_uint64), ("array", c_void_p), ("reserved", c_void_p), ("pitch", c_size_t),
+        ("x_bytes", c_size_t),
+        ("y", c_size_t),
+        ("z", c_size_t),
+        ("level", c_size_t),
+        ("memory_type", c_int),
+        ("host", c_void_p),
+        ("device", c_uint64),
+        ("array", c_void_p),
+        ("reserved", c_void_p),
+        ("pitch", c_size_t),
         ("height", c_size_t),
-    )  # fmt: skip
+    )
 
 
 class Copy(ctypes.Structure):
     """CUDA_MEMCPY3D of cuda.h."""
 
     _fields_ = (
-        ("source", _Side), ("target", _Side), ("width_bytes", c_size_t), ("height", c_size_t), ("depth", c_size_t)
-    )  # fmt: skip
+        ("source", _Side),
+        ("target", _Side),
+        ("width_bytes", c_size_t),
+        ("height", c_size_t),
+        ("depth", c_size_t),
+    )
 
 
 def words_to_device(target: int, words: ctypes.Array[Any]) -> Copy:
@@ -96,8 +108,14 @@ class Chain:
         self._graph = graph
         self._last: list[c_void_p] = []
         if not _is_empty(graph):
-            raise refused(ValueError, "populate_cuda_graph", "graph", "a CUDA graph with nodes", "an empty one",
-                          "make another with cudaGraphCreate, and add it to yours as a child graph")  # fmt: skip
+            raise refused(
+                ValueError,
+                "populate_cuda_graph",
+                "graph",
+                "a CUDA graph with nodes",
+                "an empty one",
+                "make another with cudaGraphCreate, and add it to yours as a child graph",
+            )
         with on_device(handle.device) as context:
             self._before = [self._add_copy(copy, context) for copy in before]
             inner = c_void_p()

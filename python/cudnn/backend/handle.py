@@ -36,9 +36,17 @@ class Lane:
     """
 
     __slots__ = (
-        "_queues", "capture_result", "capturing", "device", "keeps_up", "kept", "marker", "queue", "stream",
+        "_queues",
+        "capture_result",
+        "capturing",
+        "device",
+        "keeps_up",
+        "kept",
+        "marker",
+        "queue",
+        "stream",
         "until_asked",
-    )  # fmt: skip
+    )
 
     def __init__(self, device: int, stream: int, kept: dict[Any, Any]) -> None:
         self.device = device

@@ -225,11 +225,13 @@ class ExecutionPlan:
     def _first_pack(self, key: tuple[int, ...]) -> _Packs:
         if len(key) != len(self.uids) + 2:
             given = len(key) - 2
-            raise refused(ValueError, "variant pack", "pointers", given,
-                          f"{len(self.uids)}, one for each of the uids {self.uids}")  # fmt: skip
+            raise refused(
+                ValueError, "variant pack", "pointers", given, f"{len(self.uids)}, one for each of the uids {self.uids}"
+            )
         if resolve(key[-1]).is_reference:
-            raise refused(ValueError, "variant pack", "handle", "one that selects the reference executor",
-                          "a handle of a GPU")  # fmt: skip
+            raise refused(
+                ValueError, "variant pack", "handle", "one that selects the reference executor", "a handle of a GPU"
+            )
         mine = self._by_handle[key[-1]] = _Packs(self._new_pack())
         return mine
 
@@ -320,11 +322,14 @@ class ExecutionPlan:
         if not self.fills_cuda_graphs:
             notes = ", ".join(note.name for note in self.config.behavior_notes) or "none"
             raise refused(
-                cudnnGraphNotSupportedError, "populate_cuda_graph", f"notes of the plan {self.config.tag}", notes,
+                cudnnGraphNotSupportedError,
+                "populate_cuda_graph",
+                f"notes of the plan {self.config.tag}",
+                notes,
                 native.name,
                 f"call select_behavior_notes([{native.name}]) before build_plans(), or capture execute() in a "
-                "stream instead"
-            )  # fmt: skip
+                "stream instead",
+            )
         self._with_cuda_graph(
             self._library.populate_cuda_graph, "populating a CUDA graph", handle, pointers, workspace, graph
         )

@@ -19,9 +19,14 @@ NAME = "sdpa"
 OURS, FLASH, GRAPH, FLEX = "cudnn.sdpa", "FlashAttention-4", "cuDNN", "flex attention"
 OURS_FP8, GRAPH_FP8 = f"{OURS}, fp8", f"{GRAPH}, fp8"
 SHAPES = (
-    (4, 4096, 16, 16, 128, 128), (1, 16384, 16, 16, 128, 128), (4, 4096, 32, 32, 64, 64), (2, 8192, 16, 16, 192, 128),
-    (4, 4096, 8, 8, 256, 256), (1, 16384, 8, 8, 256, 256), (4, 4096, 16, 2, 256, 256),
-)  # fmt: skip
+    (4, 4096, 16, 16, 128, 128),
+    (1, 16384, 16, 16, 128, 128),
+    (4, 4096, 32, 32, 64, 64),
+    (2, 8192, 16, 16, 192, 128),
+    (4, 4096, 8, 8, 256, 256),
+    (1, 16384, 8, 8, 256, 256),
+    (4, 4096, 16, 2, 256, 256),
+)
 """Batch, sequence, heads of q, heads of k and v, elements of a head, those of v's."""
 LENGTHS = tuple(1 << i for i in range(9, 18))
 TOKENS = 16384
@@ -104,12 +109,15 @@ def problems(options: Options) -> list[Problem]:
     clock = QUICK if options.quick else GPU
     found = [
         Problem(
-            f"{case.label}, {which}", functools.partial(candidates, case, which, options.quick), case.flops(which),
-            case.bytes(which), clock,
+            f"{case.label}, {which}",
+            functools.partial(candidates, case, which, options.quick),
+            case.flops(which),
+            case.bytes(which),
+            clock,
         )
         for case in cases(options)
         for which in PASSES
-    ]  # fmt: skip
+    ]
     return [*found, Problem("device copy", gemm.copy_candidates, bytes=2.0 * gemm.COPY_BYTES, clock=clock)]
 
 
@@ -118,9 +126,13 @@ def candidates(case: Case, which: str, quick: bool = False) -> list[Candidate]:
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     q, k, v, do = (
         operands.normal(case.batch, case.length, heads, head).to(kind).transpose(1, 2)
-        for heads, head in ((case.heads, case.head), (case.key_heads, case.head), (case.key_heads, case.head_v),
-                            (case.heads, case.head_v))
-    )  # fmt: skip
+        for heads, head in (
+            (case.heads, case.head),
+            (case.key_heads, case.head),
+            (case.key_heads, case.head_v),
+            (case.heads, case.head_v),
+        )
+    )
     expected = exact(case, q, k, v, do, which)
     kinds: dict[str, Callable[..., Call]] = {FLASH: flash_attention, GRAPH: graph, FLEX: flex_attention, OURS: ours}
     if which == "forward" and not quick:
@@ -131,12 +143,13 @@ def candidates(case: Case, which: str, quick: bool = False) -> list[Candidate]:
         kinds = {name: make for name, make in kinds.items() if name not in (OURS, OURS_FP8)}
     return [
         Candidate(
-            name, functools.partial(make, case, which, q, k, v, do),
+            name,
+            functools.partial(make, case, which, q, k, v, do),
             functools.partial(wrong, expected, slack=SLACK_FP8 if name in (OURS_FP8, GRAPH_FP8) else SLACK),
             name in (OURS, OURS_FP8),
         )
         for name, make in kinds.items()
-    ]  # fmt: skip
+    ]
 
 
 def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, Any]:
@@ -234,9 +247,10 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
     import cudnn
 
     kinds = {
-        torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF,
+        torch.bfloat16: cudnn.data_type.BFLOAT16,
+        torch.float16: cudnn.data_type.HALF,
         torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
-    }  # fmt: skip
+    }
     bounds = {"diagonal_band_right_bound": 0} if case.causal else {}
     bounds |= {"diagonal_band_left_bound": case.window + 1} if case.window else {}
     options: dict[str, Any] = {"attn_scale": case.head**-0.5, **bounds}

@@ -160,10 +160,13 @@ def key(arch: str, c: GemmConfiguration) -> str:
     size = f"{'x'.join(map(str, c.tile))}, cluster {'x'.join(map(str, c.cluster))}"
     scale = c.a.scale
     shown = {
-        "a": c.a.dtype, "b": c.b.dtype, "a_major": "" if c.a.major == "k" else "m",
-        "b_major": "" if c.b.major == "k" else "n", "scale": scale.dtype if scale else "",
+        "a": c.a.dtype,
+        "b": c.b.dtype,
+        "a_major": "" if c.a.major == "k" else "m",
+        "b_major": "" if c.b.major == "k" else "n",
+        "scale": scale.dtype if scale else "",
         "vector": scale.vector if scale else 0,
-    }  # fmt: skip
+    }
     choices = [f for f in fields(c) if f.name not in ("a", "b", "epilogue", "schedule", "tile", "cluster")]
     shown |= {f.name: getattr(c, f.name) for f in choices if getattr(c, f.name) != f.default}
     rest = ", ".join(f"{name} {value}" for name, value in shown.items() if value)

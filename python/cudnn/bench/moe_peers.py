@@ -81,9 +81,12 @@ def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) 
 
     _, hidden, inner, experts, chosen = shape
     config = Qwen3MoeConfig(
-        hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=chosen,
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
         norm_topk_prob=True,
-    )  # fmt: skip
+    )
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
@@ -121,8 +124,17 @@ def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
     """What its benchmark writes. The folder has its packages, and the CuTe DSL that it needs, which is not ours."""
     paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), **_HOPPER}
-    command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", _SCRIPT,
-               "bench/moe-cute.py", "--thiek", ",".join(map(str, shape)), "--skip_test"]  # fmt: skip
+    command = [
+        "env",
+        *(f"{name}={value}" for name, value in environment.items()),
+        sys.executable,
+        "-c",
+        _SCRIPT,
+        "bench/moe-cute.py",
+        "--thiek",
+        ",".join(map(str, shape)),
+        "--skip_test",
+    ]
     try:
         found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -43,10 +43,18 @@ class Part:
 
 
 PARTS = (
-    Part("compression"), Part("compression", backward=True), Part("top-k"), Part("selection"),
-    Part("selection", backward=True), Part("selection", alike=True), Part("selection", backward=True, alike=True),
-    Part("whole"), Part("whole", backward=True), Part("whole", alike=True), Part("whole", backward=True, alike=True),
-)  # fmt: skip
+    Part("compression"),
+    Part("compression", backward=True),
+    Part("top-k"),
+    Part("selection"),
+    Part("selection", backward=True),
+    Part("selection", alike=True),
+    Part("selection", backward=True, alike=True),
+    Part("whole"),
+    Part("whole", backward=True),
+    Part("whole", alike=True),
+    Part("whole", backward=True, alike=True),
+)
 
 
 def benchmark() -> Benchmark:
@@ -68,12 +76,16 @@ def problems(options: Options) -> list[Problem]:
     """
     shapes = options.shapes or (ALL if options.all else SHAPES)
     return [
-        Problem(f"{'x'.join(map(str, shape))} {part.label}", functools.partial(candidates, shape, part),
-                products(shape, part), clock=QUICK if options.quick else GPU)
+        Problem(
+            f"{'x'.join(map(str, shape))} {part.label}",
+            functools.partial(candidates, shape, part),
+            products(shape, part),
+            clock=QUICK if options.quick else GPU,
+        )
         for shape in shapes
         for part in PARTS
         if not (options.quick and part.alike)
-    ]  # fmt: skip
+    ]
 
 
 def products(shape: tuple[int, ...], part: Part) -> float:
@@ -81,9 +93,11 @@ def products(shape: tuple[int, ...], part: Part) -> float:
     tokens, hq, _, d = shape
     chosen = BLOCK * min(CHOSEN, tokens // BLOCK)
     seen = {
-        "compression": tokens / BLOCK / 2, "top-k": tokens / BLOCK / 2, "selection": chosen,
+        "compression": tokens / BLOCK / 2,
+        "top-k": tokens / BLOCK / 2,
+        "selection": chosen,
         "whole": tokens / BLOCK / 2 + chosen + WINDOW,
-    }  # fmt: skip
+    }
     each = 5 if part.backward else 1 if part.name == "top-k" else 2
     return 2.0 * each * tokens * hq * d * seen[part.name]
 
@@ -205,9 +219,10 @@ def exact(name: str, q: Any, k: Any, v: Any, more: Any = None) -> Any:
     small = [x.unflatten(1, (-1, BLOCK)).mean(2) for x in (k, v)]
     complete = key[: small[0].shape[1]] < (row + 1) // BLOCK
     parts = (
-        masked(q, small[0], small[1], complete[:, None]), masked(q, k, v, past),
+        masked(q, small[0], small[1], complete[:, None]),
+        masked(q, k, v, past),
         masked(q, k, v, past & (key > row - WINDOW)[:, None]),
-    )  # fmt: skip
+    )
     return sum(part * more[..., i, None] for i, part in enumerate(parts))
 
 

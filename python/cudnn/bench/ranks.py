@@ -196,7 +196,7 @@ class Measurement:
         self.routing = route(noise + popular, self.chosen)  # without replacement, by these probabilities
         self.exchange = Exchange(
             None, self.experts, self.chosen, self.hidden, max_tokens=case.tokens, time_limit=SECONDS
-        )  # fmt: skip
+        )
 
     def line(self) -> Line:
         """All that is measured of it."""

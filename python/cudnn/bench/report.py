@@ -146,9 +146,12 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _draw_bars(
-    axes: Any, rows: Sequence[Row], problems: Sequence[str], names: Sequence[tuple[str, bool]],
+    axes: Any,
+    rows: Sequence[Row],
+    problems: Sequence[str],
+    names: Sequence[tuple[str, bool]],
     value: Callable[[Row], float],
-) -> None:  # fmt: skip
+) -> None:
     colors = {True: iter(_OURS * len(names)), False: iter(_THEIRS * len(names))}
     width = 0.85 / len(names)
     for place, (name, ours) in enumerate(names):

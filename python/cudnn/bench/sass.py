@@ -280,8 +280,14 @@ def disassemble(cubin: bytes) -> str:
     """
     tool = disassembler()
     if tool is None:
-        raise refused(FileNotFoundError, "disassemble", "nvdisasm", "None", "a program on this machine",
-                      "pip install nvidia-cuda-nvdisasm")  # fmt: skip
+        raise refused(
+            FileNotFoundError,
+            "disassemble",
+            "nvdisasm",
+            "None",
+            "a program on this machine",
+            "pip install nvidia-cuda-nvdisasm",
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)

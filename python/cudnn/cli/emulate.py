@@ -193,9 +193,12 @@ def _describe_fault(error: Exception) -> str:
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
     comparisons = [{**asdict(comparison), "passed": comparison.passed} for comparison in outcome.comparisons]
     return {
-        "seconds": round(outcome.seconds, 3), "exit_code": outcome.exit_code, "failure": outcome.failure,
-        "comparisons": comparisons, **outcome.report.as_dict(),
-    }  # fmt: skip
+        "seconds": round(outcome.seconds, 3),
+        "exit_code": outcome.exit_code,
+        "failure": outcome.failure,
+        "comparisons": comparisons,
+        **outcome.report.as_dict(),
+    }
 
 
 def _show_ptx(console: Console, kernels: set[str]) -> None:

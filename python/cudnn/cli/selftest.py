@@ -60,8 +60,14 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
         for found in _emulated(chosen, arch, steps) if emulate else _on_gpu(chosen):
             findings.append(found)
             steps.advance()
-    about = {"where": f"emulated {arch}" if emulate else torch.cuda.get_device_name(), "arch": arch, **device,
-             "date": datetime.date.today().isoformat(), "python": platform.python_version(), **_versions()}  # fmt: skip
+    about = {
+        "where": f"emulated {arch}" if emulate else torch.cuda.get_device_name(),
+        "arch": arch,
+        **device,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **_versions(),
+    }
     _show(console, about, findings)
     if json_file:
         lines = ",\n".join(json.dumps(asdict(finding)) for finding in findings)

@@ -193,9 +193,12 @@ def _reasons(
         return [reason(error)]  # cuDNN could not be asked
     if plans is not None and plans.configs and not plans.failures:
         return [
-            Reason((), f"every one of the {len(plans.configs)} engine configurations is excluded",
-                   ("remove a restriction: the refused configurations say which one excludes them",))
-        ]  # fmt: skip
+            Reason(
+                (),
+                f"every one of the {len(plans.configs)} engine configurations is excluded",
+                ("remove a restriction: the refused configurations say which one excludes them",),
+            )
+        ]
     building = plans is not None and bool(plans.failures)
     if error is None:
         what = "cuDNN builds no plan of" if building else "cuDNN has no engine configuration for"
@@ -321,9 +324,16 @@ class _Tensors:
         if tensor.vector_count != 1:
             notes.append(f"vectors of {tensor.vector_count} along dimension {tensor.vector_dimension}")
         return ExplainedTensor(
-            name, tensor.uid, tuple(tensor.dim), tuple(tensor.stride), layout(tensor.dim, tensor.stride),
-            _typename(tensor.data_type), role, tensor.value, tuple(notes),
-        )  # fmt: skip
+            name,
+            tensor.uid,
+            tuple(tensor.dim),
+            tuple(tensor.stride),
+            layout(tensor.dim, tensor.stride),
+            _typename(tensor.data_type),
+            role,
+            tensor.value,
+            tuple(notes),
+        )
 
 
 def _explained(node: Node, tensors: _Tensors, operations: tuple[Operation, ...] | None, refused: bool) -> ExplainedNode:

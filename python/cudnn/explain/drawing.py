@@ -60,8 +60,10 @@ class Drawing(NamedTuple):
 
 def drawing(explained: Explanation) -> Drawing:
     """The boxes and arrows of an explanation."""
-    boxes = [Box(f"t{i}", t.role, [*_wrapped(t.name), shape(t) if t.value is None else f"{t.value:g}"])
-             for i, t in enumerate(explained.tensors)]  # fmt: skip
+    boxes = [
+        Box(f"t{i}", t.role, [*_wrapped(t.name), shape(t) if t.value is None else f"{t.value:g}"])
+        for i, t in enumerate(explained.tensors)
+    ]
     arrows: list[Arrow] = []
     for number, node in enumerate(explained.nodes):
         boxes.append(Box(f"n{number}", _kind(node), [*_wrapped(node.label), *_wrapped(_operations(node))]))

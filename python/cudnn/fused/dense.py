@@ -31,9 +31,15 @@ def operands(scales: tuple[str, ...] = SCALES) -> tuple[TensorSpec, ...]:
 def amax(dimensions: int, optional: bool = True) -> TensorSpec:
     """The largest magnitude, raised from what it was before. Wrappers allocate it with so many dimensions of size 1."""
     return TensorSpec(
-        "amax", ONE, ("float32",), optional, fill=float("-inf"), written=True, padding=dimensions - 1,
+        "amax",
+        ONE,
+        ("float32",),
+        optional,
+        fill=float("-inf"),
+        written=True,
+        padding=dimensions - 1,
         about="the caller fills it with -inf",
-    )  # fmt: skip
+    )
 
 
 def quantizer(name: str, columns: str) -> tuple[TensorSpec, ...]:
@@ -126,9 +132,16 @@ class DenseGemm(FusedGemm):
 
 
 def blank(
-    api: type[DenseGemm], shape: Sequence[int], kind: OperandType, device: Any, *, out: str = "", side: str = "",
-    majors: str = "kkn", without: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+    api: type[DenseGemm],
+    shape: Sequence[int],
+    kind: OperandType,
+    device: Any,
+    *,
+    out: str = "",
+    side: str = "",
+    majors: str = "kkn",
+    without: Sequence[str] = (),
+) -> dict[str, Any]:
     """Tensors for a problem (m, n, k, l), by name, not initialised but for what kernels add to.
 
     The last result has the type ``out``, other matrices the type ``side``, both 16 bits where not given. Optional

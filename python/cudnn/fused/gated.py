@@ -50,16 +50,23 @@ class GatedGemm(GluLayout):
     tensors = (
         *operands(),
         TensorSpec(
-            "ab12", Matrix("m", "n", "mn"), ("float32", *NARROW, *FLOAT8), optional=True, written=True,
+            "ab12",
+            Matrix("m", "n", "mn"),
+            ("float32", *NARROW, *FLOAT8),
+            optional=True,
+            written=True,
             about="8 bits: scaled only",
         ),
         TensorSpec(
-            "c", Matrix("m", "columns", "mn"), ("float32", *NARROW, *FLOAT8), written=True,
+            "c",
+            Matrix("m", "columns", "mn"),
+            ("float32", *NARROW, *FLOAT8),
+            written=True,
             about="columns = n / 2; the major of ab12; scaled: float32 too; 8 bits with sfc",
         ),
         amax(dimensions=3),
         *quantizer("sfc", "columns"),
-    )  # fmt: skip
+    )
     returns = ("ab12", "c", "sfc", "amax")
     scalars = ("alpha",)
     pairs = 2

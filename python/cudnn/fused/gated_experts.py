@@ -177,9 +177,15 @@ class GatedExpertsBackward(Activated):
         sums = (epilogue.SumRow("dprob", "prob_gradient", bool(self._deterministic)),) if self.given("dprob") else ()
         rest = (*sums, *self.recomputed(), *self.multiplied_by("prob"))
         return (
-            *product, *rounded, saved, *factors, backward, *rest, *self.summed_columns(),
+            *product,
+            *rounded,
+            saved,
+            *factors,
+            backward,
+            *rest,
+            *self.summed_columns(),
             *self.result_epilogue("d_row", self.halves),
-        )  # fmt: skip
+        )
 
     def recomputed(self) -> tuple[Any, ...]:
         """What the forward pass made of c, weighted and stored."""

@@ -271,9 +271,18 @@ class FusedGemm(FusedAPI):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         """Operands that tensor cores or the copy engine cannot read are prepared in a workspace, in the same call."""
         problem = GemmProblem(
-            self.operand("a"), self.operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
-            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate), self.weaves(), sizes.get("experts", 1),
-        )  # fmt: skip
+            self.operand("a"),
+            self.operand("b"),
+            tuple(self.operations()),
+            self.schedule,
+            sizes["n"],
+            sizes["k"],
+            self.mma_tiler_mn,
+            self.cluster_shape_mn,
+            bool(self.accurate),
+            self.weaves(),
+            sizes.get("experts", 1),
+        )
         chosen = ARCHITECTURES[arch].configure(problem)
         dequantised = any(step.source.scale for _, step in chosen.prepared)
         return kernel_plan(arch, chosen, chosen.cluster, _DEQUANTISED[arch] if dequantised else "")

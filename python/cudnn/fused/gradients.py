@@ -58,12 +58,15 @@ class ExpertGradients(ExpertsGemm):
         TensorSpec("global_scale_b", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
         *(
             TensorSpec(
-                f"{name}_index", Contiguous("k", alignment=4), ("int32",), optional=True,
+                f"{name}_index",
+                Contiguous("k", alignment=4),
+                ("int32",),
+                optional=True,
                 about=f"token i is number {name}_index[i] of {name}, one that it has not is zeros; for 16-bit types",
             )
             for name in "ab"
         ),
-    )  # fmt: skip
+    )
     returns = ("wgrad",)
     sized_by = ("a", "b", "offsets")
     counted_by = ("a_index", "b_index")
@@ -172,8 +175,9 @@ class ExpertGradients(ExpertsGemm):
             cure = "ask get_grouped_gemm_wgrad_workspace_size"
             raise refused(ValueError, where, "descriptor_workspace", got, allowed, cure)
         if workspace.device != like.device:
-            raise refused(ValueError, where, "descriptor_workspace", workspace.device,
-                          f"{like.device}, as the operands")  # fmt: skip
+            raise refused(
+                ValueError, where, "descriptor_workspace", workspace.device, f"{like.device}, as the operands"
+            )
 
     @staticmethod
     def descriptor_bytes(experts: int, discrete: bool) -> int:

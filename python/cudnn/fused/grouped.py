@@ -50,9 +50,12 @@ DPROB = TensorSpec("dprob", TokenColumn("m"), ("float32",), optional=True, fill=
 BIAS = TensorSpec("bias", Columns("n", "experts"), FLOATS, optional=True)
 
 A_INDEX = TensorSpec(
-    "a_index", Contiguous("m", alignment=4), ("int32",), optional=True,
+    "a_index",
+    Contiguous("m", alignment=4),
+    ("int32",),
+    optional=True,
     about="token i is row a_index[i] of a, one that a has not is zeros; for 16-bit types, and float32 sfa",
-)  # fmt: skip
+)
 
 COUNTER = TensorSpec(
     "scheduler_counter", FirstOf(1, alignment=4), ("int32",), optional=True, about="a hint of other kernels"
@@ -69,13 +72,16 @@ def operands() -> tuple[TensorSpec, ...]:
         TensorSpec("sfa", BlockScales("m", "k"), (*SCALES, SUM_SCALES), optional=True),
         TensorSpec("sfb", factors_of_b, (*SCALES, SUM_SCALES), optional=True, same="sfa"),
         TensorSpec(
-            "padded_offsets", Contiguous("experts", alignment=4), ("int32",), draw="ends",
+            "padded_offsets",
+            Contiguous("experts", alignment=4),
+            ("int32",),
+            draw="ends",
             about="the row where each expert ends",
         ),
         TensorSpec("alpha", Each("experts", alignment=2), FLOATS, draw="uniform"),
         TensorSpec("b_ptrs", places, ("int64",), optional=True, sampled=False),
         TensorSpec("sfb_ptrs", places, ("int64",), optional=True, sampled=False),
-    )  # fmt: skip
+    )
 
 
 def behind_addresses(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -120,7 +126,12 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
     return (
         output(d, columns),
         TensorSpec(
-            "d_col", OneMatrix("m", columns, "mn"), RESULT_TYPES, optional=True, same=d, written=True,
+            "d_col",
+            OneMatrix("m", columns, "mn"),
+            RESULT_TYPES,
+            optional=True,
+            same=d,
+            written=True,
             about="quantised by 32 tokens of a column; with sfd_col",
         ),
         TensorSpec("sfd_row", BlockScales("m", columns), of_rows, optional=True, same="sfa", written=True),
@@ -129,7 +140,7 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
         ),
         TensorSpec("norm_const", ONE, ("float32",), optional=True, draw=0.01, about=constant),
         largest("amax", -math.inf, roles),
-    )  # fmt: skip
+    )
 
 
 def largest(name: str, fill: float, roles: int = 1) -> TensorSpec:
@@ -200,9 +211,18 @@ class ExpertsGemm(FusedGemm):
     shapes = ((32768, 28672, 4096, 8), (32768, 2816, 2048, 64), (65536, 1536, 2048, 128))
     steps = (1, 64, 128, 1)
     hints = (
-        "acc_dtype", "mma_tiler_mn", "cluster_shape_mn", "vector_f32", "m_aligned", "use_dynamic_sched", "cd_major",
-        "b_ptrs", "sfb_ptrs", "scheduler_counter_tensor", "sf_fp8_dtype_override",
-    )  # fmt: skip
+        "acc_dtype",
+        "mma_tiler_mn",
+        "cluster_shape_mn",
+        "vector_f32",
+        "m_aligned",
+        "use_dynamic_sched",
+        "cd_major",
+        "b_ptrs",
+        "sfb_ptrs",
+        "scheduler_counter_tensor",
+        "sf_fp8_dtype_override",
+    )
     result: ClassVar[tuple[str, str]] = ("d", "sfd_row")
     addressed: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
     tokens: ClassVar[str] = "m"
@@ -495,9 +515,11 @@ class ExpertsGemm(FusedGemm):
     def check_options(self) -> None:
         super().check_options()
         for name, allowed in (
-            ("m_aligned", (ALIGNED,)), ("b_major", ("k", "n")), ("sf_fp8_dtype_override", (None,)),
+            ("m_aligned", (ALIGNED,)),
+            ("b_major", ("k", "n")),
+            ("sf_fp8_dtype_override", (None,)),
             ("semantics", ("1.23", "1.32")),
-        ):  # fmt: skip
+        ):
             if getattr(self, name) not in allowed:
                 raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
         self.check_weights()
@@ -727,9 +749,15 @@ class ExpertsGemm(FusedGemm):
 def bias_gradient(columns: str) -> TensorSpec:
     """The sums of a result's columns over the tokens of each expert."""
     return TensorSpec(
-        "dbias", Contiguous("experts", columns, alignment=4), ("bfloat16",), optional=True, fill=0.0, written=True,
-        padding=1, about="sums of columns",
-    )  # fmt: skip
+        "dbias",
+        Contiguous("experts", columns, alignment=4),
+        ("bfloat16",),
+        optional=True,
+        fill=0.0,
+        written=True,
+        padding=1,
+        about="sums of columns",
+    )
 
 
 def _first(tensor: Any, layout: Layout, rows: int) -> Any:

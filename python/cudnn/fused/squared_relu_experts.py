@@ -18,20 +18,22 @@ UNUSED = "neither read nor written"
 class SquaredReluExpertsBackward(ExpertsGemm):
     """A grouped GEMM and the backward pass of a squared ReLU of the saved ``c``."""
 
-    tensors = indexed((
-        *operands(),
-        TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
-        *quantized("d_row", "n"),
-        TensorSpec("d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same="d_row", written=True),
-        TensorSpec(
-            "sfd_col_d_srelu", BlockScales("n", "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
-        ),
-        PROB,
-        DPROB,
-        bias_gradient("n"),
-        TensorSpec("dprob_workspace", Contiguous("m", "tiles of n"), ("float32",), optional=True, about=UNUSED),
-        TensorSpec("dbias_workspace", Contiguous("blocks of m", "n"), ("bfloat16",), optional=True, about=UNUSED),
-    ))  # fmt: skip
+    tensors = indexed(
+        (
+            *operands(),
+            TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
+            *quantized("d_row", "n"),
+            TensorSpec("d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same="d_row", written=True),
+            TensorSpec(
+                "sfd_col_d_srelu", BlockScales("n", "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
+            ),
+            PROB,
+            DPROB,
+            bias_gradient("n"),
+            TensorSpec("dprob_workspace", Contiguous("m", "tiles of n"), ("float32",), optional=True, about=UNUSED),
+            TensorSpec("dbias_workspace", Contiguous("blocks of m", "n"), ("bfloat16",), optional=True, about=UNUSED),
+        )
+    )
     returns = ("d_row", "d_col", "d_srelu", "dprob", "dbias", "amax", "sfd_row", "sfd_col", "sfd_col_d_srelu")
     result = ("d_row", "sfd_row")
     buffers = ("dprob_tensor",)

@@ -31,9 +31,14 @@ def name_of(dtype: Any) -> str:
 
 
 _CUTLASS = {
-    "Float32": "float32", "Float16": "float16", "BFloat16": "bfloat16", "Float8E4M3FN": "float8_e4m3fn",
-    "Float8E5M2": "float8_e5m2", "Float8E8M0FNU": "float8_e8m0fnu", "Float4E2M1FN": FLOAT4,
-}  # fmt: skip
+    "Float32": "float32",
+    "Float16": "float16",
+    "BFloat16": "bfloat16",
+    "Float8E4M3FN": "float8_e4m3fn",
+    "Float8E5M2": "float8_e5m2",
+    "Float8E8M0FNU": "float8_e8m0fnu",
+    "Float4E2M1FN": FLOAT4,
+}
 
 
 def torch_type(dtype: Any) -> Any:

@@ -43,29 +43,47 @@ class GemmAmax(DenseGemm):
     tensors = (
         *operands((*SCALES, "int8")),
         TensorSpec(
-            "c", Matrix("m", "n", "mn"), ("float32", *NARROW, *reversed(FLOAT8), FLOAT4, "uint8"),
-            written=True, about="four bits of four-bit operands only",
+            "c",
+            Matrix("m", "n", "mn"),
+            ("float32", *NARROW, *reversed(FLOAT8), FLOAT4, "uint8"),
+            written=True,
+            about="four bits of four-bit operands only",
         ),
         amax(dimensions=3, optional=False),
-    )  # fmt: skip
+    )
     returns = ("c", "amax")
     result = ("c", "")
     tile_n = (128, 256)
     largest_cluster = 4
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_sfa: Tensor | None, sample_sfb: Tensor | None,
-        sample_c: Tensor, sample_amax: Tensor, acc_dtype: dtype = torch.float32,
-        mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] = (1, 1), sf_vec_size: int = 32,
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_sfa: Tensor | None,
+        sample_sfb: Tensor | None,
+        sample_c: Tensor,
+        sample_amax: Tensor,
+        acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        cluster_shape_mn: tuple[int, int] = (1, 1),
+        sf_vec_size: int = 32,
         arch: str | None = None,
         accurate: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None,
-        c_tensor: Tensor, amax_tensor: Tensor, current_stream: Any = None, workspace_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        sfa_tensor: Tensor | None,
+        sfb_tensor: Tensor | None,
+        c_tensor: Tensor,
+        amax_tensor: Tensor,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:
         """Writes ``c_tensor`` and raises ``amax_tensor``. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
@@ -102,12 +120,19 @@ class GemmAmaxSm100(GemmAmax):
 
 
 def gemm_amax_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
-    c_major: str = "n", c_dtype: dtype = torch.float32, acc_dtype: dtype = torch.float32,
-    mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] = (1, 1), sf_vec_size: int = 32,
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    c_major: str = "n",
+    c_dtype: dtype = torch.float32,
+    acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] = (1, 1),
+    sf_vec_size: int = 32,
     stream: Any = None,
     accurate: bool = False,
-) -> TupleDict:  # fmt: skip
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, amax_tensor``.
 
     ``amax_tensor`` has the shape (1, 1, 1). Arguments and errors as those of :class:`GemmAmax`; a four-bit ``c`` is the

@@ -63,23 +63,49 @@ class GemmDswiglu(GluLayout):
     columns_in = 32, "32, the blocks of ab12"
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_ab12: Tensor, sample_d_ab12: Tensor,
-        sample_c: Tensor | None = None, sample_prob: Tensor | None = None, sample_dprob: Tensor | None = None,
-        sample_sfa: Tensor | None = None, sample_sfb: Tensor | None = None, sample_amax: Tensor | None = None,
-        sample_sfd: Tensor | None = None, sample_norm_const: Tensor | None = None, alpha: float = 1.0,
-        acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
-        cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, arch: str | None = None,
-        accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_ab12: Tensor,
+        sample_d_ab12: Tensor,
+        sample_c: Tensor | None = None,
+        sample_prob: Tensor | None = None,
+        sample_dprob: Tensor | None = None,
+        sample_sfa: Tensor | None = None,
+        sample_sfb: Tensor | None = None,
+        sample_amax: Tensor | None = None,
+        sample_sfd: Tensor | None = None,
+        sample_norm_const: Tensor | None = None,
+        alpha: float = 1.0,
+        acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        arch: str | None = None,
+        accurate: bool = False,
+        glu_layout: str = "interleaved",
+        glu_order: str = "up_gate",
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, ab12_tensor: Tensor, d_ab12_tensor: Tensor,
-        c_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, dprob_tensor: Tensor | None = None,
-        sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
-        sfd_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, alpha: float | None = None,
-        current_stream: Any = None, workspace_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        ab12_tensor: Tensor,
+        d_ab12_tensor: Tensor,
+        c_tensor: Tensor | None = None,
+        prob_tensor: Tensor | None = None,
+        dprob_tensor: Tensor | None = None,
+        sfa_tensor: Tensor | None = None,
+        sfb_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None,
+        sfd_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None,
+        alpha: float | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:
         """Writes what the samples had of d_ab12, c, amax and sfd, and adds to dprob. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
@@ -127,13 +153,25 @@ class GemmDswigluSm100(GemmDswiglu):
 
 
 def gemm_dswiglu_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, ab12_tensor: Tensor, alpha: float = 1.0, prob_tensor: Tensor | None = None,
-    d_ab12_dtype: dtype | None = None, c_dtype: dtype | None = None, acc_dtype: dtype = torch.float32,
-    mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
-    sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
-    sf_vec_size: int = 16, stream: Any = None, accurate: bool = False, glu_layout: str = "interleaved",
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    ab12_tensor: Tensor,
+    alpha: float = 1.0,
+    prob_tensor: Tensor | None = None,
+    d_ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    norm_const_tensor: Tensor | None = None,
+    sf_vec_size: int = 16,
+    stream: Any = None,
+    accurate: bool = False,
+    glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
-) -> TupleDict:  # fmt: skip
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``d_ab12_tensor, c_tensor, dprob_tensor, amax_tensor, sfd_tensor``: d_ab12 of ``d_ab12_dtype``, by default

@@ -40,24 +40,52 @@ class GemmGeglu(GatedGemm):
     limits = ("glu_clamp_max", "glu_clamp_min")
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_ab12: Tensor | None, sample_c: Tensor, alpha: float = 1.0,
-        acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
-        cluster_shape_mn: tuple[int, int] | None = None, sample_sfa: Tensor | None = None,
-        sample_sfb: Tensor | None = None, sample_amax: Tensor | None = None, sample_sfc: Tensor | None = None,
-        sample_norm_const: Tensor | None = None, sf_vec_size: int = 16, linear_offset: float = 1.0,
-        geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, arch: str | None = None,
-        accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_ab12: Tensor | None,
+        sample_c: Tensor,
+        alpha: float = 1.0,
+        acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sample_sfa: Tensor | None = None,
+        sample_sfb: Tensor | None = None,
+        sample_amax: Tensor | None = None,
+        sample_sfc: Tensor | None = None,
+        sample_norm_const: Tensor | None = None,
+        sf_vec_size: int = 16,
+        linear_offset: float = 1.0,
+        geglu_alpha: float = 1.702,
+        glu_clamp_max: float = 7.0,
+        glu_clamp_min: float = -7.0,
+        arch: str | None = None,
+        accurate: bool = False,
+        glu_layout: str = "interleaved",
+        glu_order: str = "up_gate",
         power_of_two_scales: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, ab12_tensor: Tensor | None, c_tensor: Tensor,
-        sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
-        sfc_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, alpha: float | None = None,
-        linear_offset: float | None = None, geglu_alpha: float | None = None, glu_clamp_max: float | None = None,
-        glu_clamp_min: float | None = None, current_stream: Any = None, workspace_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        ab12_tensor: Tensor | None,
+        c_tensor: Tensor,
+        sfa_tensor: Tensor | None = None,
+        sfb_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None,
+        alpha: float | None = None,
+        linear_offset: float | None = None,
+        geglu_alpha: float | None = None,
+        glu_clamp_max: float | None = None,
+        glu_clamp_min: float | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:
         """Writes ``ab12_tensor``, ``c_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
     def gate(self) -> epilogue.Gate:
@@ -69,14 +97,29 @@ class GemmGegluSm100(GemmGeglu):
 
 
 def gemm_geglu_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, alpha: float = 1.0, c_major: str = "n", ab12_dtype: dtype | None = None,
-    c_dtype: dtype | None = None, acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
-    cluster_shape_mn: tuple[int, int] | None = None, sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
-    norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16, linear_offset: float = 1.0,
-    geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, stream: Any = None,
-    accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    norm_const_tensor: Tensor | None = None,
+    sf_vec_size: int = 16,
+    linear_offset: float = 1.0,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    stream: Any = None,
+    accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
-) -> TupleDict:  # fmt: skip
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``ab12_tensor, c_tensor, sfc_tensor, amax_tensor``: ab12 where it has an ``ab12_dtype``; c of ``c_dtype``,

@@ -63,8 +63,17 @@ class Projection(FusedAPI):
             if size % step or (not size and name != "tokens"):
                 raise refused(ValueError, cls._title(), name, size, f"multiples of {step}")
         rows = (n, k) if options["w_out_in"] else (k, n)
-        return {"m": m, "n": n, "k": k, "l": 1, "heads": n // HEAD, "groups": m // BLOCK, "blocks": k // BLOCK,
-                "w_rows": rows[0], "w_columns": rows[1]}  # fmt: skip
+        return {
+            "m": m,
+            "n": n,
+            "k": k,
+            "l": 1,
+            "heads": n // HEAD,
+            "groups": m // BLOCK,
+            "blocks": k // BLOCK,
+            "w_rows": rows[0],
+            "w_columns": rows[1],
+        }
 
     @classmethod
     def columns(cls) -> int:
@@ -101,8 +110,10 @@ class Projection(FusedAPI):
             sizes = cls.sizes_of(dict(zip(cls.sized_by, ((m, k), w), strict=True)), {"w_out_in": w_out_in})
             made_by: Any = cls
             options = {"w_out_in": w_out_in} if len(cls.forms) > 1 else {}
-            tensors = {spec.name: spec.layout.allocate(sizes, "", getattr(torch, spec.types[0]), "meta")
-                       for spec in cls.tensors}  # fmt: skip
+            tensors = {
+                spec.name: spec.layout.allocate(sizes, "", getattr(torch, spec.types[0]), "meta")
+                for spec in cls.tensors
+            }
             yield made_by(**cls.samples(tensors), **options, arch=arch)
 
 
@@ -135,16 +146,32 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
     kind, step, forms = "bfloat16", 8, (True, False)
 
     def __init__(
-        self, sample_x: Tensor, sample_w: Tensor, sample_cos: Tensor, sample_sin: Tensor, sample_out_fp8_row: Tensor,
-        sample_out_scales_row: Tensor, sample_out_fp8_col: Tensor, sample_out_scales_col: Tensor,
-        w_out_in: bool = False, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_x: Tensor,
+        sample_w: Tensor,
+        sample_cos: Tensor,
+        sample_sin: Tensor,
+        sample_out_fp8_row: Tensor,
+        sample_out_scales_row: Tensor,
+        sample_out_fp8_col: Tensor,
+        sample_out_scales_col: Tensor,
+        w_out_in: bool = False,
+        arch: str | None = None,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, out_fp8_row: Tensor, out_scales_row: Tensor,
-        out_fp8_col: Tensor, out_scales_col: Tensor, current_stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        w: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        out_fp8_row: Tensor,
+        out_scales_row: Tensor,
+        out_fp8_col: Tensor,
+        out_scales_col: Tensor,
+        current_stream: Any = None,
+    ) -> None:
         """Writes the results. See :attr:`FusedAPI.run`."""
 
     def product(self, tensors: Mapping[str, Any]) -> Any:
@@ -174,17 +201,35 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     w_out_in = True
 
     def __init__(
-        self, sample_x_code: Tensor, sample_x_scale: Tensor, sample_w_code: Tensor, sample_w_scale: Tensor,
-        sample_cos: Tensor, sample_sin: Tensor, sample_out_fp8_row: Tensor, sample_out_scales_row: Tensor,
-        sample_out_fp8_col: Tensor, sample_out_scales_col: Tensor, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_x_code: Tensor,
+        sample_x_scale: Tensor,
+        sample_w_code: Tensor,
+        sample_w_scale: Tensor,
+        sample_cos: Tensor,
+        sample_sin: Tensor,
+        sample_out_fp8_row: Tensor,
+        sample_out_scales_row: Tensor,
+        sample_out_fp8_col: Tensor,
+        sample_out_scales_col: Tensor,
+        arch: str | None = None,
+    ) -> None:
         super().__init__({**locals(), "w_out_in": True})
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_code: Tensor, x_scale: Tensor, w_code: Tensor, w_scale: Tensor, cos: Tensor, sin: Tensor,
-        out_fp8_row: Tensor, out_scales_row: Tensor, out_fp8_col: Tensor, out_scales_col: Tensor,
+        self,
+        x_code: Tensor,
+        x_scale: Tensor,
+        w_code: Tensor,
+        w_scale: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        out_fp8_row: Tensor,
+        out_scales_row: Tensor,
+        out_fp8_col: Tensor,
+        out_scales_col: Tensor,
         current_stream: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes the results. See :attr:`FusedAPI.run`."""
 
     @classmethod
@@ -200,9 +245,15 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
 
 
 def gemm_proj_rope_mxfp8_wrapper_sm100(
-    x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, x_scale: Tensor | None = None, w_scale: Tensor | None = None,
-    w_out_in: bool = True, stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    w_out_in: bool = True,
+    stream: Any = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``out_fp8_row, out_scales_row, out_fp8_col, out_scales_col``. x and w are of bfloat16, as
@@ -228,8 +279,9 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
         w, w_scale = _turned(w, True).contiguous(), _turned(w_scale, True).contiguous()
     key = (x.shape, w.shape, w_out_in, x.device)
     sizes = api.sizes_of(dict(zip(api.sized_by, (x.shape, w.shape), strict=True)), {"w_out_in": scaled or w_out_in})
-    out = {name: api.spec(name).layout.allocate(sizes, "", dtype, x.device)
-           for name, (dtype, _) in api.results({}).items()}  # fmt: skip
+    out = {
+        name: api.spec(name).layout.allocate(sizes, "", dtype, x.device) for name, (dtype, _) in api.results({}).items()
+    }
     inputs = (x, x_scale, w, w_scale, cos, sin) if scaled else (x, w, cos, sin)
     objects = _mxfp8in_obj_cache if scaled else _bf16in_obj_cache
     operation = objects.get(key)

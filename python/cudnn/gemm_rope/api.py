@@ -48,7 +48,7 @@ class GemmRope(DenseGemm):
         TensorSpec("c", Matrix("m", "n", "mn"), ("float32", *NARROW, *FLOAT8), written=True, about="8 bits with sfc"),
         TensorSpec("positions", Contiguous("m", alignment=4), ("int32",), optional=True),
         *quantizer("sfc", "n"),
-    )  # fmt: skip
+    )
     returns = ("c", "sfc")
     scalars = ("alpha",)
     result = ("c", "sfc")
@@ -62,31 +62,65 @@ class GemmRope(DenseGemm):
     inverse: bool
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_cos: Tensor, sample_sin: Tensor, sample_c: Tensor,
-        sample_positions: Tensor | None = None, sample_sfa: Tensor | None = None, sample_sfb: Tensor | None = None,
-        sample_sfc: Tensor | None = None, sample_norm_const: Tensor | None = None, head_size: int = 128,
-        rotary_size: int | None = None, rotated_begin: int = 0, rotated_end: int | None = None,
-        interleaved: bool = False, inverse: bool = False, alpha: float = 1.0, acc_dtype: dtype = torch.float32,
-        mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
-        sf_vec_size: int = 16, arch: str | None = None, accurate: bool = False, power_of_two_scales: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_cos: Tensor,
+        sample_sin: Tensor,
+        sample_c: Tensor,
+        sample_positions: Tensor | None = None,
+        sample_sfa: Tensor | None = None,
+        sample_sfb: Tensor | None = None,
+        sample_sfc: Tensor | None = None,
+        sample_norm_const: Tensor | None = None,
+        head_size: int = 128,
+        rotary_size: int | None = None,
+        rotated_begin: int = 0,
+        rotated_end: int | None = None,
+        interleaved: bool = False,
+        inverse: bool = False,
+        alpha: float = 1.0,
+        acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        arch: str | None = None,
+        accurate: bool = False,
+        power_of_two_scales: bool = False,
+    ) -> None:
         super().__init__(locals())
         self.rotary_size = head_size if rotary_size is None else rotary_size
         self.columns_in = head_size, f"head_size, {head_size}"
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, cos_tensor: Tensor, sin_tensor: Tensor, c_tensor: Tensor,
-        positions_tensor: Tensor | None = None, sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
-        sfc_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, alpha: float | None = None,
-        current_stream: Any = None, workspace_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        cos_tensor: Tensor,
+        sin_tensor: Tensor,
+        c_tensor: Tensor,
+        positions_tensor: Tensor | None = None,
+        sfa_tensor: Tensor | None = None,
+        sfb_tensor: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None,
+        alpha: float | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:
         """Writes ``c_tensor`` and ``sfc_tensor``. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
         rotate = epilogue.Rotate(
-            self.head_size, self.rotary_size, self.kind("cos"), self.interleaved, self.inverse, self.rotated_begin,
-            self.rotated_end, positions="positions" if self.given("positions") else "",
-        )  # fmt: skip
+            self.head_size,
+            self.rotary_size,
+            self.kind("cos"),
+            self.interleaved,
+            self.inverse,
+            self.rotated_begin,
+            self.rotated_end,
+            positions="positions" if self.given("positions") else "",
+        )
         return (epilogue.Scale("alpha"), rotate, *self.result_epilogue("c"))
 
     @classmethod
@@ -127,14 +161,30 @@ class GemmRopeSm100(GemmRope):
 
 
 def gemm_rope_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, cos_tensor: Tensor, sin_tensor: Tensor, positions_tensor: Tensor | None = None,
-    head_size: int = 128, rotary_size: int | None = None, rotated_begin: int = 0, rotated_end: int | None = None,
-    interleaved: bool = False, inverse: bool = False, alpha: float = 1.0, c_major: str = "n",
-    c_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (128, 128),
-    cluster_shape_mn: tuple[int, int] | None = None, sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
-    norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16, stream: Any = None, accurate: bool = False,
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    cos_tensor: Tensor,
+    sin_tensor: Tensor,
+    positions_tensor: Tensor | None = None,
+    head_size: int = 128,
+    rotary_size: int | None = None,
+    rotated_begin: int = 0,
+    rotated_end: int | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    c_dtype: dtype | None = None,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    norm_const_tensor: Tensor | None = None,
+    sf_vec_size: int = 16,
+    stream: Any = None,
+    accurate: bool = False,
     power_of_two_scales: bool = False,
-) -> TupleDict:  # fmt: skip
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, sfc_tensor``.
 
     c is of ``c_dtype``, by default the type of ``a`` if that has 16 bits, else bfloat16; sfc comes with 8 bits. Nothing

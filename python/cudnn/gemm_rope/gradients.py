@@ -14,9 +14,14 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     a, b, cos, sin, positions, head, rotary, begin, end, interleaved, inverse, alpha, *_ = inputs
     ctx.save_for_backward(a, b, cos, sin, positions)
     ctx.rotate = Rotate(
-        head, rotary or head, interleaved=interleaved, inverse=not inverse, begin=begin, end=end,
+        head,
+        rotary or head,
+        interleaved=interleaved,
+        inverse=not inverse,
+        begin=begin,
+        end=end,
         positions="" if positions is None else "positions",
-    )  # fmt: skip
+    )
     ctx.alpha, ctx.count = alpha, len(inputs)
     narrow = [x.dtype for x in (a, output[0]) if x.element_size() == 1]
     ctx.reason = f"a of {a.dtype} and c of {output[0].dtype}" if narrow else ""

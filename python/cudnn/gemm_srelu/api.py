@@ -85,21 +85,45 @@ class GemmSrelu(SquaredReluGemm):
     returns = ("c", "d", "amax", "sfd")
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_c: Tensor, sample_d: Tensor, sample_sfa: Tensor | None,
-        sample_sfb: Tensor | None, sample_prob: Tensor, sample_sfd: Tensor | None = None,
-        sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None, alpha: float = 1.0,
-        acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
-        cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
-        arch: str | None = None, accurate: bool = False, power_of_two_scales: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_c: Tensor,
+        sample_d: Tensor,
+        sample_sfa: Tensor | None,
+        sample_sfb: Tensor | None,
+        sample_prob: Tensor,
+        sample_sfd: Tensor | None = None,
+        sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None,
+        alpha: float = 1.0,
+        acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        vector_f32: bool = False,
+        arch: str | None = None,
+        accurate: bool = False,
+        power_of_two_scales: bool = False,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, c_tensor: Tensor, d_tensor: Tensor, sfa_tensor: Tensor | None,
-        sfb_tensor: Tensor | None, prob_tensor: Tensor, sfd_tensor: Tensor | None = None,
-        amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, alpha: float | None = None,
-        current_stream: Any = None, workspace_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        c_tensor: Tensor,
+        d_tensor: Tensor,
+        sfa_tensor: Tensor | None,
+        sfb_tensor: Tensor | None,
+        prob_tensor: Tensor,
+        sfd_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None,
+        alpha: float | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:
         """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
@@ -116,12 +140,25 @@ class GemmSreluSm100(GemmSrelu):
 
 
 def gemm_srelu_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, prob_tensor: Tensor,
-    alpha: float = 1.0, c_major: str = "n", c_dtype: dtype = torch.bfloat16, d_dtype: dtype = torch.bfloat16,
-    acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
-    cluster_shape_mn: tuple[int, int] | None = None, norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16,
-    vector_f32: bool = False, stream: Any = None, accurate: bool = False, power_of_two_scales: bool = False,
-) -> TupleDict:  # fmt: skip
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    sfa_tensor: Tensor | None,
+    sfb_tensor: Tensor | None,
+    prob_tensor: Tensor,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    c_dtype: dtype = torch.bfloat16,
+    d_dtype: dtype = torch.bfloat16,
+    acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    norm_const_tensor: Tensor | None = None,
+    sf_vec_size: int = 16,
+    vector_f32: bool = False,
+    stream: Any = None,
+    accurate: bool = False,
+    power_of_two_scales: bool = False,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``c_tensor, d_tensor, amax_tensor, sfd_tensor``: amax comes with four-bit operands, sfd with a d of 8 bits,

@@ -69,9 +69,16 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     kind = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
     layout = "concatenated" if module.has_gate else "interleaved"
     return moe_mlp(
-        hidden_states, (top_k_index, top_k_weights.to(kind)), up.contiguous(), down.contiguous(), up_bias, down_bias,
-        activation=activation, glu_layout=layout, **numbers,
-    )  # fmt: skip
+        hidden_states,
+        (top_k_index, top_k_weights.to(kind)),
+        up.contiguous(),
+        down.contiguous(),
+        up_bias,
+        down_bias,
+        activation=activation,
+        glu_layout=layout,
+        **numbers,
+    )
 
 
 def _activation(module: Any) -> tuple[str, dict[str, Any]]:
@@ -101,10 +108,19 @@ def _in_halves(x: Tensor) -> Tensor:
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
-    softcap: float | None = None, position_bias: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """Attention of a model, by :func:`cudnn.ops.scaled_dot_product_attention`: causal, windows, sinks, any mask.
 
     Args:
@@ -150,9 +166,17 @@ def _window_of(module: Any) -> int | None:
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, *, mask_function: Any,
-    local_size: int | None = None, allow_is_causal_skip: bool = True, device: Any = "cpu", **others: Any,
-) -> Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    *,
+    mask_function: Any,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: Any = "cpu",
+    **others: Any,
+) -> Tensor | None:
     """As transformers' mask of "sdpa", but None also for a causal sliding window over a whole sequence."""
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 

@@ -27,8 +27,9 @@ def pick(kernels: Mapping[str, Any], arch: str, where: str) -> Any:
         RuntimeError: there is none; lists the architectures that have one.
     """
     if arch not in kernels:
-        raise refused(RuntimeError, where, "architecture", arch, ", ".join(kernels),
-                      "run on such a GPU, or on CPU tensors")  # fmt: skip
+        raise refused(
+            RuntimeError, where, "architecture", arch, ", ".join(kernels), "run on such a GPU, or on CPU tensors"
+        )
     return kernels[arch]
 
 

@@ -222,14 +222,19 @@ def _lock(path: Path) -> Iterator[None]:
         except filelock.Timeout:
             _logger.warning(
                 "%s: another process has held it for %.0f s and should be compiling this kernel; waiting up to %.0f s",
-                place, _SAY, _WAIT,
-            )  # fmt: skip
+                place,
+                _SAY,
+                _WAIT,
+            )
             lock.acquire(timeout=_WAIT - _SAY)
     except filelock.Timeout:
         _logger.warning(
             "%s: still held after %.0f s; the kernel is compiled here as well. `fuser %s` names the other process, "
-            "which may be stopped", place, _WAIT, place,
-        )  # fmt: skip
+            "which may be stopped",
+            place,
+            _WAIT,
+            place,
+        )
     except (OSError, NotImplementedError) as error:  # the latter from file systems without locks
         _logger.warning("%s: cannot be locked, other processes may compile the same kernel: %s", place, error)
     try:

@@ -94,10 +94,19 @@ class Exchange:
     """
 
     def __init__(
-        self, group: Any, experts: int, top_k: int, hidden: int, *, max_tokens: int,
-        max_rows: int | None = None, dtype: torch.dtype = torch.bfloat16, device: Any = None,
-        symmetric: bool | None = None, time_limit: float = 600.0,
-    ) -> None:  # fmt: skip
+        self,
+        group: Any,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        *,
+        max_tokens: int,
+        max_rows: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: Any = None,
+        symmetric: bool | None = None,
+        time_limit: float = 600.0,
+    ) -> None:
         group = dist.group.WORLD if group is None else group
         self.ranks = size_of(_WHERE, group)
         self._group, self.rank = ref(group), dist.get_rank(group)
@@ -232,7 +241,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor, row_of_choice: Tensor, sent: Any, exchange: Exchange
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.exchange, ctx.sent = exchange, sent
         ctx.save_for_backward(rows, row_of_choice, weights)
         return exchange.way.give_back(rows.contiguous(), row_of_choice, weights, sent)[0]
@@ -532,9 +541,13 @@ class InHost:
         e, count = self.e, len(sent.row_of_rank)
         self._free(self.sums, self.words)
         configuration = GiveBackConfiguration(
-            name_of(e.dtype), e.hidden, row_of_choice.shape[1], weights is not None,
-            ranks=e.ranks, values=0 if values is None else e.top_k,
-        )  # fmt: skip
+            name_of(e.dtype),
+            e.hidden,
+            row_of_choice.shape[1],
+            weights is not None,
+            ranks=e.ranks,
+            values=0 if values is None else e.top_k,
+        )
         rows = placed(rows) if len(rows) else rows.new_zeros(1, e.hidden)
         row_of_rank = sent.row_of_rank if count else sent.row_of_rank.new_full((1, e.ranks), -1)
         sums = rows.new_empty(max(1, count), e.hidden)

@@ -101,9 +101,18 @@ def forward(
 
 
 def backward(
-    kind: Products, gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows,
-    e: Experts, needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]], summed: bool = True,
-) -> Gradients:  # fmt: skip
+    kind: Products,
+    gradient: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    e: Experts,
+    needed: Sequence[bool],
+    sums: tuple[Sequence[Tensor], Sequence[Tensor]],
+    summed: bool = True,
+) -> Gradients:
     """The gradients that are ``needed``, in the order of :class:`Needs`.
 
     ``sums``: what those of up and down are added to instead, float32; empty: nothing. Not ``summed``, that of x
@@ -116,9 +125,17 @@ def backward(
 
 
 def by_activation(
-    kind: Products, gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows,
-    e: Experts, needs: Needs, sums: Sequence[Tensor],
-) -> tuple[Gradients, Tensor]:  # fmt: skip
+    kind: Products,
+    gradient: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    e: Experts,
+    needs: Needs,
+    sums: Sequence[Tensor],
+) -> tuple[Gradients, Tensor]:
     """The first half of :func:`backward`: all gradients but those of x and up, and that of the up projection's product.
 
     ``sums``: those of down.
@@ -154,9 +171,16 @@ def by_activation(
 
 
 def by_product(
-    kind: Products, x: Tensor, by_hidden: Tensor, rows: Rows, up: Sequence[Tensor], needs: Needs,
-    sums: Sequence[Tensor], summed: bool = True, added: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    kind: Products,
+    x: Tensor,
+    by_hidden: Tensor,
+    rows: Rows,
+    up: Sequence[Tensor],
+    needs: Needs,
+    sums: Sequence[Tensor],
+    summed: bool = True,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
     """The second half of :func:`backward`: the gradients of x and up, from that of the up projection's product.
 
     ``added``: a number for each row (R, 1, 1), float32, and a vector for each expert (E, H), whose product the row of

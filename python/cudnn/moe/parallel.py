@@ -121,9 +121,16 @@ def on_ranks(
 class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, indices: Tensor, exchange: Exchange, kind: Kind,
-        up_bias: Tensor | None, down_bias: Tensor | None, *matrices: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        indices: Tensor,
+        exchange: Exchange,
+        kind: Kind,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        *matrices: Tensor,
+    ) -> Tensor:
         way, e = exchange.way, kind.experts(up_bias, down_bias, matrices)
         tokens, local, weights, sent = way.dispatch(x.contiguous(), indices, weights)
         rows = sorted_rows(local, exchange, sent)

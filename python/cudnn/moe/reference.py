@@ -53,9 +53,14 @@ def weigh(logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_facto
 
 
 def logits_gradient(
-    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, experts: int, rule: Rule,
-    scaling_factor: float, rows: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:  # fmt: skip
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    experts: int,
+    rule: Rule,
+    scaling_factor: float,
+    rows: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
     """See :func:`cudnn.moe.routing.logits_gradient`."""
     chosen = indices.long()
     values, g = wide(logits), wide(gradient) * scaling_factor

@@ -327,9 +327,14 @@ def moe_route_bwd(
 
 
 def logits_gradient(
-    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, experts: int, rule: Rule,
-    scaling_factor: float, rows: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:  # fmt: skip
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    experts: int,
+    rule: Rule,
+    scaling_factor: float,
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """The gradient of logits (T, E) from that of the weights, in the type of ``logits``: these are those of all experts
     where the rule is dense, else of the chosen ones. The groups of the rule do not matter.
 

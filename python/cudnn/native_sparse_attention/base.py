@@ -93,12 +93,13 @@ class Sparse(OverHeads):
         for sizes in cls.usual_sizes(shape):
             tensors = {
                 spec.name: torch.empty_strided(
-                    spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
+                    spec.layout.shape(sizes),
+                    spec.layout.strides(sizes)[0],
                     dtype=kind if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
                 )
                 for spec in cls.tensors
                 if sizes["packed"] or not spec.name.startswith("cum_seqlen")
-            }  # fmt: skip
+            }
             for name in tensors.keys() & {"cum_seqlen_q", "cum_seqlen_k"}:  # only their values are looked at
                 tensors[name].zero_()
             arguments: dict[str, Any] = {**cls.samples(tensors), "arch": arch}

@@ -81,7 +81,7 @@ def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, block_size
 
 def top_k(
     tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool, whole: bool = False
-) -> None:  # fmt: skip
+) -> None:
     """Writes the scores and the blocks, the largest first. Where there are too few: -inf and -1.
 
     ``whole``: the blocks that all rows have come before them, and the log-sum-exp is a natural one.
@@ -156,9 +156,18 @@ def compression_backward(tensors: Mapping[str, Any], scale: float, packed: bool)
 
 
 def decode(
-    q: Any, k: Any, v: Any, ck: Any, cv: Any, gates: Any, lengths: list[int], compressed_lengths: list[int], o: Any,
-    scale: float, sizes: tuple[int, int, int, int],
-) -> None:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    ck: Any,
+    cv: Any,
+    gates: Any,
+    lengths: list[int],
+    compressed_lengths: list[int],
+    o: Any,
+    scale: float,
+    sizes: tuple[int, int, int, int],
+) -> None:
     """Writes O of the newest row of each sequence, (b, h, d), from caches (b, h, s, d).
 
     ``sizes``: rows of a block, rows of a compressed key, the best blocks of a list, keys of the window.

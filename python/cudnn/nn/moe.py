@@ -155,15 +155,35 @@ class MoE(torch.nn.Module):
     """
 
     def __init__(
-        self, hidden: int, intermediate: int, experts: int, top_k: int, *, activation: str = "swiglu",
-        glu_layout: str = "interleaved", bias: bool = False, fp8: bool = False, shared_experts: int = 0,
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        glu_layout: str = "interleaved",
+        bias: bool = False,
+        fp8: bool = False,
+        shared_experts: int = 0,
         shared_gate: bool = False,
-        correction_bias: bool = False, into_main_grad: bool = False, score: str = "softmax", pre_softmax: bool = True,
-        renormalize: bool = False, n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0,
-        linear_offset: float = 1.0, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
-        glu_clamp_min: float = -7.0, group: Any = None, time_limit: float = 600.0, device: Any = None,
+        correction_bias: bool = False,
+        into_main_grad: bool = False,
+        score: str = "softmax",
+        pre_softmax: bool = True,
+        renormalize: bool = False,
+        n_group: int = 1,
+        topk_group: int = 1,
+        scaling_factor: float = 1.0,
+        linear_offset: float = 1.0,
+        geglu_alpha: float = 1.702,
+        glu_clamp_max: float = 7.0,
+        glu_clamp_min: float = -7.0,
+        group: Any = None,
+        time_limit: float = 600.0,
+        device: Any = None,
         dtype: torch.dtype | None = torch.bfloat16,
-    ) -> None:  # fmt: skip
+    ) -> None:
         given = kinds.checked("MoE", MoE.__init__, locals())
         counts = ("hidden", "intermediate", "experts", "top_k", "shared_experts", "n_group", "topk_group")
         hidden, intermediate, experts, top_k, shared_experts, n_group, topk_group = (given[name] for name in counts)
@@ -175,8 +195,9 @@ class MoE(torch.nn.Module):
             raise refused(ValueError, "MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
         if hidden % 8 or intermediate % 32 or min(hidden, intermediate, experts) < 1:
             got = f"hidden={hidden}, intermediate={intermediate}, experts={experts}"
-            raise refused(ValueError, "MoE", "sizes", got,
-                          "hidden a multiple of 8, intermediate of 32, one expert or more")  # fmt: skip
+            raise refused(
+                ValueError, "MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more"
+            )
         if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
             got = f"{glu_layout!r} with {activation!r}"
             raise refused(ValueError, "MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates")
@@ -296,9 +317,16 @@ class MoE(torch.nn.Module):
             weights = torch.cat([routing.weights, self._shared(tokens)], 1)
             routing = Routing(indices, weights, *sort(indices, len(self.up)))
         return moe_mlp(
-            x, routing, *parameters, activation=self.activation, glu_layout=self.glu_layout, fp8=self.fp8,
-            main_grads=self._main_grads(), **self._numbers, **self._ranks,
-        )  # fmt: skip
+            x,
+            routing,
+            *parameters,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            fp8=self.fp8,
+            main_grads=self._main_grads(),
+            **self._numbers,
+            **self._ranks,
+        )
 
     def _is_unseen(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
         """Whether nobody has to see the operators that a call consists of."""
@@ -360,11 +388,20 @@ class MoE(torch.nn.Module):
     def _agree(self, tokens: Tensor) -> None:
         """At the first call all ranks say what their layer is: see the operator's errors."""
         words = said(
-            hidden=self.up.shape[2], intermediate=self.down.shape[2], experts=self.experts, top_k=self.top_k,
-            dtype=self.up.dtype, activation=self.activation, glu_layout=self.glu_layout, fp8=self.fp8, **self._numbers,
-            bias=self.up_bias is not None, correction_bias=self.correction is not None,
-            scaling_factor=self._scaling_factor, **dict(zip(_RULE, self._rule, strict=True)),
-        )  # fmt: skip
+            hidden=self.up.shape[2],
+            intermediate=self.down.shape[2],
+            experts=self.experts,
+            top_k=self.top_k,
+            dtype=self.up.dtype,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            fp8=self.fp8,
+            **self._numbers,
+            bias=self.up_bias is not None,
+            correction_bias=self.correction is not None,
+            scaling_factor=self._scaling_factor,
+            **dict(zip(_RULE, self._rule, strict=True)),
+        )
         sizes = (self.experts, self.top_k, tokens.shape[-1], autocast_type(tokens) or self.up.dtype)
         agreed("MoE", words=words, sizes=sizes, x=tokens, **self._ranks)
         self._agreed = True

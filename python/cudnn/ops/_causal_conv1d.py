@@ -118,8 +118,14 @@ def _launch(function: Any, tensors: tuple[torch.Tensor, ...], kinds: tuple[int, 
     library.require(backend.SINCE, _WHERE)
     if weight.shape[1] not in backend.WIDTHS:
         allowed = f"{', '.join(map(str, backend.WIDTHS))} on CUDA"
-        raise refused(cudnnGraphNotSupportedError, _WHERE, "W of weight", weight.shape[1], allowed,
-                      "pad the filter with zeros at its beginning")  # fmt: skip
+        raise refused(
+            cudnnGraphNotSupportedError,
+            _WHERE,
+            "W of weight",
+            weight.shape[1],
+            allowed,
+            "pad the filter with zeros at its beginning",
+        )
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream(x.device).cuda_stream
         function(stream, *(tensor.data_ptr() for tensor in tensors), *x.shape, weight.shape[1], *kinds)
@@ -183,9 +189,14 @@ def _(
 
 @causal_conv1d_bwd_primitive.register_vmap
 def _(
-    info: Any, dims: tuple[int | None, ...], grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor, activation: str,
-) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
+    info: Any,
+    dims: tuple[int | None, ...],
+    grad_out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    activation: str,
+) -> tuple[list[torch.Tensor], list[int]]:
     grad_out, x, weight, bias = _channels(info, dims, grad_out, x, weight, bias)
     dx, *sums = causal_conv1d_bwd_primitive(grad_out, x, weight, bias, activation)
     size = info.batch_size

@@ -26,7 +26,7 @@ def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 def obstacle(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, scale: float | None, others: bool
-) -> str:  # fmt: skip
+) -> str:
     """Why the kernels cannot compute this attention; empty where they can. ``others``: more than bounds."""
     if others:
         return "a mask, lengths, sinks or dropout: the kernels take bounds alone"
@@ -68,9 +68,17 @@ def is_needed(rows: int, keys: int, bounds: choice.Bounds) -> bool:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, alignment: int, left: int,
-    right: int, *nothing: None, **neither: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    alignment: int,
+    left: int,
+    right: int,
+    *nothing: None,
+    **neither: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """O and the log-sum-exp, where there is no :func:`obstacle`: with the arguments of cuDNN's operator."""
     check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
     top_left = not choice.is_level(q.shape[2], k.shape[2], alignment)
@@ -101,9 +109,15 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @custom_op("fused_sdpa", autocast=NAMES)
 def fused_sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, is_causal: bool, left_bound: int,
-    right_bound: int = -1, top_left: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_scale: float,
+    is_causal: bool,
+    left_bound: int,
+    right_bound: int = -1,
+    top_left: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(O, log-sum-exp ``[B, H_q, S_q]``). Row i stands at the key d(i) = i + S_k - S_q or, with ``top_left``, i. It
     sees the keys j with d(i) - ``left_bound`` < j <= d(i) + ``right_bound``, where -1 is no bound; ``is_causal`` is a
     right bound of 0, unless there is one.
@@ -124,7 +138,7 @@ fused_sdpa.register_fake(lambda q, k, v, *_: _results(q, v))
 
 def _gradients(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Memory for those of Q, K and V, contiguous."""
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return q, k, v
@@ -132,10 +146,19 @@ def _gradients(
 
 @custom_op("fused_sdpa_bwd")
 def fused_sdpa_bwd(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    attn_scale: float, is_causal: bool, left_bound: int, is_deterministic: bool = False, right_bound: int = -1,
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    attn_scale: float,
+    is_causal: bool,
+    left_bound: int,
+    is_deterministic: bool = False,
+    right_bound: int = -1,
     top_left: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV), contiguous, from what :func:`fused_sdpa` got and gave, and the gradient of O."""
     gradients = dq, dk, dv = _gradients(do, q, k, v)
     if not q.numel() or not k.numel():
@@ -183,10 +206,19 @@ def _bounds_of_d256(
 
 @custom_op("sdpa_fwd_d256", autocast=NAMES)
 def sdpa_fwd_d256(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, is_causal: bool, diagonal_alignment: int,
-    left_bound: int, right_bound: int, seq_len_q: torch.Tensor | None, seq_len_kv: torch.Tensor | None,
-    cumulative_seq_len_q: torch.Tensor | None, cumulative_seq_len_kv: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_scale: float,
+    is_causal: bool,
+    diagonal_alignment: int,
+    left_bound: int,
+    right_bound: int,
+    seq_len_q: torch.Tensor | None,
+    seq_len_kv: torch.Tensor | None,
+    cumulative_seq_len_q: torch.Tensor | None,
+    cumulative_seq_len_kv: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(O, Stats) of ``cudnn::sdpa``, by the kernels of ``cudnn.sdpa`` for heads of 256 elements.
 
     Raises:
@@ -207,11 +239,23 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[
 
 @custom_op("sdpa_bwd_d256")
 def sdpa_bwd_d256(
-    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
-    attn_scale: float, is_causal: bool, diagonal_alignment: int, left_bound: int, right_bound: int,
-    seq_len_q: torch.Tensor | None, seq_len_kv: torch.Tensor | None, cumulative_seq_len_q: torch.Tensor | None,
-    cumulative_seq_len_kv: torch.Tensor | None, is_deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dO: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    attn_scale: float,
+    is_causal: bool,
+    diagonal_alignment: int,
+    left_bound: int,
+    right_bound: int,
+    seq_len_q: torch.Tensor | None,
+    seq_len_kv: torch.Tensor | None,
+    cumulative_seq_len_q: torch.Tensor | None,
+    cumulative_seq_len_kv: torch.Tensor | None,
+    is_deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV), contiguous, from what :func:`sdpa_fwd_d256` got and gave, and the gradient of O."""
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
     _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))

@@ -141,9 +141,17 @@ def _on_ranks(
     experts, top_k = shape_of(e.up)[0] * ranks_of(_WHERE, group), indices.shape[1]
     biases = {"up_bias": e.up_bias is not None, "down_bias": e.down_bias is not None}
     words = said(
-        experts=experts, top_k=top_k, up=shape_of(e.up), down=shape_of(e.down), **biases, dtype=x.dtype,
-        activation=e.activation, glu_layout=e.glu_layout, fp8=e.fp8, **dict(zip(NUMBERS, e.numbers, strict=True)),
-    )  # fmt: skip
+        experts=experts,
+        top_k=top_k,
+        up=shape_of(e.up),
+        down=shape_of(e.down),
+        **biases,
+        dtype=x.dtype,
+        activation=e.activation,
+        glu_layout=e.glu_layout,
+        fp8=e.fp8,
+        **dict(zip(NUMBERS, e.numbers, strict=True)),
+    )
     exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
     return on_ranks(x, _in_32_bits(indices), weights, e, sums, exchange)
 
@@ -155,17 +163,41 @@ def _in_32_bits(indices: torch.Tensor) -> torch.Tensor:
 
 
 def _on_one_rank(
-    tokens: torch.Tensor, routing: Routing, up: list[torch.Tensor], down: list[torch.Tensor],
-    up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, up_sums: list[torch.Tensor],
-    down_sums: list[torch.Tensor], activation: str, numbers: list[float], glu_layout: str, fp8: bool,
-) -> torch.Tensor:  # fmt: skip
+    tokens: torch.Tensor,
+    routing: Routing,
+    up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    up_sums: list[torch.Tensor],
+    down_sums: list[torch.Tensor],
+    activation: str,
+    numbers: list[float],
+    glu_layout: str,
+    fp8: bool,
+) -> torch.Tensor:
     """The layer of these experts alone."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     y, _ = moe_mlp_fwd_primitive(
-        tokens, routing.weights, routing.indices, routing.offsets, routing.token_of_row, routing.row_of_choice,
-        up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8, keeps,
-    )  # fmt: skip
+        tokens,
+        routing.weights,
+        routing.indices,
+        routing.offsets,
+        routing.token_of_row,
+        routing.row_of_choice,
+        up,
+        down,
+        up_bias,
+        down_bias,
+        up_sums,
+        down_sums,
+        activation,
+        numbers,
+        glu_layout,
+        fp8,
+        keeps,
+    )
     return y
 
 
@@ -342,10 +374,24 @@ def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool)
 
 @moe_mlp_fwd_primitive.register_fake
 def _(
-    x: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any, row_of_choice: Any, up: Any, down: Any,
-    up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any, activation: str, numbers: Any, glu_layout: str,
-    fp8: bool, keeps: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Any,
+    weights: Any,
+    indices: Any,
+    offsets: Any,
+    token_of_row: Any,
+    row_of_choice: Any,
+    up: Any,
+    down: Any,
+    up_bias: Any,
+    down_bias: Any,
+    up_sums: Any,
+    down_sums: Any,
+    activation: str,
+    numbers: Any,
+    glu_layout: str,
+    fp8: bool,
+    keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8)
     _check(x, indices, weights, experts, (up_sums, down_sums))
     return _empty(x, token_of_row, experts, keeps)
@@ -398,10 +444,25 @@ def _gradients_like(
 
 @moe_mlp_bwd_primitive.register_fake
 def _(
-    gradient: Any, x: Any, hidden: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any,
-    row_of_choice: Any, up: Any, down: Any, up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any,
-    activation: str, numbers: Any, glu_layout: str, needed: Any,
-) -> Six:  # fmt: skip
+    gradient: Any,
+    x: Any,
+    hidden: Any,
+    weights: Any,
+    indices: Any,
+    offsets: Any,
+    token_of_row: Any,
+    row_of_choice: Any,
+    up: Any,
+    down: Any,
+    up_bias: Any,
+    down_bias: Any,
+    up_sums: Any,
+    down_sums: Any,
+    activation: str,
+    numbers: Any,
+    glu_layout: str,
+    needed: Any,
+) -> Six:
     experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
     return _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
 

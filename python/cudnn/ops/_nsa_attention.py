@@ -91,8 +91,14 @@ def nsa_attention(
         ValueError: shapes, types or sizes.
         NotImplementedError, RuntimeError: what the kernels do not have, or an architecture without them.
     """
-    for name, x in (("query", query), ("key", key), ("value", value), ("compressed_key", compressed_key),
-                    ("compressed_value", compressed_value), ("gates", gates)):  # fmt: skip
+    for name, x in (
+        ("query", query),
+        ("key", key),
+        ("value", value),
+        ("compressed_key", compressed_key),
+        ("compressed_value", compressed_value),
+        ("gates", gates),
+    ):
         check_tensor(_WHERE, name, x)
     if dtype := autocast_type(query):
         given = [query, key, value, compressed_key, compressed_value]
@@ -101,8 +107,11 @@ def nsa_attention(
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
     if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
         raise refused(ValueError, _WHERE, "scale", scale, "a number above 0, or None")
-    for name, given in (("cu_seqlens", cu_seqlens), ("cu_seqlens_compressed", cu_seqlens_compressed),
-                        ("block_indices", block_indices)):  # fmt: skip
+    for name, given in (
+        ("cu_seqlens", cu_seqlens),
+        ("cu_seqlens_compressed", cu_seqlens_compressed),
+        ("block_indices", block_indices),
+    ):
         if given is not None and given.dtype not in (torch.int32, torch.int64):
             raise refused(ValueError, _WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64")
     most = ALWAYS + MOST if query.dtype in _NARROW else None
@@ -151,9 +160,14 @@ def _clear_rest(x: torch.Tensor, ends: torch.Tensor) -> None:
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ck: torch.Tensor,
+    cv: torch.Tensor,
+    gates: torch.Tensor,
     ends: tuple[Maybe, Maybe],
-) -> None:  # fmt: skip
+) -> None:
     """Raises for tensors that do not fit together."""
     packed = q.ndim == 3
     if packed != (ends[0] is not None) or packed != (ends[1] is not None):
@@ -172,9 +186,12 @@ def _check(
         raise refused(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
     first = q.shape[:1] if not packed else ()
     wanted = {
-        "key": (k, q.shape[row], hk, d), "value": (v, q.shape[row], hk, dv), "gates": (gates, q.shape[row], hq, 3),
-        "compressed_key": (ck, ck.shape[row], hk, d), "compressed_value": (cv, ck.shape[row], hk, dv),
-    }  # fmt: skip
+        "key": (k, q.shape[row], hk, d),
+        "value": (v, q.shape[row], hk, dv),
+        "gates": (gates, q.shape[row], hq, 3),
+        "compressed_key": (ck, ck.shape[row], hk, d),
+        "compressed_value": (cv, ck.shape[row], hk, dv),
+    }
     for name, (x, rows, heads, width) in wanted.items():
         shape = (rows, heads, width) if packed else (*first, heads, rows, width)
         if x.shape != shape:
@@ -250,9 +267,16 @@ def nsa_compression(
 
 @custom_op("nsa_compression_bwd")
 def nsa_compression_bwd(
-    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v."""
     if _by_kernels(q):
         q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
@@ -260,9 +284,18 @@ def nsa_compression_bwd(
         return _contiguous(*found.values())
     dq, dk, dv = _gradients(d_o, q, k, v)
     tensors = {
-        "q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "cum_seqlen_q": ends_q,
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "do": d_o,
+        "lse": lse,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "cum_seqlen_q": ends_q,
         "cum_seqlen_k": ends_k,
-    }  # fmt: skip
+    }
     reference.compression_backward(tensors, scale, packed=True)
     return dq, dk, dv
 
@@ -281,17 +314,29 @@ _differentiable(nsa_compression, nsa_compression_bwd, 2, 3)
 
 @custom_op("nsa_top_k")
 def nsa_top_k(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
-    count: int, block_size: int, compress_stride: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    scale: float,
+    count: int,
+    block_size: int,
+    compress_stride: int,
+) -> torch.Tensor:
     """Packed lists ``[T, H_kv, 4 + count]``: the first block, the newest ones, and those with the largest probabilities
     of compressed keys, from their log-sum-exp; -1 for none.
     """
     scores, indices = lse.new_empty((q.shape[0], k.shape[1], count)), _whole_lists(q, k, count)
     tensors = {
-        "q": q, "k": k, "lse": lse, "topk_scores": scores, "topk_indices": indices, "cum_seqlen_q": ends_q,
+        "q": q,
+        "k": k,
+        "lse": lse,
+        "topk_scores": scores,
+        "topk_indices": indices,
+        "cum_seqlen_q": ends_q,
         "cum_seqlen_k": ends_k,
-    }  # fmt: skip
+    }
     if _by_kernels(q):
         options = {"k_value": count, "selection_block_size": block_size, "compress_stride": compress_stride}
         _run(NSA.TopKReduction, tensors, {**options, "scale_softmax": scale, "whole_lists": True})
@@ -308,9 +353,18 @@ nsa_top_k.register_fake(lambda q, k, lse, ends_q, ends_k, scale, count, *_: _who
 
 
 def _compressed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: Maybe, ends_q: torch.Tensor, ends_k: torch.Tensor,
-    scale: float, count: int, block_size: int, compress_stride: int, most_keys: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: Maybe,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    scale: float,
+    count: int,
+    block_size: int,
+    compress_stride: int,
+    most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """O and log-sum-exp of compression, and the lists, where none are given, by one kernel or two."""
     rest, sizes = (ends_q, ends_k, scale), (count, block_size, compress_stride)
     if lists is None and _in_one_pass(q, k, v, most_keys, count):
@@ -328,16 +382,30 @@ def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, most_keys: i
 
 @custom_op("nsa_compression_top_k", autocast=("q", "k", "v"))
 def nsa_compression_top_k(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
-    count: int, block_size: int, compress_stride: int, most_keys: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    scale: float,
+    count: int,
+    block_size: int,
+    compress_stride: int,
+    most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What nsa_compression and nsa_top_k compute, in one kernel. ``most_keys``: compressed ones of a sequence."""
     say("one kernel computes compression and top-k, since the compressed keys of a sequence fit one tile")
     (o, lse), lists = _results(q, k, v), _whole_lists(q, k, count)
     tensors = {
-        "q": q, "k": k, "v": v, "o": o, "lse": lse, "topk_indices": lists, "cum_seqlen_q": ends_q,
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "lse": lse,
+        "topk_indices": lists,
+        "cum_seqlen_q": ends_q,
         "cum_seqlen_k": ends_k,
-    }  # fmt: skip
+    }
     options = {"k_value": count, "selection_block_size": block_size, "compress_stride": compress_stride}
     _run(NSA.CompressionTopK, tensors, {**options, "max_s_k": most_keys, "scale_softmax": scale})
     return o, lse, lists
@@ -357,9 +425,14 @@ def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @custom_op("nsa_selection", autocast=("q", "k", "v"))
 def nsa_selection(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed (O, log-sum-exp ``[T, H_q]``) of causal attention to the blocks of lists ``[T, H_kv, n]``."""
     (o, sums), by_block = _results(q, k, v), by_blocks.is_faster(q, k, v, lists, block_size)
     if selection_takes_gates(q, v, block_size) and not by_block:
@@ -380,9 +453,17 @@ def nsa_selection(
 
 @custom_op("nsa_selection_bwd")
 def nsa_selection_bwd(
-    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    lists: torch.Tensor, ends: torch.Tensor, scale: float, block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v."""
     chosen = _lists(lists, ends)
     if _by_kernels(q):
@@ -410,9 +491,15 @@ def _described(x: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
 
 
 def _window(
-    cache: _graphs.GraphCache, describe: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor],
-    ends: Maybe, scale: float, window: int, longest: int,
-) -> None:  # fmt: skip
+    cache: _graphs.GraphCache,
+    describe: Any,
+    inputs: dict[str, torch.Tensor],
+    outputs: dict[str, torch.Tensor],
+    ends: Maybe,
+    scale: float,
+    window: int,
+    longest: int,
+) -> None:
     """Runs a graph of attention to the newest rows of sequences, with tensors by name. No ``ends``: of one length."""
     rows = {name: x for name, x in {**inputs, **outputs}.items() if x.ndim == 3}
     q = next(iter(rows.values()))
@@ -465,9 +552,17 @@ def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int)
 
 @custom_op("nsa_window_bwd")
 def nsa_window_bwd(
-    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
-    ends: Maybe, scale: float, window: int, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    ends: Maybe,
+    scale: float,
+    window: int,
+    longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v."""
     rows = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
     inputs = {**{name: aligned(x) for name, x in rows.items()}, "stats": stats}
@@ -485,19 +580,26 @@ nsa_window_bwd.register_fake(_gradients)
 _differentiable(nsa_window, nsa_window_bwd, 1, 4)
 
 
-def _in_one_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, block_size: int
-) -> bool:  # fmt: skip
+def _in_one_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, block_size: int) -> bool:
     """Whether selection's kernel computes the window too, and adds up the branches."""
     return selection_takes_gates(q, v, block_size) and not by_blocks.is_faster(q, k, v, lists, block_size)
 
 
 @custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"))
 def nsa_gated_selection(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compressed: torch.Tensor, gates: torch.Tensor,
-    lists: torch.Tensor, ends: torch.Tensor, ends_window: Maybe, scale: float, block_size: int, window: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    compressed: torch.Tensor,
+    gates: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    ends_window: Maybe,
+    scale: float,
+    block_size: int,
+    window: int,
     longest: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel where that is fastest. It has no
     gradient.
     """
@@ -514,12 +616,26 @@ nsa_gated_selection.register_fake(lambda q, k, v, compressed, *_: _like(compress
 
 @custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"))
 def nsa_branches(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
-    given_lists: Maybe, ends: torch.Tensor, ends_compressed: torch.Tensor, ends_window: Maybe, scale: float, count: int,
-    block_size: int, compress_stride: int, most_keys: int, window: int, longest: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ck: torch.Tensor,
+    cv: torch.Tensor,
+    gates: torch.Tensor,
+    given_lists: Maybe,
+    ends: torch.Tensor,
+    ends_compressed: torch.Tensor,
+    ends_window: Maybe,
+    scale: float,
+    count: int,
+    block_size: int,
+    compress_stride: int,
+    most_keys: int,
+    window: int,
+    longest: int,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
+]:
     """The sum of the branches, each times its gate, then O and log-sum-exp of each branch, and the lists, if none are
     given.
     """
@@ -542,10 +658,20 @@ def nsa_branches(
 
 @nsa_branches.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
-    given_lists: Maybe, ends: torch.Tensor, ends_compressed: torch.Tensor, ends_window: Maybe, scale: float, count: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ck: torch.Tensor,
+    cv: torch.Tensor,
+    gates: torch.Tensor,
+    given_lists: Maybe,
+    ends: torch.Tensor,
+    ends_compressed: torch.Tensor,
+    ends_window: Maybe,
+    scale: float,
+    count: int,
     *sizes: int,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     own = _whole_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
     window = _window_results(q, v, ends_window, sizes[-1])
     return _results(q, k, v)[0], *_results(q, k, v), *_results(q, k, v), *window, own
@@ -553,11 +679,28 @@ def _(
 
 @custom_op("nsa_branches_bwd")
 def nsa_branches_bwd(
-    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor,
-    gates: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, selected: torch.Tensor, selected_lse: torch.Tensor,
-    near: torch.Tensor, stats: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, ends_compressed: torch.Tensor,
-    ends_window: Maybe, scale: float, block_size: int, window: int, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ck: torch.Tensor,
+    cv: torch.Tensor,
+    gates: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    selected: torch.Tensor,
+    selected_lse: torch.Tensor,
+    near: torch.Tensor,
+    stats: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    ends_compressed: torch.Tensor,
+    ends_window: Maybe,
+    scale: float,
+    block_size: int,
+    window: int,
+    longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v, ck, cv and gates."""
     branches, chosen, chosen_by = (o, selected, near), _lists(lists, ends), None
     if has_one_call(q, v, ck):

@@ -62,9 +62,16 @@ def nsa_decode(
         NotImplementedError: what the kernel does not have.
         RuntimeError: no kernel for the device.
     """
-    for name, x in (("query", query), ("key", key), ("value", value), ("compressed_key", compressed_key),
-                    ("compressed_value", compressed_value), ("gates", gates), ("lengths", lengths),
-                    ("compressed_lengths", compressed_lengths)):  # fmt: skip
+    for name, x in (
+        ("query", query),
+        ("key", key),
+        ("value", value),
+        ("compressed_key", compressed_key),
+        ("compressed_value", compressed_value),
+        ("gates", gates),
+        ("lengths", lengths),
+        ("compressed_lengths", compressed_lengths),
+    ):
         check_tensor(_WHERE, name, x)
     if dtype := autocast_type(query):
         given = [query, key, value, compressed_key, compressed_value]
@@ -81,9 +88,15 @@ def nsa_decode(
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
-    lengths: torch.Tensor, small: torch.Tensor,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ck: torch.Tensor,
+    cv: torch.Tensor,
+    gates: torch.Tensor,
+    lengths: torch.Tensor,
+    small: torch.Tensor,
+) -> None:
     """Raises for tensors that do not fit together."""
     if q.ndim != 3 or k.ndim != 4 or ck.ndim != 4 or v.ndim != 4:
         got = [tuple(x.shape) for x in (q, k, v, ck)]
@@ -92,10 +105,14 @@ def _check(
     if hk == 0 or hq % hk:
         raise refused(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
     wanted = {
-        "key": (k, (b, hk, k.shape[2], d)), "value": (v, (b, hk, k.shape[2], dv)),
-        "compressed_key": (ck, (b, hk, ck.shape[2], d)), "compressed_value": (cv, (b, hk, ck.shape[2], dv)),
-        "gates": (gates, (b, hq, 3)), "lengths": (lengths, (b,)), "compressed_lengths": (small, (b,)),
-    }  # fmt: skip
+        "key": (k, (b, hk, k.shape[2], d)),
+        "value": (v, (b, hk, k.shape[2], dv)),
+        "compressed_key": (ck, (b, hk, ck.shape[2], d)),
+        "compressed_value": (cv, (b, hk, ck.shape[2], dv)),
+        "gates": (gates, (b, hq, 3)),
+        "lengths": (lengths, (b,)),
+        "compressed_lengths": (small, (b,)),
+    }
     for name, (x, shape) in wanted.items():
         if tuple(x.shape) != shape:
             raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
@@ -106,10 +123,20 @@ def _check(
 
 @custom_op("nsa_decode_step", autocast=("q", "k", "v", "ck", "cv"))
 def nsa_decode_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
-    lengths: torch.Tensor, compressed_lengths: torch.Tensor, scale: float, block_size: int, compress_stride: int,
-    count: int, window: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ck: torch.Tensor,
+    cv: torch.Tensor,
+    gates: torch.Tensor,
+    lengths: torch.Tensor,
+    compressed_lengths: torch.Tensor,
+    scale: float,
+    block_size: int,
+    compress_stride: int,
+    count: int,
+    window: int,
+) -> torch.Tensor:
     """O, ``[B, H_q, D_v]``."""
     o = q.new_empty((*q.shape[:2], v.shape[3]))
     if not o.numel():
@@ -138,9 +165,16 @@ def nsa_decode_step(
             raise refused(ValueError, _WHERE, f"strides of {name}", got, allowed, f"pass {name}.contiguous()")
     gates = gates if gates.dtype in (torch.float16, torch.bfloat16) else gates.float()
     configuration = SparseDecodeConfiguration(
-        name_of(q.dtype), name_of(gates.dtype), q.shape[1], k.shape[1], *heads, block_size, compress_stride, count,
+        name_of(q.dtype),
+        name_of(gates.dtype),
+        q.shape[1],
+        k.shape[1],
+        *heads,
+        block_size,
+        compress_stride,
+        count,
         window,
-    )  # fmt: skip
+    )
     scratch = torch.empty((*k.shape[:2], ck.shape[2]), dtype=torch.float32, device=q.device)
     caches = (x.transpose(1, 2) for x in (k, v, ck, cv))
     run(_SOURCE, configuration, q, *caches, gates, lengths, compressed_lengths, scratch, o, scale)

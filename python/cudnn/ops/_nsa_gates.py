@@ -111,10 +111,19 @@ def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> 
 
 
 def gated_selection(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
-    block_size: int, window: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    block_size: int,
+    window: int,
+    compressed: torch.Tensor,
+    near: torch.Tensor,
+    gates: torch.Tensor,
     *kept: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel.
 
     ``near`` is memory for the window's O, and ``kept`` for its log-sum-exp ``[B, H_q, longest]``, selection's O and
@@ -128,9 +137,16 @@ def gated_selection(
 
 
 def selection(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, lists: torch.Tensor,
-    ends: torch.Tensor, scale: float, block_size: int,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    block_size: int,
+) -> None:
     """Writes O and log-sum-exp of causal attention to the blocks of lists."""
     tensors = [*map(aligned, (q, k, v)), o, lse, lists, ends]
     _select(SelectionConfiguration, tensors, (scale,), block_size, {"lse": True})
@@ -138,14 +154,21 @@ def selection(
 
 def _select(
     kind: Any, tensors: list[torch.Tensor], numbers: tuple[Any, ...], block_size: int, options: dict[str, Any]
-) -> None:  # fmt: skip
+) -> None:
     """Runs a kernel of selection on tensors that begin with those of q, k and v."""
     q, k, v, *_ = tensors
     heads, index = (q.shape[-1], v.shape[-1]), q.get_device()
     configuration = kind(
-        name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], **options,
+        name_of(q.dtype),
+        q.shape[1],
+        k.shape[1],
+        *heads,
+        block_size,
+        True,
+        **TILES[heads],
+        **options,
         apart=0 if options.get("keeps") else apart(len(q), heads, block_size),
-    )  # fmt: skip
+    )
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
     multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors

@@ -54,9 +54,14 @@ def _compiled_for(
 
 
 def branch_gradients(
-    inputs: dict[str, torch.Tensor], branches: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, torch.Tensor],
-    ends: Ends, scale: float, window: int, longest: int,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    inputs: dict[str, torch.Tensor],
+    branches: tuple[torch.Tensor, ...],
+    values: tuple[torch.Tensor, torch.Tensor],
+    ends: Ends,
+    scale: float,
+    window: int,
+    longest: int,
+) -> dict[str, torch.Tensor]:
     """The gradients of the window, of compression, of gates and of selection's result, by names with ``d``.
 
     ``inputs``: packed tensors by name, of which ``out`` is the gradient of the sum. ``values``: log-sum-exp of
@@ -73,10 +78,19 @@ def branch_gradients(
     each = 1 if ends else count
     keys = {"workspace": k.shape[0] // each, "compressed_workspace": small.shape[0] // each}
     c, numbers = _compiled_for(
-        name_of(q.dtype), name_of(given["gates"].dtype), (q.shape[2], given["v"].shape[2]), ends is not None, window,
+        name_of(q.dtype),
+        name_of(given["gates"].dtype),
+        (q.shape[2], given["v"].shape[2]),
+        ends is not None,
+        window,
         FusedAPI.multiprocessors(q.get_device()) if q.is_cuda else ARCHITECTURES[ARCH].multiprocessors,
-        compressed=keys["compressed_workspace"], b=count, hq=q.shape[1], hk=k.shape[1], sq=longest, sk=longest,
-    )  # fmt: skip
+        compressed=keys["compressed_workspace"],
+        b=count,
+        hq=q.shape[1],
+        hk=k.shape[1],
+        sq=longest,
+        sk=longest,
+    )
     sizes = {"b": count, "hq": q.shape[1], "sq": q.shape[0] // each, **numbers}
     tensors = {**given, **results, "compressed_lse": values[0], "near_lse": values[1].squeeze(-1)}
     if ends is None:

@@ -18,8 +18,9 @@ def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any,
     heads = query.shape[1] if query.ndim == 4 else None
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
         got = f"{sinks.dtype} of the shape {tuple(sinks.shape)} on {sinks.device}"
-        raise refused(ValueError, _WHERE, "sinks", got,
-                      f"floating-point numbers of the shape ({heads},), {query.device}")  # fmt: skip
+        raise refused(
+            ValueError, _WHERE, "sinks", got, f"floating-point numbers of the shape ({heads},), {query.device}"
+        )
     if any(x is not None for x in lengths):
         raise refused(ValueError, _WHERE, "sinks", "lengths beside them", "none", "put the lengths into a mask")
     if bias is not None and bias.requires_grad:
@@ -37,9 +38,15 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], bias: Tensor | None,
-        dropout_p: float, seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        sinks: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        bias: Tensor | None,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         given: tuple[Any, ...] = (q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
         o, lse = sdpa(*given)
         return (o * _share(lse, sinks)).to(q.dtype), lse
@@ -67,9 +74,20 @@ def _share(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def attend(
-    sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, alignment: int, left: int,
-    right: int, *lengths: Any, bias: Tensor | None, dropout_p: float, seed: Tensor | None,
-) -> tuple[Tensor]:  # fmt: skip
+    sinks: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    is_causal: bool,
+    alignment: int,
+    left: int,
+    right: int,
+    *lengths: Any,
+    bias: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor]:
     """The result of attention, in place of the operator's that has no sinks."""
     check(sinks, q, bias, lengths)
     return Attend.apply(sinks, q, k, v, (scale, is_causal, alignment, left, right), bias, dropout_p, seed)[:1]

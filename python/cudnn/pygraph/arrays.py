@@ -28,10 +28,18 @@ _BYTES = (data_type.UINT8, data_type.INT8)
 # Types that programs keep in memory as bytes, also where PyTorch has a type for them.
 _KEPT_AS_BYTES = frozenset(
     {
-        data_type.BOOLEAN, data_type.FP8_E4M3, data_type.FP8_E5M2, data_type.FP8_E8M0, data_type.FP8_E5M3,
-        data_type.FP4_E2M1, data_type.INT4, data_type.INT8x4, data_type.UINT8x4, data_type.INT8x32,
+        data_type.BOOLEAN,
+        data_type.FP8_E4M3,
+        data_type.FP8_E5M2,
+        data_type.FP8_E8M0,
+        data_type.FP8_E5M3,
+        data_type.FP4_E2M1,
+        data_type.INT4,
+        data_type.INT8x4,
+        data_type.UINT8x4,
+        data_type.INT8x32,
     }
-)  # fmt: skip
+)
 # Types whose arrays have a shape of their own: BOOLEAN takes a byte or a bit per element, as the engine stores it.
 _LOOSE = (data_type.BOOLEAN, data_type.INT8x4, data_type.UINT8x4, data_type.INT8x32)
 
@@ -71,9 +79,14 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
     as_bytes = kind in _BYTES and kind is not tensor.data_type
     raw = as_bytes and kind is data_type.UINT8 and len(shape) == 1 and steps[0] == 1
     if kind is not tensor.data_type and not raw and not (as_bytes and tensor.data_type in _KEPT_AS_BYTES):
-        raise refused(ValueError, "execute", label, f"{name} of shape {[*shape]}",
-                      f"{tensor.data_type.name}, as the graph says",
-                      "convert the array, or describe the tensor with its type")  # fmt: skip
+        raise refused(
+            ValueError,
+            "execute",
+            label,
+            f"{name} of shape {[*shape]}",
+            f"{tensor.data_type.name}, as the graph says",
+            "convert the array, or describe the tensor with its type",
+        )
     if tensor.ragged_offset is not None:
         return  # its offsets say where the rows lie, and the array holds as many as there are
     if raw or tensor.data_type in _LOOSE or tensor.reordering_type is not tensor_reordering.NONE:
@@ -84,9 +97,14 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
             shape, steps = _in_halves(shape, steps)
         fits, allowed = _same_memory(tensor, shape, steps, pool), "the same elements at the same places"
     if not fits:
-        raise refused(ValueError, "execute", label, f"shape {[*shape]} with strides {[*steps]}",
-                      f"dim={tensor.dim} with stride={tensor.stride}, or another view of that memory: {allowed}",
-                      "pass an array of that layout, or build a graph for the one you have")  # fmt: skip
+        raise refused(
+            ValueError,
+            "execute",
+            label,
+            f"shape {[*shape]} with strides {[*steps]}",
+            f"dim={tensor.dim} with stride={tensor.stride}, or another view of that memory: {allowed}",
+            "pass an array of that layout, or build a graph for the one you have",
+        )
 
 
 def _in_halves(shape: Sequence[int], steps: Sequence[int]) -> tuple[list[int], list[int]]:

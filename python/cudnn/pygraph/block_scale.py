@@ -60,22 +60,38 @@ class BlockScaleDequantize(Node):
     def infer(self, context: Context) -> None:
         x, scale = self.inputs["X"], self.inputs["scale"]
         if not 0 < len(self.block_size) <= len(x.dim) or any(size < 1 for size in self.block_size):
-            raise refused(ValueError, self.where, "block_size", self.block_size,
-                          f"1 to {len(x.dim)} positive numbers, for the last dimensions of the input",
-                          "pass [1, 32] for blocks of 32 along the last of them")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "block_size",
+                self.block_size,
+                f"1 to {len(x.dim)} positive numbers, for the last dimensions of the input",
+                "pass [1, 32] for blocks of 32 along the last of them",
+            )
         needed = blocks(x.dim, self._sizes())
         if not _fits(scale, needed):
             more = "" if scale.reordering_type is tensor_reordering.NONE else ", or more in the last two as padding"
-            raise refused(ValueError, self.where, f"descale (tensor {scale.name!r})", f"dim={scale.dim}",
-                          f"dim={needed}{more}: one scale for a block of {self.block_size} of dim={x.dim}",
-                          "correct block_size, or the shape of the scales")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"descale (tensor {scale.name!r})",
+                f"dim={scale.dim}",
+                f"dim={needed}{more}: one scale for a block of {self.block_size} of dim={x.dim}",
+                "correct block_size, or the shape of the scales",
+            )
         self.fill_output("Y", x.dim, lambda _: [*x.stride])
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
         if self.is_negative_scale and lowering.version < 91400:
-            raise refused(cudnnGraphNotSupportedError, self.where, "is_negative_scale", "True", "cuDNN 9.14 or newer",
-                          "install a newer cuDNN")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "is_negative_scale",
+                "True",
+                "cuDNN 9.14 or newer",
+                "install a newer cuDNN",
+            )
         lowering.operation(
             be.DescriptorType.OPERATION_BLOCK_SCALE_DEQUANTIZE,
             {
@@ -117,9 +133,14 @@ class BlockScaleQuantize(Node):
         if not 0 <= self._axis < len(x.dim):
             raise refused(ValueError, self.where, "axis", self.axis, f"0 to {len(x.dim) - 1}", "count from 0")
         if self.block_size < 1 or x.dim[self._axis] % self.block_size:
-            raise refused(ValueError, self.where, "block_size", self.block_size,
-                          f"a divisor of {x.dim[self._axis]}, the extent of the input along dimension {self._axis}",
-                          "pad the input, or take another axis")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "block_size",
+                self.block_size,
+                f"a divisor of {x.dim[self._axis]}, the extent of the input along dimension {self._axis}",
+                "pad the input, or take another axis",
+            )
         order = stride_order(x.dim, x.stride)
         if self.transpose:
             first = order.index(self._axis)
@@ -144,10 +165,13 @@ class BlockScaleQuantize(Node):
         tiled = scale.reordering_type is tensor_reordering.F8_128x4
         if tiled != (len(scale.dim) == 3):
             cure = "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
-            raise self.refused(RuntimeError, "scale",
-                               f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
-                               "F8_128x4 and rank 3, or another layout and rank",
-                               "reshape the input to [batch, rows, columns]" if tiled else cure)  # fmt: skip
+            raise self.refused(
+                RuntimeError,
+                "scale",
+                f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
+                "F8_128x4 and rank 3, or another layout and rank",
+                "reshape the input to [batch, rows, columns]" if tiled else cure,
+            )
         lowering.operation(
             be.DescriptorType.OPERATION_BLOCK_SCALE_QUANTIZE,
             {
@@ -162,8 +186,14 @@ class BlockScaleQuantize(Node):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x, y, scale = values["X"], self.outputs["Y"], self.outputs["scale"]
         if y.data_type not in LARGEST:
-            raise refused(NotImplementedError, self.where, "output Y", y.data_type.name,
-                          ", ".join(kind.name for kind in LARGEST), "call set_data_type() on it")  # fmt: skip
+            raise refused(
+                NotImplementedError,
+                self.where,
+                "output Y",
+                y.data_type.name,
+                ", ".join(kind.name for kind in LARGEST),
+                "call set_data_type() on it",
+            )
         grouped = x.unflatten(self._axis, (-1, self.block_size))
         factor = rounded_up(grouped.abs().amax(self._axis + 1, keepdim=True) / LARGEST[y.data_type], scale.data_type)
         # A block of zeros may have the scale 0.
@@ -214,9 +244,15 @@ class BlockScaleMethods(NodeList[Operand]):
             ``block_size``, in the layout F8_128x4 padded to 128 rows and 4 blocks.
         """
         node = self._add(
-            BlockScaleQuantize, name, compute_data_type, {"X": input}, ["Y", "scale"],
-            block_size=int(block_size), axis=axis, transpose=transpose,
-        )  # fmt: skip
+            BlockScaleQuantize,
+            name,
+            compute_data_type,
+            {"X": input},
+            ["Y", "scale"],
+            block_size=int(block_size),
+            axis=axis,
+            transpose=transpose,
+        )
         return [node.outputs["Y"], node.outputs["scale"]]
 
     def block_scale_dequantize(
@@ -241,7 +277,12 @@ class BlockScaleMethods(NodeList[Operand]):
         """
         sizes = [int(block_size)] if isinstance(block_size, int) else [int(size) for size in block_size]
         node = self._add(
-            BlockScaleDequantize, name, compute_data_type, {"X": input, "scale": descale}, ["Y"],
-            block_size=sizes, is_negative_scale=is_negative_scale,
-        )  # fmt: skip
+            BlockScaleDequantize,
+            name,
+            compute_data_type,
+            {"X": input, "scale": descale},
+            ["Y"],
+            block_size=sizes,
+            is_negative_scale=is_negative_scale,
+        )
         return node.outputs["Y"]

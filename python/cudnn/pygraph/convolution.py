@@ -77,28 +77,49 @@ class Convolution(Node):
         ):
             values: list[int] = getattr(self, what)
             if len(values) != spatial or min(values) < least:
-                raise refused(ValueError, self.where, what, values or "nothing, it is not set",
-                              f"{spatial} numbers from {least} upwards, one per spatial dimension",
-                              f"pass for instance {argument}={[least] * spatial}")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    self.where,
+                    what,
+                    values or "nothing, it is not set",
+                    f"{spatial} numbers from {least} upwards, one per spatial dimension",
+                    f"pass for instance {argument}={[least] * spatial}",
+                )
 
     def _check_channels(self) -> None:
         (_, channels, *_), (kernels, per_group, *_) = self._dim(self.image), self._dim(self.filter)
         if min(channels, per_group) < 1 or channels % per_group or kernels % (channels // per_group):
-            raise refused(ValueError, self.where, "channels", self._shapes(),
-                          f"{self.image} [N, C, ..] and {self.filter} [K, C / "
-                          "groups, ..] with groups a divisor of C and of K", "correct the second extents")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "channels",
+                self._shapes(),
+                f"{self.image} [N, C, ..] and {self.filter} [K, C / groups, ..] with groups a divisor of C and of K",
+                "correct the second extents",
+            )
 
     def _check_extents(self) -> None:
         image, filter, response = self._dim(self.image), self._dim(self.filter), self._dim(self.response)
         options = f"padding {self.pre_padding} and {self.post_padding}, stride {self.stride}, dilation {self.dilation}"
         expected = self._response(image, filter)
         if min(expected) < 1:
-            raise refused(ValueError, self.where, "window", f"{self._shapes()}, {options}",
-                          "a dilated window no larger than the padded image", "pad more or dilate less")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "window",
+                f"{self._shapes()}, {options}",
+                "a dilated window no larger than the padded image",
+                "pad more or dilate less",
+            )
         if response != expected:
-            raise refused(ValueError, self.where, "shapes", self._shapes(),
-                          f"{self.response} dim={expected} for these {self.image} and {self.filter} with {options}",
-                          "correct the one that is wrong")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "shapes",
+                self._shapes(),
+                f"{self.response} dim={expected} for these {self.image} and {self.filter} with {options}",
+                "correct the one that is wrong",
+            )
 
     def _response(self, image: Sequence[int], filter: Sequence[int]) -> list[int]:
         extents = [
@@ -111,9 +132,14 @@ class Convolution(Node):
 
     def _needs_unit_stride(self, port: str) -> None:
         if any(step != 1 for step in self.stride):
-            raise refused(ValueError, self.where, f"output {port}", f"no dim with stride={self.stride}",
-                          "an inferred shape for stride 1 only, since several shapes fit others",
-                          "call set_dim() on it")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"output {port}",
+                f"no dim with stride={self.stride}",
+                "an inferred shape for stride 1 only, since several shapes fit others",
+                "call set_dim() on it",
+            )
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
@@ -252,20 +278,40 @@ class ConvolutionMethods(NodeList[Operand]):
     ) -> Tensor:
         where, mode = where_of(name, cls.method), given["convolution_mode"]
         if not isinstance(mode, enums.convolution_mode):
-            raise refused(TypeError, where, "convolution_mode", repr(mode), "a cudnn.convolution_mode",
-                          "pass pre_padding= and post_padding= by keyword: the third argument is padding")  # fmt: skip
+            raise refused(
+                TypeError,
+                where,
+                "convolution_mode",
+                repr(mode),
+                "a cudnn.convolution_mode",
+                "pass pre_padding= and post_padding= by keyword: the third argument is padding",
+            )
         padding, pre_padding, post_padding, stride, dilation = (
             _numbers(where, what, given[what])
             for what in ("padding", "pre_padding", "post_padding", "stride", "dilation")
         )
         if padding and (pre_padding or post_padding):
-            raise refused(ValueError, where, "padding", "padding together with pre_padding or post_padding",
-                          "one of the two forms", "leave padding out")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                "padding",
+                "padding together with pre_padding or post_padding",
+                "one of the two forms",
+                "leave padding out",
+            )
         output = next(port for port in (cls.image, cls.filter, cls.response) if port not in inputs)
         node = self._add(
-            cls, name, given["compute_data_type"], inputs, [output], pre_padding=pre_padding or padding,
-            post_padding=post_padding or padding, stride=stride, dilation=dilation, convolution_mode=mode,
-        )  # fmt: skip
+            cls,
+            name,
+            given["compute_data_type"],
+            inputs,
+            [output],
+            pre_padding=pre_padding or padding,
+            post_padding=post_padding or padding,
+            stride=stride,
+            dilation=dilation,
+            convolution_mode=mode,
+        )
         return node.outputs[output]
 
     def conv_fprop(
@@ -341,5 +387,6 @@ def _numbers(where: str, what: str, values: Iterable[int]) -> list[int]:
     try:
         return [int(value) for value in values]
     except TypeError:
-        raise refused(TypeError, where, what, repr(values), "a list of numbers, one per spatial dimension",
-                      f"pass {what}=[..]") from None  # fmt: skip
+        raise refused(
+            TypeError, where, what, repr(values), "a list of numbers, one per spatial dimension", f"pass {what}=[..]"
+        ) from None

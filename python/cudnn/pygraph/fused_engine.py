@@ -93,13 +93,19 @@ def refuse(node: Any, reason: str = "") -> None:
     """Raises where a node asks for these kernels, and they cannot compute it, for a reason given or found."""
     reason = (reason or obstacle(node)) if node.implementation is FUSED else ""
     if reason:
-        raise refused(cudnnGraphNotSupportedError, node.where, "implementation", f"FUSED, but {reason}",
-                      "AUTO, or one of cuDNN's", "leave it out")  # fmt: skip
+        raise refused(
+            cudnnGraphNotSupportedError,
+            node.where,
+            "implementation",
+            f"FUSED, but {reason}",
+            "AUTO, or one of cuDNN's",
+            "leave it out",
+        )
 
 
 def chosen(
     nodes: Sequence[Node], bindings: Bindings, capability: tuple[int, int] | None, offered: bool
-) -> FusedConfig | None:  # fmt: skip
+) -> FusedConfig | None:
     """The engine's configuration, for a graph that asks for it or, if ``offered``, where it was measured to be faster.
 
     Raises:
@@ -215,8 +221,12 @@ class _Memory:
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2
-        }  # fmt: skip
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }
 
 
 def memory(address: int, size: int, device: int) -> Any:
@@ -229,9 +239,14 @@ def memory(address: int, size: int, device: int) -> Any:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
     made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
     if made.data_ptr() != address:
-        raise refused(ValueError, "execute", "data", f"memory of another device at {address:#x}",
-                      f"memory of device {device}, the handle's",
-                      'copy it there, or build the graph with implementation=UNIFIED')  # fmt: skip
+        raise refused(
+            ValueError,
+            "execute",
+            "data",
+            f"memory of another device at {address:#x}",
+            f"memory of device {device}, the handle's",
+            "copy it there, or build the graph with implementation=UNIFIED",
+        )
     return made
 
 
@@ -274,8 +289,14 @@ class FusedPlan(ExecutionPlan):
                 continue
             address, dims, strides = addresses[tensor.get_uid()], tensor.dim, tensor.stride
             if name != "lse" and address % _ALIGNMENT:
-                raise refused(ValueError, "execute", f"tensor {tensor.name!r} (uid {tensor.uid})",
-                              f"data at {address:#x}", f"multiples of {_ALIGNMENT} bytes", "pass a copy")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    "execute",
+                    f"tensor {tensor.name!r} (uid {tensor.uid})",
+                    f"data at {address:#x}",
+                    f"multiples of {_ALIGNMENT} bytes",
+                    "pass a copy",
+                )
             kind = torch.float32 if name == "lse" else config.kind
             count = 1 + sum((n - 1) * step for n, step in zip(dims, strides, strict=True))
             whole = memory(address, count * kind.itemsize, device).view(kind)

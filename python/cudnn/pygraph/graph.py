@@ -133,8 +133,14 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         if not self._runs_on_reference() and library.is_available():
             known_faults.refuse(self.nodes, library.version())
         if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
-            raise refused(ValueError, f"graph {self.name!r}", "outputs", "none", "one or more tensors marked as output",
-                          "call set_output(True) on the tensors that you want to read")  # fmt: skip
+            raise refused(
+                ValueError,
+                f"graph {self.name!r}",
+                "outputs",
+                "none",
+                "one or more tensors marked as output",
+                "call set_output(True) on the tensors that you want to read",
+            )
         if settings.configure_logging().isEnabledFor(logging.INFO):
             _log.info(json.dumps(self._description()))
 
@@ -147,21 +153,36 @@ class pygraph(Methods[Tensor]):  # noqa: N801
 
     def _prepare(self) -> None:
         if not self.nodes:
-            raise refused(ValueError, f"graph {self.name!r}", "nodes", "none", "one operation or more",
-                          "call graph.matmul() or another")  # fmt: skip
+            raise refused(
+                ValueError,
+                f"graph {self.name!r}",
+                "nodes",
+                "none",
+                "one operation or more",
+                "call graph.matmul() or another",
+            )
         if len(self._arrays_on) > 1:
-            raise refused(ValueError, f"graph {self.name!r}", "tensor_like", "arrays on the CPU and arrays on a GPU",
-                          "arrays of one device; only scalars stay on the CPU",
-                          "move them all to the GPU, or to the CPU")  # fmt: skip
+            raise refused(
+                ValueError,
+                f"graph {self.name!r}",
+                "tensor_like",
+                "arrays on the CPU and arrays on a GPU",
+                "arrays of one device; only scalars stay on the CPU",
+                "move them all to the GPU, or to the CPU",
+            )
         produced: set[Tensor] = set()
         for node in self.nodes:
             produced.update(node.outputs.values())
         for node in self.nodes:
             for port, tensor in node.inputs.items():
                 if tensor.is_virtual and not tensor.is_pass_by_value and tensor not in produced:
-                    raise node.refused(ValueError, port, "a virtual tensor that no operation of this graph makes",
-                                       "results of this graph's operations, and tensors in memory",
-                                       "call set_output(True) on it in the graph that makes it")  # fmt: skip
+                    raise node.refused(
+                        ValueError,
+                        port,
+                        "a virtual tensor that no operation of this graph makes",
+                        "results of this graph's operations, and tensors in memory",
+                        "call set_output(True) on it in the graph that makes it",
+                    )
         for node in self.nodes:
             node.prepare(self.context)
             for tensor in node.outputs.values():
@@ -170,12 +191,22 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             for tensor in node.tensors():
                 if tensor.data_type is NOT_SET:
                     raise refused(
-                        ValueError, node.where, f"tensor {tensor.name!r}", "no data type", "a cudnn.data_type",
-                        "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type"
-                    )  # fmt: skip
+                        ValueError,
+                        node.where,
+                        f"tensor {tensor.name!r}",
+                        "no data type",
+                        "a cudnn.data_type",
+                        "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type",
+                    )
             if node.computes and node.compute_data_type is NOT_SET:
-                raise refused(ValueError, node.where, "compute_data_type", "none", "a cudnn.data_type",
-                              "give it to the operation or to the graph")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    node.where,
+                    "compute_data_type",
+                    "none",
+                    "a cudnn.data_type",
+                    "give it to the operation or to the graph",
+                )
 
     def _runs_on_reference(self) -> bool:
         if self._backend is not None:
@@ -228,9 +259,15 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             plans.bar(engines.obstacle)
         self._offer_our_kernels(plans, lowering.bindings)
         self._program = CudnnProgram(
-            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools(), before,
+            plans,
+            lowering.bindings,
+            self._all_tensors(),
+            self._device(),
+            self._override_shape,
+            self._pools(),
+            before,
             self._any_address(),
-        )  # fmt: skip
+        )
 
     def _offer_our_kernels(self, plans: PlanList, bindings: Bindings) -> None:
         """Puts our kernels before cuDNN's engines where they are faster, or in their place where the graph asks."""
@@ -270,9 +307,12 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         """A graph of the one node, with its workspace in this graph's."""
         (x,), (y,) = item.node.inputs.values(), item.node.outputs.values()
         graph = pygraph(
-            f"{self.name}: {item.node.where}", compute_data_type=item.node.compute_data_type, handle=self._handle,
-            device_property=self._device_property, backend="cudnn",
-        )  # fmt: skip
+            f"{self.name}: {item.node.where}",
+            compute_data_type=item.node.compute_data_type,
+            handle=self._handle,
+            device_property=self._device_property,
+            backend="cudnn",
+        )
         dim, *strides = element_wise_layout(x.dim, x.stride, y.stride)
         source = graph.tensor(dim, strides[0], x.data_type).set_uid(0).set_alignment(x.alignment)
         result = graph.identity(source).set_uid(1).set_output(True).set_data_type(y.data_type)
@@ -280,8 +320,12 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         graph.build(_DEFAULT_MODES)
         before = Before(item.node.where, graph, item.source, item.source_offset, item.offset, bindings.workspace_size)
         bindings.reserve(graph.get_workspace_size())
-        _log.info("graph %r: %s runs in a plan of its own before the others, which costs time and workspace: cuDNN "
-                  "computes it wrongly inside their plan", self.name, item.node.where)  # fmt: skip
+        _log.info(
+            "graph %r: %s runs in a plan of its own before the others, which costs time and workspace: cuDNN "
+            "computes it wrongly inside their plan",
+            self.name,
+            item.node.where,
+        )
         return before
 
     def _all_tensors(self) -> list[Tensor]:
@@ -361,14 +405,25 @@ class pygraph(Methods[Tensor]):  # noqa: N801
 
     def _check_modes(self, step: str, modes: Any) -> None:
         if not hasattr(modes, "__iter__") or {*map(type, modes)} - {heur_mode}:
-            raise refused(TypeError, f"graph {self.name!r}", f"modes of {step}", repr(modes),
-                          "a list of cudnn.heur_mode",
-                          "pass [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK], say")  # fmt: skip
+            raise refused(
+                TypeError,
+                f"graph {self.name!r}",
+                f"modes of {step}",
+                repr(modes),
+                "a list of cudnn.heur_mode",
+                "pass [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK], say",
+            )
 
     def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
         if self._program is None:
-            raise refused(RuntimeError, f"graph {self.name!r}", step, "a graph without an operation graph",
-                          "a graph that was built", "call build(), or build_operation_graph(), first")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                f"graph {self.name!r}",
+                step,
+                "a graph without an operation graph",
+                "a graph that was built",
+                "call build(), or build_operation_graph(), first",
+            )
         return self._program
 
     def _plans(self, step: str, index: int = 0) -> PlanList | None:
@@ -379,8 +434,14 @@ class pygraph(Methods[Tensor]):  # noqa: N801
                 raise RuntimeError(f"plan index: got {index}; allowed: 0, the reference executor's only plan.")
             return None
         if program.plans is None:
-            raise refused(RuntimeError, f"graph {self.name!r}", step, "a restored graph, which has one plan",
-                          "a graph built here", "build it from its description")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                f"graph {self.name!r}",
+                step,
+                "a restored graph, which has one plan",
+                "a graph built here",
+                "build it from its description",
+            )
         return program.plans
 
     # What is known of plans.
@@ -395,8 +456,9 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     def _planned(self) -> CudnnProgram | ReferenceProgram:
         program = self._built("plan")
         if program.plan is None:
-            raise refused(RuntimeError, f"graph {self.name!r}", "plan", "none built", "one built plan",
-                          "call build_plans() first")  # fmt: skip
+            raise refused(
+                RuntimeError, f"graph {self.name!r}", "plan", "none built", "one built plan", "call build_plans() first"
+            )
         return program
 
     def _plan(self) -> ExecutionPlan | None:
@@ -624,9 +686,14 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     def _gpu_program(self, step: str) -> CudnnProgram:
         program = self._planned()
         if isinstance(program, ReferenceProgram):
-            raise refused(cudnnGraphNotSupportedError, f"graph {self.name!r}", step,
-                          "a graph of the reference executor", "one that cuDNN runs",
-                          "build and call it on a machine with a GPU")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                f"graph {self.name!r}",
+                step,
+                "a graph of the reference executor",
+                "one that cuDNN runs",
+                "build and call it on a machine with a GPU",
+            )
         return program
 
     # Calls with bare addresses, under the names that programs for cuDNN's other Python frontend know.
@@ -658,8 +725,14 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         """Addresses in the order of ``_get_variant_pack_uids_sorted()``. Nothing is checked but their number."""
         uids = self._get_variant_pack_uids_sorted()
         if len(pointers) != len(uids):
-            raise refused(ValueError, "_execute_with_ptrs", "pointers", len(pointers),
-                          f"{len(uids)}, for the uids {uids}", "call _get_variant_pack_uids_sorted()")  # fmt: skip
+            raise refused(
+                ValueError,
+                "_execute_with_ptrs",
+                "pointers",
+                len(pointers),
+                f"{len(uids)}, for the uids {uids}",
+                "call _get_variant_pack_uids_sorted()",
+            )
         program = self._planned()
         used = self._handle if handle is None else handle
         if isinstance(program, ReferenceProgram):
@@ -716,8 +789,14 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             for tensor in node.tensors():
                 if tensor.uid == uid:
                     return Tensor.like(tensor, tensor.name).set_uid(uid)
-        raise refused(RuntimeError, f"graph {self.name!r}", "uid", str(uid), "the uid of a tensor of this graph",
-                      "look at repr(graph), which lists all tensors")  # fmt: skip
+        raise refused(
+            RuntimeError,
+            f"graph {self.name!r}",
+            "uid",
+            str(uid),
+            "the uid of a tensor of this graph",
+            "look at repr(graph), which lists all tensors",
+        )
 
     def serialize(self) -> bytes:
         """The graph and its plan, if built, with the compiled kernels, for ``deserialize`` in another process."""
@@ -755,9 +834,15 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         handle = default_handle(self._device()) if self._handle is None else self._handle
         before = [Before(node, _restored(text, handle), *places) for node, text, *places in restored.before]
         program = self._program = CudnnProgram(
-            None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape, self._pools(),
-            before, self._any_address(),
-        )  # fmt: skip
+            None,
+            restored.bindings,
+            self._all_tensors(),
+            handle.device,
+            restored.override_shape,
+            self._pools(),
+            before,
+            self._any_address(),
+        )
         program.use(ExecutionPlan.from_json(handle, restored.plan, restored.origin))
 
 

@@ -47,19 +47,34 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
         if isinstance(node, Resample):
             _refuse_pooling(node, version)
         if isinstance(node, MoeGroupedMatmul) and node.mode is moe_grouped_matmul_mode.GATHER:
-            raise refused(cudnnGraphNotSupportedError, node.where, "mode",
-                          f"GATHER with cuDNN {format_version(version)}, which accesses memory that is not its own",
-                          f"NONE, or {_NEWER}", "gather the tokens with PyTorch")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                node.where,
+                "mode",
+                f"GATHER with cuDNN {format_version(version)}, which accesses memory that is not its own",
+                f"NONE, or {_NEWER}",
+                "gather the tokens with PyTorch",
+            )
         if isinstance(node, BlockScaleDequantize) and node.is_negative_scale:
-            raise refused(cudnnGraphNotSupportedError, node.where, "is_negative_scale",
-                          f"True with cuDNN {format_version(version)}, which ignores it", f"False, or {_NEWER}",
-                          "negate the product")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                node.where,
+                "is_negative_scale",
+                f"True with cuDNN {format_version(version)}, which ignores it",
+                f"False, or {_NEWER}",
+                "negate the product",
+            )
     if any(isinstance(node, Convolution) for node in nodes):
         for node in nodes:
             if isinstance(node, Concatenate):
-                raise refused(cudnnGraphNotSupportedError, node.where, "a convolution in the same graph",
-                              format_version(version), _NEWER,
-                              "concatenate in a separate graph, or with PyTorch")  # fmt: skip
+                raise refused(
+                    cudnnGraphNotSupportedError,
+                    node.where,
+                    "a convolution in the same graph",
+                    format_version(version),
+                    _NEWER,
+                    "concatenate in a separate graph, or with PyTorch",
+                )
 
 
 def _refuse_pooling(node: Resample, version: int) -> None:
@@ -80,18 +95,28 @@ def _refuse_pooling(node: Resample, version: int) -> None:
     }
     for fault, present in faults.items():
         if present:
-            raise refused(cudnnGraphNotSupportedError, node.where, "graph",
-                          f"{fault} with cuDNN {format_version(version)}, which computes it wrongly", _NEWER,
-                          "pool with PyTorch, or build the graph with backend='reference'")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                node.where,
+                "graph",
+                f"{fault} with cuDNN {format_version(version)}, which computes it wrongly",
+                _NEWER,
+                "pool with PyTorch, or build the graph with backend='reference'",
+            )
 
 
 def _refuse_crash(nodes: Sequence[Node]) -> None:
     """cuDNN 9.19 and 9.28 have no engine for a convolution beside a matrix product; some such graphs crash them."""
     products = [node for node in nodes if isinstance(node, Matmul)]
     if products and any(isinstance(node, Convolution) for node in nodes):
-        raise refused(cudnnGraphNotSupportedError, products[0].where, "a convolution in the same graph", "both",
-                      "one of the two: cuDNN may crash",
-                      "build a graph of each, with the tensors between them in memory")  # fmt: skip
+        raise refused(
+            cudnnGraphNotSupportedError,
+            products[0].where,
+            "a convolution in the same graph",
+            "both",
+            "one of the two: cuDNN may crash",
+            "build a graph of each, with the tensors between them in memory",
+        )
 
 
 def _refuse_broadcast(node: Node, version: int) -> None:
@@ -107,11 +132,15 @@ def _refuse_broadcast(node: Node, version: int) -> None:
         dims = [1] * (3 - len(tensor.dim)) + tensor.dim
         one_per_row, one_for_all_entries = dims[:2] == out.dim[:2], dims[1:] == out.dim[1:]
         if prod(dims) > 1 and not one_per_row and not one_for_all_entries:
-            raise refused(cudnnGraphNotSupportedError, node.where, f"input {port} (tensor {tensor.name!r})",
-                          f"dim={tensor.dim} spread over dim={out.dim} with cuDNN {format_version(version)}",
-                          "where all operations are element-wise: the output's shape, with or without its batch, one "
-                          f"element, or one per row; or {_NEWER}",
-                          "expand the operand, or fuse the operation with the matmul that it follows")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                node.where,
+                f"input {port} (tensor {tensor.name!r})",
+                f"dim={tensor.dim} spread over dim={out.dim} with cuDNN {format_version(version)}",
+                "where all operations are element-wise: the output's shape, with or without its batch, one "
+                f"element, or one per row; or {_NEWER}",
+                "expand the operand, or fuse the operation with the matmul that it follows",
+            )
 
 
 def computed_apart(nodes: Sequence[Node], version: int) -> list[Pointwise]:

@@ -35,8 +35,14 @@ class Matmul(Node):
         rank = max(len(a.dim), len(b.dim))
         for operand in (a, b):
             if len(operand.dim) < 2 or (operand.is_virtual and len(operand.dim) < rank):
-                raise refused(ValueError, self.where, "A and B", f"dim={a.dim} and dim={b.dim}",
-                              "the same rank, 2 or more", "add leading dimensions of extent 1")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    self.where,
+                    "A and B",
+                    f"dim={a.dim} and dim={b.dim}",
+                    "the same rank, 2 or more",
+                    "add leading dimensions of extent 1",
+                )
             while len(operand.dim) < rank:  # a matrix beside a batch of matrices: one that all of them share
                 operand.stride.insert(0, operand.dim[0] * operand.stride[0])
                 operand.dim.insert(0, 1)
@@ -50,9 +56,14 @@ class Matmul(Node):
         batch = [max(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)]
         # Grouped heads in attention: cuDNN lets one matrix serve several consecutive ones of the other operand.
         if any(max(pair) % min(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)):
-            raise refused(ValueError, self.where, "A and B", f"dim={a.dim} and dim={b.dim}",
-                          "batch extents that are equal, 1, or multiples of one another",
-                          "reshape one of them")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "A and B",
+                f"dim={a.dim} and dim={b.dim}",
+                "batch extents that are equal, 1, or multiples of one another",
+                "reshape one of them",
+            )
         self.fill_output("C", [*batch, a.dim[-2], b.dim[-1]])
 
     def lower(self, lowering: Lowering) -> None:

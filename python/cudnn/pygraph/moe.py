@@ -43,9 +43,14 @@ class Grouped(Node):
         starts: list[int] = first.flatten().tolist()
         ends = [*starts[1:], tokens]
         if any(not 0 <= start <= end <= tokens for start, end in zip(starts, ends, strict=True)):
-            raise refused(ValueError, self.where, "first_token_offset", str(starts),
-                          f"rising values from 0 to {tokens}",
-                          "sort the tokens by expert and pass the row at which each expert's begin")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "first_token_offset",
+                str(starts),
+                f"rising values from 0 to {tokens}",
+                "sort the tokens by expert and pass the row at which each expert's begin",
+            )
         return list(zip(starts, ends, strict=True))
 
 
@@ -94,10 +99,14 @@ class MoeGroupedMatmul(Grouped):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         weight, first = values["WEIGHT"], values["FIRST_TOKEN_OFFSET"]
         if first.numel() != weight.shape[0]:
-            raise refused(NotImplementedError, self.where, "first_token_offset",
-                          f"{first.numel()} offsets for {weight.shape[0]} experts",
-                          "one for each expert on the reference executor",
-                          "make one graph for each batch entry")  # fmt: skip
+            raise refused(
+                NotImplementedError,
+                self.where,
+                "first_token_offset",
+                f"{first.numel()} offsets for {weight.shape[0]} experts",
+                "one for each expert on the reference executor",
+                "make one graph for each batch entry",
+            )
         rows = values["TOKEN"][0]
         index = values["TOKEN_INDEX"].flatten().long() if self.mode is not NONE else None
         if self.mode is GATHER:
@@ -193,12 +202,21 @@ class MoeMethods(NodeList[Operand]):
                 allowed = (
                     f"{', '.join(needed)} for mode {mode.name}" if needed else f"none of them for mode {mode.name}"
                 )
-                raise refused(ValueError, where, argument, "nothing" if value is None else "a value", allowed,
-                              "pass it" if value is None else "leave it out")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    where,
+                    argument,
+                    "nothing" if value is None else "a value",
+                    allowed,
+                    "pass it" if value is None else "leave it out",
+                )
         inputs = {
-            "TOKEN": token, "WEIGHT": weight, "FIRST_TOKEN_OFFSET": first_token_offset,
-            "TOKEN_INDEX": token_index, "TOKEN_KS": token_ks,
-        }  # fmt: skip
+            "TOKEN": token,
+            "WEIGHT": weight,
+            "FIRST_TOKEN_OFFSET": first_token_offset,
+            "TOKEN_INDEX": token_index,
+            "TOKEN_KS": token_ks,
+        }
         node = self._add(MoeGroupedMatmul, name, compute_data_type, inputs, ["OUTPUT"], mode=mode, top_k=int(top_k))
         return node.outputs["OUTPUT"]
 

@@ -257,9 +257,13 @@ class NodeList(Generic[Operand]):
             if not isinstance(tensor, Tensor):
                 got = "None" if tensor is None else type(tensor).__name__
                 raise refused(
-                    TypeError, node.where, f"input {port}", got, "a cudnn.tensor",
-                    "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself"
-                )  # fmt: skip
+                    TypeError,
+                    node.where,
+                    f"input {port}",
+                    got,
+                    "a cudnn.tensor",
+                    "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself",
+                )
             present[port] = tensor
         for port in outputs:
             node.output(port)

@@ -352,8 +352,14 @@ class NormalizationMethods(NodeList[Operand]):
         name, phase = given["name"], given["norm_forward_phase"]
         where = where_of(name, cls.method)
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
-            raise refused(ValueError, where, "norm_forward_phase", f"{phase!r}", "INFERENCE, TRAINING",
-                          "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                "norm_forward_phase",
+                f"{phase!r}",
+                "INFERENCE, TRAINING",
+                "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows",
+            )
         inputs = _inputs(given) | {"EPSILON": _scalar(where, "epsilon", given["epsilon"])}
         statistics = ("MEAN", "INV_VARIANCE") if cls.kind.centered else ("INV_VARIANCE",)
         outputs = ["Y", *statistics] if phase is norm_forward_phase.TRAINING else ["Y"]
@@ -367,16 +373,30 @@ class NormalizationMethods(NodeList[Operand]):
 
     @overload
     def layernorm(
-        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand,
-        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "", *,
+        self,
+        norm_forward_phase: norm_forward_phase,
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+        *,
         zero_centered_gamma: bool = False,
-    ) -> Results: ...  # fmt: skip
+    ) -> Results: ...
 
     @overload
     def layernorm(
-        self, input: Operand, scale: Operand, bias: Operand, epsilon: Operand | float = 1e-5,
-        compute_data_type: object = NOT_SET, name: str = "", *, zero_centered_gamma: bool = False,
-    ) -> Results: ...  # fmt: skip
+        self,
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> Results: ...
 
     @_phase_may_be_left_out
     def layernorm(
@@ -401,15 +421,26 @@ class NormalizationMethods(NodeList[Operand]):
 
     @overload
     def rmsnorm(
-        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand | None = None,
-        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "",
-    ) -> Results: ...  # fmt: skip
+        self,
+        norm_forward_phase: norm_forward_phase,
+        input: Operand,
+        scale: Operand,
+        bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Results: ...
 
     @overload
     def rmsnorm(
-        self, input: Operand, scale: Operand, bias: Operand | None = None, epsilon: Operand | float = 1e-5,
-        compute_data_type: object = NOT_SET, name: str = "",
-    ) -> Results: ...  # fmt: skip
+        self,
+        input: Operand,
+        scale: Operand,
+        bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Results: ...
 
     @_phase_may_be_left_out
     def rmsnorm(
@@ -430,15 +461,26 @@ class NormalizationMethods(NodeList[Operand]):
 
     @overload
     def adalayernorm(
-        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand | None = None,
-        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "",
-    ) -> Results: ...  # fmt: skip
+        self,
+        norm_forward_phase: norm_forward_phase,
+        input: Operand,
+        scale: Operand,
+        bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Results: ...
 
     @overload
     def adalayernorm(
-        self, input: Operand, scale: Operand, bias: Operand | None = None, epsilon: Operand | float = 1e-5,
-        compute_data_type: object = NOT_SET, name: str = "",
-    ) -> Results: ...  # fmt: skip
+        self,
+        input: Operand,
+        scale: Operand,
+        bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Results: ...
 
     @_phase_may_be_left_out
     def adalayernorm(
@@ -456,15 +498,26 @@ class NormalizationMethods(NodeList[Operand]):
 
     @overload
     def instancenorm(
-        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand,
-        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "",
-    ) -> Results: ...  # fmt: skip
+        self,
+        norm_forward_phase: norm_forward_phase,
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Results: ...
 
     @overload
     def instancenorm(
-        self, input: Operand, scale: Operand, bias: Operand, epsilon: Operand | float = 1e-5,
-        compute_data_type: object = NOT_SET, name: str = "",
-    ) -> Results: ...  # fmt: skip
+        self,
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Results: ...
 
     @_phase_may_be_left_out
     def instancenorm(
@@ -511,10 +564,14 @@ class NormalizationMethods(NodeList[Operand]):
         present = [tensor for tensor in running.values() if tensor is not None]
         if len(present) == 1 or (present and momentum is None):
             given = {"in_running_mean": in_running_mean, "in_running_var": in_running_var, "momentum": momentum}
-            raise refused(ValueError, where, "running statistics",
-                          ", ".join(f"no {k}" for k, v in given.items() if v is None),
-                          "in_running_mean, in_running_var and momentum together, or none of the first two",
-                          "pass all three")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                "running statistics",
+                ", ".join(f"no {k}" for k, v in given.items() if v is None),
+                "in_running_mean, in_running_var and momentum together, or none of the first two",
+                "pass all three",
+            )
         inputs = {"X": input, "SCALE": scale, "BIAS": bias, "EPSILON": _scalar(where, "epsilon", epsilon)}
         outputs = ["Y", "MEAN", "INV_VARIANCE"]
         if present:
@@ -613,9 +670,7 @@ class NormalizationMethods(NodeList[Operand]):
         return self._backward(BatchNormBackward, locals())
 
 
-_PORTS = {
-    "grad": "DY", "input": "X", "scale": "SCALE", "bias": "BIAS", "mean": "MEAN", "inv_variance": "INV_VARIANCE"
-}  # fmt: skip
+_PORTS = {"grad": "DY", "input": "X", "scale": "SCALE", "bias": "BIAS", "mean": "MEAN", "inv_variance": "INV_VARIANCE"}
 
 
 def _inputs(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,16 +55,27 @@ class Pointwise(Node):
                 tensor.dim, tensor.stride = [1] * rank, [1] * rank
         dims = broadcast([t.dim for t in ports])
         if dims is None:
-            raise refused(ValueError, self.where, "inputs", ", ".join(f"{t.name!r} dim={t.dim}" for t in ports),
-                          "shapes that broadcast (aligned at the last dimension; extents equal or 1)",
-                          "reshape or transpose one of them")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "inputs",
+                ", ".join(f"{t.name!r} dim={t.dim}" for t in ports),
+                "shapes that broadcast (aligned at the last dimension; extents equal or 1)",
+                "reshape or transpose one of them",
+            )
         if self.axis is not None and not 0 <= self.axis < len(dims):
             raise refused(ValueError, self.where, "axis", str(self.axis), f"0 to {len(dims) - 1}", "count from 0")
         if not out.dim:
             out.dim = dims
         elif out.dim != dims:
-            raise refused(ValueError, self.where, f"output (tensor {out.name!r})", f"dim={out.dim}", f"dim={dims}",
-                          "leave set_dim() out: it is inferred")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"output (tensor {out.name!r})",
+                f"dim={out.dim}",
+                f"dim={dims}",
+                "leave set_dim() out: it is inferred",
+            )
         if not out.stride:
             out.stride = self._strides(out, ports)
 
@@ -76,9 +87,14 @@ class Pointwise(Node):
         first = ports[0]
         if out.is_virtual and len(first.dim) == len(out.dim):
             return strides_like(first.stride, first.dim, out.dim)
-        raise refused(ValueError, self.where, f"output (tensor {out.name!r})", "no strides",
-                      "strides that an input of the output's shape has",
-                      f"call set_stride() on it, for dim={out.dim}")  # fmt: skip
+        raise refused(
+            ValueError,
+            self.where,
+            f"output (tensor {out.name!r})",
+            "no strides",
+            "strides that an input of the output's shape has",
+            f"call set_stride() on it, for dim={out.dim}",
+        )
 
     def lower(self, lowering: Lowering) -> None:
         if self._changes_nothing:
@@ -127,9 +143,13 @@ class Pointwise(Node):
         if not missing:
             return tensor
         if tensor.is_virtual or id(tensor) in lowering.produced:
-            raise self.refused(cudnnGraphNotSupportedError, port, f"dim={tensor.dim}, the result of another operation",
-                               f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
-                               "describe the tensors of that operation with leading dimensions of 1")  # fmt: skip
+            raise self.refused(
+                cudnnGraphNotSupportedError,
+                port,
+                f"dim={tensor.dim}, the result of another operation",
+                f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
+                "describe the tensors of that operation with leading dimensions of 1",
+            )
         padded = Tensor.like(tensor)
         padded.dim = [1] * missing + tensor.dim
         padded.stride = [tensor.dim[0] * tensor.stride[0]] * missing + tensor.stride
@@ -196,16 +216,43 @@ class Pointwise(Node):
 
 # PyTorch's function for a mode.
 _TORCH_FUNCTIONS = {
-    "ADD": "add", "SUB": "sub", "MUL": "mul", "DIV": "div", "MAX": "maximum",
-    "MIN": "minimum", "MOD": "fmod", "POW": "pow", "CMP_EQ": "eq", "CMP_NEQ": "ne",
-    "CMP_GT": "gt", "CMP_GE": "ge", "CMP_LT": "lt", "CMP_LE": "le",
-    "LOGICAL_AND": "logical_and", "LOGICAL_OR": "logical_or", "LOGICAL_NOT": "logical_not",
-    "SQRT": "sqrt", "RSQRT": "rsqrt", "RECIPROCAL": "reciprocal", "ERF": "erf",
-    "IDENTITY": "clone", "EXP": "exp", "LOG": "log", "NEG": "neg", "ABS": "abs",
-    "CEIL": "ceil", "FLOOR": "floor", "SIN": "sin", "COS": "cos", "TAN": "tan",
-    "TANH_FWD": "tanh", "SIGMOID_FWD": "sigmoid", "ELU_FWD": "nn.functional.elu", "GELU_FWD": "nn.functional.gelu",
+    "ADD": "add",
+    "SUB": "sub",
+    "MUL": "mul",
+    "DIV": "div",
+    "MAX": "maximum",
+    "MIN": "minimum",
+    "MOD": "fmod",
+    "POW": "pow",
+    "CMP_EQ": "eq",
+    "CMP_NEQ": "ne",
+    "CMP_GT": "gt",
+    "CMP_GE": "ge",
+    "CMP_LT": "lt",
+    "CMP_LE": "le",
+    "LOGICAL_AND": "logical_and",
+    "LOGICAL_OR": "logical_or",
+    "LOGICAL_NOT": "logical_not",
+    "SQRT": "sqrt",
+    "RSQRT": "rsqrt",
+    "RECIPROCAL": "reciprocal",
+    "ERF": "erf",
+    "IDENTITY": "clone",
+    "EXP": "exp",
+    "LOG": "log",
+    "NEG": "neg",
+    "ABS": "abs",
+    "CEIL": "ceil",
+    "FLOOR": "floor",
+    "SIN": "sin",
+    "COS": "cos",
+    "TAN": "tan",
+    "TANH_FWD": "tanh",
+    "SIGMOID_FWD": "sigmoid",
+    "ELU_FWD": "nn.functional.elu",
+    "GELU_FWD": "nn.functional.gelu",
     "SOFTPLUS_FWD": "nn.functional.softplus",
-}  # fmt: skip
+}
 _WRITTEN_OUT = ("RELU_FWD", "SWISH_FWD", "GELU_APPROX_TANH_FWD")
 _FORWARD = [mode for mode in (*_TORCH_FUNCTIONS, *_WRITTEN_OUT) if mode.endswith("_FWD")]
 _MODES = frozenset(

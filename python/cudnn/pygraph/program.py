@@ -53,8 +53,14 @@ def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
         elif isinstance(key, int):
             found[int(key)] = key
         else:
-            raise refused(TypeError, "execute", "key", type(key).__name__, "a cudnn.tensor or a uid (int)",
-                          "names are keys of cudnn.Graph only")  # fmt: skip
+            raise refused(
+                TypeError,
+                "execute",
+                "key",
+                type(key).__name__,
+                "a cudnn.tensor or a uid (int)",
+                "names are keys of cudnn.Graph only",
+            )
     return found
 
 
@@ -66,18 +72,30 @@ def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, 
     """
     uids, shapes, strides = override
     if not len(uids) == len(shapes) == len(strides):
-        raise refused(ValueError, "execute", "override_uids, override_shapes, override_strides",
-                      f"{len(uids)}, {len(shapes)} and {len(strides)} entries", "one shape and one list of strides for "
-                      "each uid", "give all three the same length")  # fmt: skip
+        raise refused(
+            ValueError,
+            "execute",
+            "override_uids, override_shapes, override_strides",
+            f"{len(uids)}, {len(shapes)} and {len(strides)} entries",
+            "one shape and one list of strides for each uid",
+            "give all three the same length",
+        )
     changed: dict[int, Shape] = {}
     for uid, dims, steps in zip(uids, shapes, strides, strict=True):
         if uid not in built:
-            raise refused(ValueError, "execute", "override_uids", str(uid), "uids of tensors of this graph",
-                          "correct the uid")  # fmt: skip
+            raise refused(
+                ValueError, "execute", "override_uids", str(uid), "uids of tensors of this graph", "correct the uid"
+            )
         given = [*map(int, dims)], [*map(int, steps)]
         if [len(numbers) for numbers in given] != [len(built[uid][0])] * 2:
-            raise refused(ValueError, "execute", f"override of uid {uid}", f"dim={given[0]}, stride={given[1]}",
-                          f"the rank of dim={built[uid][0]}", "give as many numbers")  # fmt: skip
+            raise refused(
+                ValueError,
+                "execute",
+                f"override of uid {uid}",
+                f"dim={given[0]}, stride={given[1]}",
+                f"the rank of dim={built[uid][0]}",
+                "give as many numbers",
+            )
         if given != built[uid]:
             changed[uid] = given
     return changed
@@ -97,8 +115,14 @@ def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
         return int(data)
     if hasattr(data, "__dlpack__"):
         return data_pointer(data)
-    raise refused(TypeError, "execute", label(), type(data).__name__,
-                  "a torch.Tensor, an object with __dlpack__, or an address (int)", "pass one of these")  # fmt: skip
+    raise refused(
+        TypeError,
+        "execute",
+        label(),
+        type(data).__name__,
+        "a torch.Tensor, an object with __dlpack__, or an address (int)",
+        "pass one of these",
+    )
 
 
 class Before(NamedTuple):
@@ -221,9 +245,14 @@ class CudnnProgram:
         keys = keys_by_uid(variant_pack)
         for uid in self.bindings.user:
             if uid not in keys:
-                raise refused(ValueError, "execute", self._label(uid), "no data",
-                              "a tensor or pointer for every input and output",
-                              f"add it to the dict under its tensor or uid {uid}")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    "execute",
+                    self._label(uid),
+                    "no data",
+                    "a tensor or pointer for every input and output",
+                    f"add it to the dict under its tensor or uid {uid}",
+                )
         ordered = [keys[uid] for uid in self.bindings.user]
         values = [variant_pack[key] for key in ordered]
         self.check(values, workspace, handle, plan, overridden)
@@ -279,9 +308,12 @@ class CudnnProgram:
         index, bits = next((index, bits) for index, bits in self.off_bits if pointers[index] & bits)
         address = pointers[index]
         return refusal(
-            "execute", self._label(self.bindings.user[index]), f"data at {address:#x}, off its alignment of {bits + 1} "
-            "bytes", allowed, f"pass a copy, or call set_alignment({address & -address}) before the graph is built"
-        )  # fmt: skip
+            "execute",
+            self._label(self.bindings.user[index]),
+            f"data at {address:#x}, off its alignment of {bits + 1} bytes",
+            allowed,
+            f"pass a copy, or call set_alignment({address & -address}) before the graph is built",
+        )
 
     def _launch_at_any_address(self, pointers: Sequence[int], space: int, handle: Handle, plan: ExecutionPlan) -> None:
         """Queues a plan that loads and stores single elements, where this graph's would misread data off alignment."""
@@ -309,9 +341,14 @@ class CudnnProgram:
         if plan.is_rebuilt and self.plans is not None:  # our own, which fills none: programs expect one that does
             plan = self.bound(self.plans.native(plan.workspace_size))
         if self.before:
-            raise refused(cudnnGraphNotSupportedError, "populate_cuda_graph", "graph",
-                          f"one that runs {self.before[0].node} in a plan of its own", "graphs of one plan",
-                          "capture execute() in a stream instead")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                "populate_cuda_graph",
+                "graph",
+                f"one that runs {self.before[0].node} in a plan of its own",
+                "graphs of one plan",
+                "capture execute() in a stream instead",
+            )
         pointers, space = self._addresses(variant_pack, workspace, used, plan)
         if self.is_off(pointers):
             raise ValueError(self._off(pointers, "aligned addresses, in a CUDA graph that is not captured"))
@@ -329,8 +366,14 @@ class CudnnProgram:
         elif graph in self._chains:
             self._chains[graph].update(used, before, fill, after)
         else:
-            raise refused(ValueError, "update_cuda_graph", "graph", hex(graph), "a graph that this one has populated",
-                          "call populate_cuda_graph() first")  # fmt: skip
+            raise refused(
+                ValueError,
+                "update_cuda_graph",
+                "graph",
+                hex(graph),
+                "a graph that this one has populated",
+                "call populate_cuda_graph() first",
+            )
 
     def _overriding(
         self, uids: Sequence[int], shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
@@ -368,9 +411,14 @@ class CudnnProgram:
             if parts or uid in self.bindings.narrowed or self.bindings.scratch:
                 form = "that the graph also reads in another form (a slice, a reshape)"
                 reason = form if parts else "in a graph with memory of its own for one shape"
-                raise refused(cudnnGraphNotSupportedError, "execute", f"override of {self._label(uid)}",
-                              f"a tensor {reason}", "graphs whose tensors in memory are all the caller's",
-                              "build a graph of that shape")  # fmt: skip
+                raise refused(
+                    cudnnGraphNotSupportedError,
+                    "execute",
+                    f"override of {self._label(uid)}",
+                    f"a tensor {reason}",
+                    "graphs whose tensors in memory are all the caller's",
+                    "build a graph of that shape",
+                )
 
     def specialised(
         self, variant_pack: VariantPack, workspace: Any, own: Handle | None, otherwise: Callable[..., None]
@@ -429,20 +477,37 @@ class CudnnProgram:
         """
         resolve(handle)
         if handle.is_reference:
-            raise refused(ValueError, "execute", "handle", "a handle of the reference executor", "a handle of a GPU",
-                          "create the handle on the machine that executes")  # fmt: skip
+            raise refused(
+                ValueError,
+                "execute",
+                "handle",
+                "a handle of the reference executor",
+                "a handle of a GPU",
+                "create the handle on the machine that executes",
+            )
         for uid, value in zip(self.bindings.user, values, strict=True):
             if not _is_torch_tensor(value):
                 continue
             if uid in self.by_value:
                 if value.get_device() >= 0:  # cuDNN would read the address of a device on the host
-                    raise refused(ValueError, "execute", self._label(uid), f"a tensor on {value.device}",
-                                  "the CPU, for a scalar that is passed by value", "pass tensor.cpu()")  # fmt: skip
+                    raise refused(
+                        ValueError,
+                        "execute",
+                        self._label(uid),
+                        f"a tensor on {value.device}",
+                        "the CPU, for a scalar that is passed by value",
+                        "pass tensor.cpu()",
+                    )
             elif value.get_device() != handle.device:
-                raise refused(ValueError, "execute", self._label(uid), f"a tensor on {value.device}",
-                              f"cuda:{handle.device}, the device of the handle",
-                              "move it there, or build the graph with "
-                              "backend='reference' to run it with PyTorch where its tensors are")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    "execute",
+                    self._label(uid),
+                    f"a tensor on {value.device}",
+                    f"cuda:{handle.device}, the device of the handle",
+                    "move it there, or build the graph with "
+                    "backend='reference' to run it with PyTorch where its tensors are",
+                )
         for uid, value in zip(self.bindings.user, values, strict=True):
             if _is_torch_tensor(value) or hasattr(value, "__dlpack__"):
                 tensor = self._tensors[uid]
@@ -455,8 +520,20 @@ class CudnnProgram:
             return
         have = 0 if workspace is None else getattr(workspace, "nbytes", needed)
         if have < needed:
-            raise refused(ValueError, "execute", "workspace", f"{have} bytes", f"{needed} bytes or more",
-                          "allocate get_workspace_size() bytes on the device")  # fmt: skip
+            raise refused(
+                ValueError,
+                "execute",
+                "workspace",
+                f"{have} bytes",
+                f"{needed} bytes or more",
+                "allocate get_workspace_size() bytes on the device",
+            )
         if _is_torch_tensor(workspace) and workspace.get_device() != handle.device:
-            raise refused(ValueError, "execute", "workspace", f"a tensor on {workspace.device}",
-                          f"cuda:{handle.device}", "allocate it on the device of the handle")  # fmt: skip
+            raise refused(
+                ValueError,
+                "execute",
+                "workspace",
+                f"a tensor on {workspace.device}",
+                f"cuda:{handle.device}",
+                "allocate it on the device of the handle",
+            )

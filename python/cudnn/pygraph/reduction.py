@@ -51,10 +51,14 @@ class Reduction(Node):
         groups = y.dim[0]
         whole = first.dim == [first.dim[0], 1, 1] and first.data_type is data_type.INT32 and x.dim[0] == 1
         if not whole or groups not in (first.dim[0], first.dim[0] - 1) or y.dim[1:] != [1, x.dim[2]]:
-            raise refused(ValueError, self.where, "group_offset",
-                          f"{first.data_type.name} dim={first.dim} for dim={x.dim} to dim={y.dim}",
-                          f"INT32 [groups, 1, 1], or one more, for [1, rows, {x.dim[2]}] to [groups, 1, {x.dim[2]}]",
-                          "correct the shapes")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "group_offset",
+                f"{first.data_type.name} dim={first.dim} for dim={x.dim} to dim={y.dim}",
+                f"INT32 [groups, 1, 1], or one more, for [1, rows, {x.dim[2]}] to [groups, 1, {x.dim[2]}]",
+                "correct the shapes",
+            )
 
     def lower(self, lowering: Lowering) -> None:
         a, (operator, x) = be.Attribute, self._prologue(lowering)
@@ -83,18 +87,34 @@ class Reduction(Node):
         x, mode = self.inputs["X"], self.mode
         plain = {reduction_mode.AVG: "ADD", reduction_mode.NORM1: "ADD", reduction_mode.MUL_NO_ZEROS: "MUL"}
         if mode is reduction_mode.NORM2:
-            raise refused(cudnnGraphNotSupportedError, self.where, "mode", mode.name, "any other mode with cuDNN",
-                          "reduce x * x with ADD and take "
-                          "the root in a second graph, or run this one with backend='reference'")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "mode",
+                mode.name,
+                "any other mode with cuDNN",
+                "reduce x * x with ADD and take the root in a second graph, or run this one with backend='reference'",
+            )
         if mode is reduction_mode.AVG and "GROUP_OFFSET" in self.inputs:
-            raise refused(cudnnGraphNotSupportedError, self.where, "mode", "AVG of groups",
-                          "AVG of whole dimensions with cuDNN", "use ADD and divide")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "mode",
+                "AVG of groups",
+                "AVG of whole dimensions with cuDNN",
+                "use ADD and divide",
+            )
         if mode not in plain:
             return be.ReduceTensorOp[mode.name], x
         if self.compute_data_type not in FLOATING:
-            raise refused(cudnnGraphNotSupportedError, self.where, f"compute_data_type for mode {mode.name}",
-                          self.compute_data_type.name, ", ".join(kind.name for kind in FLOATING),
-                          "set one of these")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                f"compute_data_type for mode {mode.name}",
+                self.compute_data_type.name,
+                ", ".join(kind.name for kind in FLOATING),
+                "set one of these",
+            )
         smaller: PointwiseMethods[Tensor] = PointwiseMethods(
             dataclasses.replace(
                 lowering.context,
@@ -128,8 +148,14 @@ class Reduction(Node):
     def _by_group(self, x: Any, first: list[int]) -> Any:
         ends = [*first[1:], x.shape[1]][: self.outputs["Y"].dim[0]]
         if any(not 0 <= start < end <= x.shape[1] for start, end in zip(first, ends, strict=False)):
-            raise refused(ValueError, self.where, "group_offset", str(first), f"rising values from 0 to {x.shape[1]}",
-                          "sort the rows by group and pass where each group begins")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "group_offset",
+                str(first),
+                f"rising values from 0 to {x.shape[1]}",
+                "sort the rows by group and pass where each group begins",
+            )
         groups = [x[:, start:end] for start, end in zip(first, ends, strict=False)]
         return torch.cat([_REDUCE[self.mode.name](rows, [1]) for rows in groups])
 

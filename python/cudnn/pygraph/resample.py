@@ -43,31 +43,51 @@ class Resample(Node):
 
     def _check_options(self, spatial: int) -> None:
         if self.resampling_mode not in POOLING:
-            raise refused(cudnnGraphNotSupportedError, self.where, "resampling_mode", self.resampling_mode.name,
-                          ", ".join(mode.name for mode in POOLING),
-                          "interpolate with PyTorch: cuDNN 9.19 and 9.28 build no plan for it")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "resampling_mode",
+                self.resampling_mode.name,
+                ", ".join(mode.name for mode in POOLING),
+                "interpolate with PyTorch: cuDNN 9.19 and 9.28 build no plan for it",
+            )
         self.pre_padding = self.pre_padding or [0] * spatial
         self.post_padding = self.post_padding or [0] * spatial
         for what, least in (("window", 1), ("stride", 1), ("pre_padding", 0), ("post_padding", 0)):
             values: list[int] = getattr(self, what)
             if len(values) != spatial or min(values) < least:
-                raise refused(ValueError, self.where, what, values or "nothing, it is not set",
-                              f"{spatial} whole numbers from {least} upwards, one per spatial dimension",
-                              f"pass for instance {what}={[least] * spatial}")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    self.where,
+                    what,
+                    values or "nothing, it is not set",
+                    f"{spatial} whole numbers from {least} upwards, one per spatial dimension",
+                    f"pass for instance {what}={[least] * spatial}",
+                )
         padding = zip(self.pre_padding, self.post_padding, self.window, strict=True)
         if any(max(pre, post) >= window for pre, post, window in padding):
-            raise refused(ValueError, self.where, "pre_padding and post_padding",
-                          f"{self.pre_padding} and {self.post_padding}", f"less than the window, {self.window}",
-                          "pad less: such a window would lie beside the image")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "pre_padding and post_padding",
+                f"{self.pre_padding} and {self.post_padding}",
+                f"less than the window, {self.window}",
+                "pad less: such a window would lie beside the image",
+            )
 
     def _extents(self, image: Sequence[int]) -> list[int]:
         """The shape of the response to an image of this shape."""
         options = zip(image[2:], self.pre_padding, self.post_padding, self.window, self.stride, strict=True)
         extents = [1 + (extent + pre + post - window) // stride for extent, pre, post, window, stride in options]
         if min(extents) < 1:
-            raise refused(ValueError, self.where, "window", f"{self.window} for an image of dim={[*image]}",
-                          f"one no larger than the image with padding {self.pre_padding} and {self.post_padding}",
-                          "take a smaller window")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "window",
+                f"{self.window} for an image of dim={[*image]}",
+                f"one no larger than the image with padding {self.pre_padding} and {self.post_padding}",
+                "take a smaller window",
+            )
         return [*image[:2], *extents]
 
     def _check_index(self, index: Tensor, response: Tensor) -> None:
@@ -77,10 +97,14 @@ class Resample(Node):
         fits = index.data_type is not data_type.INT8 or last < 128
         if index.data_type not in INDEX_TYPES or not fits or index.dim != response.dim:
             cure = "set its type to INT8 or INT32, and leave its shape to inference"
-            raise refused(ValueError, self.where, f"index (tensor {index.name!r})",
-                          f"{index.data_type.name} dim={index.dim}",
-                          f"INT8 (up to 128 elements in a window) or INT32, dim={response.dim}",
-                          cure if fits else f"make it INT32: a window has {last + 1} elements")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"index (tensor {index.name!r})",
+                f"{index.data_type.name} dim={index.dim}",
+                f"INT8 (up to 128 elements in a window) or INT32, dim={response.dim}",
+                cure if fits else f"make it INT32: a window has {last + 1} elements",
+            )
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
@@ -88,9 +112,14 @@ class Resample(Node):
         padding = ZERO_PAD if self.resampling_mode is not MAXPOOL else padding_mode.NEG_INF_PAD
         counted = self.resampling_mode is not resample_mode.AVGPOOL_EXCLUDE_PADDING
         if self.padding_mode is not padding and counted and any(self.pre_padding + self.post_padding):
-            raise refused(cudnnGraphNotSupportedError, self.where, "padding_mode", self.padding_mode.name,
-                          f"{padding.name} for {self.resampling_mode.name} with cuDNN",
-                          f"pass padding_mode=cudnn.padding_mode.{padding.name}, or pad nothing")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "padding_mode",
+                self.padding_mode.name,
+                f"{padding.name} for {self.resampling_mode.name} with cuDNN",
+                f"pass padding_mode=cudnn.padding_mode.{padding.name}, or pad nothing",
+            )
         pooling = lowering.descriptor(
             be.DescriptorType.RESAMPLE,
             {
@@ -148,17 +177,27 @@ class ResampleForward(Resample):
             self.fill_output(port, self._extents(x.dim), lambda dims: strides_like(x.stride, x.dim, dims))
         if "INDEX" in self.outputs:
             if self.resampling_mode is not MAXPOOL:
-                raise refused(ValueError, self.where, "generate_index", f"True for {self.resampling_mode.name}",
-                              "MAXPOOL", "leave it out: the gradient of an average needs no index")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    self.where,
+                    "generate_index",
+                    f"True for {self.resampling_mode.name}",
+                    "MAXPOOL",
+                    "leave it out: the gradient of an average needs no index",
+                )
             self._check_index(self.outputs["INDEX"], self.outputs["Y"])
 
     def lower(self, lowering: Lowering) -> None:
         # The engine that cuDNN 9.19 has for row-major tensors takes an index of any type; 9.28 has none.
         if "INDEX" in self.outputs and self.inputs["X"].stride[1] != 1:
-            raise refused(cudnnGraphNotSupportedError, self.where, "generate_index",
-                          f"True for stride={self.inputs['X'].stride}", "channels-last strides with cuDNN",
-                          "store the image as [N, *spatial, C], or pass input and "
-                          "output to resample_backward")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "generate_index",
+                f"True for stride={self.inputs['X'].stride}",
+                "channels-last strides with cuDNN",
+                "store the image as [N, *spatial, C], or pass input and output to resample_backward",
+            )
         super().lower(lowering)
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -186,19 +225,35 @@ class ResampleBackward(Resample):
         self.rank_check([3, 4, 5], *self.inputs)
         self._check_options(len(dy.dim) - 2)
         if self.resampling_mode is MAXPOOL and "INDEX" not in self.inputs and not {"X", "Y"} <= self.inputs.keys():
-            raise refused(ValueError, self.where, "index", "nothing, and not both input and output",
-                          "one or the other for MAXPOOL",
-                          "pass the second result of resample(generate_index=True)")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "index",
+                "nothing, and not both input and output",
+                "one or the other for MAXPOOL",
+                "pass the second result of resample(generate_index=True)",
+            )
         if x is None and not dx.dim:
-            raise refused(ValueError, self.where, "output DX", "no dim",
-                          "the shape of the image: several have this response",
-                          "call set_dim() on it, or pass input")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "output DX",
+                "no dim",
+                "the shape of the image: several have this response",
+                "call set_dim() on it, or pass input",
+            )
         dims = x.dim if x is not None else dx.dim
         y = self.inputs.get("Y", dy)
         expected = self._extents(dims) if len(dims) == len(dy.dim) else "as many numbers as in DX"
         if not dy.dim == y.dim == expected:
-            raise refused(ValueError, self.where, "shapes", f"DX dim={dims}, DY dim={dy.dim}, Y dim={y.dim}",
-                          f"DY and Y dim={expected}", "correct the one that is wrong")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "shapes",
+                f"DX dim={dims}, DY dim={dy.dim}, Y dim={y.dim}",
+                f"DY and Y dim={expected}",
+                "correct the one that is wrong",
+            )
         self.fill_output("DX", dims, lambda dims: strides_like(dy.stride, dy.dim, dims))
         if "INDEX" in self.inputs:
             self._check_index(self.inputs["INDEX"], dy)
@@ -287,8 +342,9 @@ class ResampleMethods(NodeList[Operand]):
         for what, kind in kinds.items():
             if not isinstance(given[what], kind) or given[what] is resample_mode.NOT_SET:
                 allowed = ", ".join(member.name for member in kind if member.name != "NOT_SET")
-                raise refused(ValueError, where, what, repr(given[what]), f"cudnn.{kind.__name__}. {allowed}",
-                              "pass one of them")  # fmt: skip
+                raise refused(
+                    ValueError, where, what, repr(given[what]), f"cudnn.{kind.__name__}. {allowed}", "pass one of them"
+                )
         modes = {what: given[what] for what in kinds}
         lists = {what: _whole(where, what, given[what]) for what in ("pre_padding", "post_padding", "stride", "window")}
         return self._add(cls, given["name"], given["compute_data_type"], inputs, outputs, **modes, **lists)
@@ -298,5 +354,11 @@ def _whole(where: str, what: str, values: Iterable[int]) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise refused(TypeError, where, what, repr(values), "a list of whole numbers, one per spatial dimension",
-                      f"pass for instance {what}=[1, 1]") from None  # fmt: skip
+        raise refused(
+            TypeError,
+            where,
+            what,
+            repr(values),
+            "a list of whole numbers, one per spatial dimension",
+            f"pass for instance {what}=[1, 1]",
+        ) from None

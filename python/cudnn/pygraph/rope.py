@@ -40,14 +40,24 @@ class Rope(Node):
         x, freqs = self.inputs[self.source], self.inputs["FREQS"]
         self.rank_check([4], self.source)
         if self._rotated % 2 or not 2 <= self._rotated <= x.dim[-1]:
-            raise refused(ValueError, self.where, "rope_dim", self.rope_dim,
-                          f"an even number up to the head size, {x.dim[-1]}",
-                          "leave it out to rotate whole heads")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "rope_dim",
+                self.rope_dim,
+                f"an even number up to the head size, {x.dim[-1]}",
+                "leave it out to rotate whole heads",
+            )
         *leading, angles = freqs.dim
         if angles < self._rotated or max(leading, default=1) != prod(leading) or prod(leading) < x.dim[2]:
-            raise refused(ValueError, self.where, f"freqs (tensor {freqs.name!r})", f"dim={freqs.dim}",
-                          f"dim=[{x.dim[2]}, 1, 1, {self._rotated}]: the angles of each position, at least",
-                          "repeat the rotate-half angles twice along the last dimension")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"freqs (tensor {freqs.name!r})",
+                f"dim={freqs.dim}",
+                f"dim=[{x.dim[2]}, 1, 1, {self._rotated}]: the angles of each position, at least",
+                "repeat the rotate-half angles twice along the last dimension",
+            )
         self.fill_output(self.result, x.dim, lambda _: [*x.stride])
 
     def lower(self, lowering: Lowering) -> None:

@@ -111,9 +111,14 @@ def refusing(what: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise refused(ValueError, "deserialize", what, f"no graph ({type(error).__name__}: {error!s:.200})",
-                      "what serialize() returned, or the JSON text of a graph",
-                      "serialise the graph again") from None  # fmt: skip
+        raise refused(
+            ValueError,
+            "deserialize",
+            what,
+            f"no graph ({type(error).__name__}: {error!s:.200})",
+            "what serialize() returned, or the JSON text of a graph",
+            "serialise the graph again",
+        ) from None
 
 
 def _restore(document: dict[str, Any], with_plan: bool) -> Restored:

@@ -55,10 +55,12 @@ class _Moving(Node):
         x, y = self.inputs["X"], self.outputs["Y"]
         if x.data_type is not y.data_type:
             raise self.refused(
-                RuntimeError, "Y", f"{y.data_type.name} for an input of {x.data_type.name}",
+                RuntimeError,
+                "Y",
+                f"{y.data_type.name} for an input of {x.data_type.name}",
                 "the input's data type; unset, a virtual tensor takes the graph's intermediate_data_type",
-                f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it"
-            )  # fmt: skip
+                f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it",
+            )
 
 
 _NARROWER = (data_type.HALF, data_type.BFLOAT16, data_type.FP8_E4M3, data_type.FP8_E5M2)
@@ -83,12 +85,14 @@ class Reshape(_Moving):
             self._refuse_conversion()
         if math.prod(x.dim) != math.prod(y.dim):
             allowed = f"as many elements as the input, {math.prod(x.dim)}"
-            raise self.refused(ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed,
-                               "correct set_dim()")  # fmt: skip
+            raise self.refused(
+                ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, "correct set_dim()"
+            )
         if self.reshape_mode is enums.reshape_mode.VIEW_ONLY and span(y.dim, y.stride) > span(x.dim, x.stride):
             got = f"dim={y.dim}, stride={y.stride} for an input of dim={x.dim}, stride={x.stride}"
-            raise self.refused(ValueError, "Y", got, "a view that stays inside the input's memory",
-                               "correct set_stride()")  # fmt: skip
+            raise self.refused(
+                ValueError, "Y", got, "a view that stays inside the input's memory", "correct set_stride()"
+            )
 
     def _reads_memory(self, lowering: Lowering) -> bool:
         x, y = self.inputs["X"], self.outputs["Y"]
@@ -136,11 +140,23 @@ class Transpose(_Moving):
     def infer(self, context: Context) -> None:
         x = self.inputs["X"]
         if not self.permutation:
-            raise refused(ValueError, self.where, "permutation", "nothing",
-                          f"an order of the dimensions 0 to {len(x.dim) - 1}", "pass permutation=[..]")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "permutation",
+                "nothing",
+                f"an order of the dimensions 0 to {len(x.dim) - 1}",
+                "pass permutation=[..]",
+            )
         if sorted(self.permutation) != list(range(len(x.dim))):
-            raise refused(RuntimeError, self.where, "permutation", self.permutation,
-                          f"an order of the dimensions 0 to {len(x.dim) - 1}", "name each dimension once")  # fmt: skip
+            raise refused(
+                RuntimeError,
+                self.where,
+                "permutation",
+                self.permutation,
+                f"an order of the dimensions 0 to {len(x.dim) - 1}",
+                "name each dimension once",
+            )
         dims = [x.dim[axis] for axis in self.permutation]
         self.fill_output("Y", dims, lambda _: [x.stride[axis] for axis in self.permutation])
         self._type_of_input(context)
@@ -185,23 +201,31 @@ class Slice(_Moving):
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if len(self.slices) > len(x.dim):
-            raise refused(ValueError, self.where, "slices", f"{len(self.slices)} of them", f"at most {len(x.dim)}",
-                          "drop some")  # fmt: skip
+            raise refused(
+                ValueError, self.where, "slices", f"{len(self.slices)} of them", f"at most {len(x.dim)}", "drop some"
+            )
         if any(step is not None and step < 1 for *_, step in self.slices):
             raise refused(ValueError, self.where, "slices", self.slices, "positive steps", "leave the step out")
         ranges = self._ranges()
         dims = [len(indices) for indices in ranges]
         if 0 in dims:
-            raise refused(ValueError, self.where, "slices", f"{self.slices} of dim={x.dim}, which is empty",
-                          "one element or more in each dimension", "correct start and stop")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "slices",
+                f"{self.slices} of dim={x.dim}, which is empty",
+                "one element or more in each dimension",
+                "correct start and stop",
+            )
         strides = [step * indices.step for step, indices in zip(x.stride, ranges, strict=True)]
         self.fill_output("Y", dims, lambda _: strides)
         if x.data_type is not NOT_SET:  # as it is, at the latest, when the graph is built
             y.alignment = math.gcd(x.alignment, self._offset())
         if not y.is_virtual:
             allowed = "a virtual tensor: nothing writes a slice to memory"
-            raise self.refused(ValueError, "Y", "set_output(True)", allowed,
-                               "copy it: graph.identity(y).set_output(True)")  # fmt: skip
+            raise self.refused(
+                ValueError, "Y", "set_output(True)", allowed, "copy it: graph.identity(y).set_output(True)"
+            )
         self._type_of_input(context)
         self._refuse_conversion()
 
@@ -232,8 +256,14 @@ class Slice(_Moving):
         elements = sum(indices.start * step for indices, step in zip(self._ranges(), x.stride, strict=True))
         offset, rest = divmod(elements * element_bits(x.data_type), 8)
         if rest:
-            raise refused(ValueError, self.where, "slices", f"a start inside a byte of {x.data_type.name} elements",
-                          "a start on a whole byte", "start at an even element")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "slices",
+                f"a start inside a byte of {x.data_type.name} elements",
+                "a start on a whole byte",
+                "start at an even element",
+            )
         return offset
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -264,14 +294,26 @@ class Concatenate(Node):
             raise refused(ValueError, self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0")
         others = [[*tensor.dim[: self.axis], *tensor.dim[self.axis + 1 :]] for tensor in inputs]
         if any(len(tensor.dim) != rank for tensor in inputs) or any(other != others[0] for other in others):
-            raise refused(ValueError, self.where, "inputs", shapes, f"one shape save for dimension {self.axis}",
-                          "reshape or slice")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "inputs",
+                shapes,
+                f"one shape save for dimension {self.axis}",
+                "reshape or slice",
+            )
         if any(tensor.data_type is not first.data_type for tensor in inputs):
             kinds = ", ".join(tensor.data_type.name for tensor in inputs)
             raise refused(ValueError, self.where, "inputs", kinds, "one data type", "convert some with identity()")
         if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
-            raise refused(ValueError, self.where, "in_place_index", self.in_place_index,
-                          f"None or 0 to {len(inputs) - 1}", "correct it")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                "in_place_index",
+                self.in_place_index,
+                f"None or 0 to {len(inputs) - 1}",
+                "correct it",
+            )
         dims = [*first.dim]
         dims[self.axis] = sum(tensor.dim[self.axis] for tensor in inputs)
         self.fill_output("Y", dims, lambda dims: strides_like(first.stride, first.dim, dims))
@@ -339,8 +381,9 @@ class StructureMethods(NodeList[Operand]):
         where = where_of(name, "slice")
         for item in slices:
             if not isinstance(item, builtins.slice):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise refused(TypeError, where, "slices", repr(item), "Python slice objects",
-                              "write slice(start, stop)")  # fmt: skip
+                raise refused(
+                    TypeError, where, "slices", repr(item), "Python slice objects", "write slice(start, stop)"
+                )
         triples = [[item.start, item.stop, item.step] for item in slices]
         return self._add(Slice, name, compute_data_type, {"X": input}, ["Y"], slices=triples).outputs["Y"]
 

@@ -48,9 +48,16 @@ class SubGraph(
     ) -> Tensor:
         """A tensor described by shape and strides in elements. A ``uid`` of -1 leaves the choice to the library."""
         tensor = Tensor(
-            dim, stride, data_type, is_virtual, is_pass_by_value, ragged_offset, reordering_type, name,
+            dim,
+            stride,
+            data_type,
+            is_virtual,
+            is_pass_by_value,
+            ragged_offset,
+            reordering_type,
+            name,
             None if uid == -1 else uid,
-        )  # fmt: skip
+        )
         return tensor.set_ragged_offset_multiplier(ragged_offset_multiplier)
 
     def tensor_like(self, source: Any, name: str = "") -> Tensor:

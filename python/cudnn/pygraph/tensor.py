@@ -50,7 +50,7 @@ class Tensor:
         "value",
         "vector_count",
         "vector_dimension",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -105,9 +105,14 @@ class Tensor:
             dims, strides, code, bits, on_cpu = describe(source)
             kind = dlpack_to_data_type(code, bits)
         else:
-            raise refused(ValueError, "tensor_like", "source", f"{type(source).__name__}",
-                          "a cudnn.tensor, a torch.Tensor or any object with __dlpack__",
-                          "pass such a tensor, or describe it with graph.tensor(dim=, stride=)")  # fmt: skip
+            raise refused(
+                ValueError,
+                "tensor_like",
+                "source",
+                f"{type(source).__name__}",
+                "a cudnn.tensor, a torch.Tensor or any object with __dlpack__",
+                "pass such a tensor, or describe it with graph.tensor(dim=, stride=)",
+            )
         scalar = on_cpu and all(extent == 1 for extent in dims)
         return cls(dims or [1], strides or [1], kind, is_pass_by_value=scalar, name=name)
 
@@ -202,8 +207,9 @@ class Tensor:
             self.reordering_type = tensor_reordering(reordering_type)
         except ValueError:
             allowed = ", ".join(map(str, tensor_reordering))
-            raise refused(ValueError, f"tensor {self.name!r}", "reordering_type", repr(reordering_type), allowed,
-                          "choose one") from None  # fmt: skip
+            raise refused(
+                ValueError, f"tensor {self.name!r}", "reordering_type", repr(reordering_type), allowed, "choose one"
+            ) from None
         return self
 
     def get_alignment(self) -> int:
@@ -217,8 +223,9 @@ class Tensor:
         """
         number = _integer(self.name, "alignment", alignment)
         if number < 1 or number & (number - 1):
-            raise refused(ValueError, f"tensor {self.name!r}", "alignment", str(number), "a power of two",
-                          "round it down to one")  # fmt: skip
+            raise refused(
+                ValueError, f"tensor {self.name!r}", "alignment", str(number), "a power of two", "round it down to one"
+            )
         self.alignment = number
         return self
 
@@ -269,27 +276,47 @@ class Tensor:
         """Refuses a tensor that cannot be described to cuDNN."""
         label = f"tensor {self.name!r}"
         if not self.dim or not self.stride:
-            raise refused(ValueError, where, label, f"dim={self.dim}, stride={self.stride}", "both set or inferred",
-                          "call set_dim() and set_stride() on it")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                label,
+                f"dim={self.dim}, stride={self.stride}",
+                "both set or inferred",
+                "call set_dim() and set_stride() on it",
+            )
         if len(self.dim) != len(self.stride):
-            raise refused(ValueError, where, label, f"dim={self.dim} with stride={self.stride}",
-                          "as many strides as dimensions", "give both the same length")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                label,
+                f"dim={self.dim} with stride={self.stride}",
+                "as many strides as dimensions",
+                "give both the same length",
+            )
         if len(self.dim) > 8:
             raise refused(ValueError, where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions")
         if any(extent < 1 for extent in self.dim):
             raise refused(ValueError, where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions")
         if any(step < 0 for step in self.stride):
-            raise refused(ValueError, where, label, f"stride={self.stride}", "strides of 0 or more",
-                          "turn the tensor round first")  # fmt: skip
+            raise refused(
+                ValueError, where, label, f"stride={self.stride}", "strides of 0 or more", "turn the tensor round first"
+            )
         last = sum((extent - 1) * step for extent, step in zip(self.dim, self.stride, strict=True))
         if max(*self.dim, *self.stride, prod(self.dim), last) >= _LIMIT // 8:
-            raise refused(ValueError, where, label, f"dim={self.dim}, stride={self.stride}",
-                          "fewer than 2^60 elements and places", "correct the shape")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                label,
+                f"dim={self.dim}, stride={self.stride}",
+                "fewer than 2^60 elements and places",
+                "correct the shape",
+            )
         if self.is_virtual and self.is_pass_by_value:
             raise refused(ValueError, where, label, "virtual and pass-by-value", "one of the two", "choose one")
         if self.value is not None and not self.is_pass_by_value:
-            raise refused(ValueError, where, label, "a stored constant", "pass-by-value only",
-                          "call set_is_pass_by_value(True)")  # fmt: skip
+            raise refused(
+                ValueError, where, label, "a stored constant", "pass-by-value only", "call set_is_pass_by_value(True)"
+            )
 
     def check_written(self, where: str) -> None:
         """Refuses an output whose strides put several elements at one place."""
@@ -301,8 +328,14 @@ class Tensor:
             for (extent, step), (more, other) in itertools.combinations(axes, 2)
         )
         if overlap:
-            raise refused(ValueError, where, f"output tensor {self.name!r}", f"dim={self.dim}, stride={self.stride}",
-                          "a place of its own for every element", "correct set_stride()")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                f"output tensor {self.name!r}",
+                f"dim={self.dim}, stride={self.stride}",
+                "a place of its own for every element",
+                "correct set_stride()",
+            )
 
     def describe(self) -> dict[str, Any]:
         """The tensor as JSON-able data; defaults are left out."""
@@ -364,24 +397,35 @@ def _integer(name: str, what: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise refused(TypeError, f"tensor {name!r}", what, repr(value), "an integer",
-                      "pass an int, or a NumPy or PyTorch integer") from None  # fmt: skip
+        raise refused(
+            TypeError, f"tensor {name!r}", what, repr(value), "an integer", "pass an int, or a NumPy or PyTorch integer"
+        ) from None
 
 
 def _integers(name: str, what: str, values: Sequence[int]) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise refused(TypeError, f"tensor {name!r}", what, repr(values), "a sequence of integers",
-                      f"pass {what}=[4, 8], say") from None  # fmt: skip
+        raise refused(
+            TypeError, f"tensor {name!r}", what, repr(values), "a sequence of integers", f"pass {what}=[4, 8], say"
+        ) from None
 
 
 _FIELDS = [field for field in Tensor.__slots__ if field != "__weakref__"]
 _DESCRIBED: dict[str, Any] = {  # the types of what describe() gives, save names of enumerations and the ragged offset
-    "name": str, "uid": int, "dim": list[int], "stride": list[int], "is_virtual": bool, "is_pass_by_value": bool,
-    "value": int | float, "is_compile_time_constant": bool, "alignment": int, "vector_count": int,
-    "vector_dimension": int, "ragged_offset_multiplier": int,
-}  # fmt: skip
+    "name": str,
+    "uid": int,
+    "dim": list[int],
+    "stride": list[int],
+    "is_virtual": bool,
+    "is_pass_by_value": bool,
+    "value": int | float,
+    "is_compile_time_constant": bool,
+    "alignment": int,
+    "vector_count": int,
+    "vector_dimension": int,
+    "ragged_offset_multiplier": int,
+}
 
 
 Results: TypeAlias = "list[Tensor | Any]"

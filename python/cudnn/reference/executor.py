@@ -93,15 +93,25 @@ class ReferenceProgram:
         for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
             for uid, tensor in tensors.items():
                 if buffers.get(uid) is None:
-                    raise refused(ValueError, "execute", f"{kind} tensor {tensor.name!r} (uid {uid})", "no data",
-                                  "a tensor for every input and output",
-                                  f"add it to the dict under uid {uid}")  # fmt: skip
+                    raise refused(
+                        ValueError,
+                        "execute",
+                        f"{kind} tensor {tensor.name!r} (uid {uid})",
+                        "no data",
+                        "a tensor for every input and output",
+                        f"add it to the dict under uid {uid}",
+                    )
                 data = buffers[uid]
                 if not _is_torch_tensor(data) and not hasattr(data, "__dlpack__"):
                     got = "an address" if isinstance(data, int) else type(data).__name__
-                    raise refused(TypeError, "execute", f"{kind} tensor {tensor.name!r} (uid {uid})", got,
-                                  "a torch.Tensor or an object with __dlpack__; addresses on a GPU only",
-                                  "pass one of these")  # fmt: skip
+                    raise refused(
+                        TypeError,
+                        "execute",
+                        f"{kind} tensor {tensor.name!r} (uid {uid})",
+                        got,
+                        "a torch.Tensor or an object with __dlpack__; addresses on a GPU only",
+                        "pass one of these",
+                    )
         big = [
             (uid, buffers[uid])
             for uid, tensor in {**self._inputs, **self._outputs}.items()
@@ -126,17 +136,26 @@ class ReferenceProgram:
             nbytes = 0 if tensor.data_type is data_type.BOOLEAN else span_bytes(tensor)
             raw[uid] = memory(buffers[uid], nbytes, where)
             if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment and not self._any_address:
-                raise refused(ValueError, "execute", where, f"address {raw[uid].data_ptr():#x}",
-                              f"a multiple of {tensor.alignment} bytes, the tensor's alignment",
-                              "pass a copy, or call set_alignment() before the graph is built")  # fmt: skip
+                raise refused(
+                    ValueError,
+                    "execute",
+                    where,
+                    f"address {raw[uid].data_ptr():#x}",
+                    f"a multiple of {tensor.alignment} bytes, the tensor's alignment",
+                    "pass a copy, or call set_alignment() before the graph is built",
+                )
         for uid in self._outputs.keys() & raw.keys():
             for other in raw.keys() - {uid}:
                 if self._collide(uid, other, raw):
                     its = self._inputs.get(other) or self._outputs[other]
-                    raise refused(ValueError, "execute", f"output tensor {self._outputs[uid].name!r} (uid {uid})",
-                                  f"memory that tensor {its.name!r} (uid {other}) uses",
-                                  "memory of its own, or that of one whole input, to work in place",
-                                  "allocate another tensor")  # fmt: skip
+                    raise refused(
+                        ValueError,
+                        "execute",
+                        f"output tensor {self._outputs[uid].name!r} (uid {uid})",
+                        f"memory that tensor {its.name!r} (uid {other}) uses",
+                        "memory of its own, or that of one whole input, to work in place",
+                        "allocate another tensor",
+                    )
 
     def _collide(self, uid: int, other: int, raw: Mapping[int, Any]) -> bool:
         """Whether an output shares bytes with another tensor, unless it takes the place of an input."""

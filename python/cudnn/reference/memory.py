@@ -27,8 +27,14 @@ def torch_type(kind: data_type, where: str) -> Any:
     """The torch.dtype that holds single values of a type: that type, and float32 for FP4_E2M1."""
     dtype = torch.float32 if kind is data_type.FP4_E2M1 else _cudnn_to_torch_data_type(kind)
     if dtype is None:
-        raise refused(NotImplementedError, where, "data type", kind.name, "a type that PyTorch computes with",
-                      "run this graph on a GPU")  # fmt: skip
+        raise refused(
+            NotImplementedError,
+            where,
+            "data type",
+            kind.name,
+            "a type that PyTorch computes with",
+            "run this graph on a GPU",
+        )
     return dtype
 
 
@@ -60,9 +66,14 @@ def memory(data: Any, nbytes: int, where: str) -> Any:
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start
     if available < nbytes:
-        raise refused(ValueError, where, "memory", f"{available} bytes",
-                      f"the {nbytes} bytes that the graph's tensor spans",
-                      "pass a tensor of the graph tensor's shape, strides and type")  # fmt: skip
+        raise refused(
+            ValueError,
+            where,
+            "memory",
+            f"{available} bytes",
+            f"the {nbytes} bytes that the graph's tensor spans",
+            "pass a tensor of the graph tensor's shape, strides and type",
+        )
     return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage(), start, (nbytes,), (1,))
 
 
@@ -72,8 +83,14 @@ def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int],
     size = element_bits(kind) // 8
     usable = raw[: raw.numel() // size * size]
     if raw.data_ptr() % size:
-        raise refused(ValueError, where, "memory", f"address {raw.data_ptr():#x}",
-                      f"a multiple of {size} bytes for {kind.name}", "pass an aligned tensor")  # fmt: skip
+        raise refused(
+            ValueError,
+            where,
+            "memory",
+            f"address {raw.data_ptr():#x}",
+            f"a multiple of {size} bytes for {kind.name}",
+            "pass an aligned tensor",
+        )
     return usable.view(dtype).as_strided(tuple(dims), tuple(strides))
 
 
@@ -125,10 +142,14 @@ def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
     along the columns. The last ones are padded (cuBLAS documentation, "1D Block Scaling Factors Layout").
     """
     if tensor.reordering_type is not tensor_reordering.F8_128x4 or element_bits(tensor.data_type) != 8:
-        raise refused(NotImplementedError, where, "reordering_type",
-                      f"{tensor.reordering_type.name} of {tensor.data_type.name}",
-                      "NONE, or F8_128x4 of an 8-bit type, on the reference executor",
-                      "run this graph on a GPU")  # fmt: skip
+        raise refused(
+            NotImplementedError,
+            where,
+            "reordering_type",
+            f"{tensor.reordering_type.name} of {tensor.data_type.name}",
+            "NONE, or F8_128x4 of an 8-bit type, on the reference executor",
+            "run this graph on a GPU",
+        )
     column, rows, columns, _ = tiles(tensor)
     last = len(tensor.dim) - 1
     position = [

@@ -62,10 +62,13 @@ class RmsNormRhtAmax(FusedAPI):
         TensorSpec("w", Contiguous("n"), _TYPES, same="x", draw="uniform"),
         TensorSpec("o", Rows("m", "n"), _TYPES, same="x", written=True, like="x", over="x"),
         TensorSpec(
-            "amax", Contiguous("groups", alignment=4), ("float32",), written=True,
+            "amax",
+            Contiguous("groups", alignment=4),
+            ("float32",),
+            written=True,
             about="groups = m / rows_per_cta; overwritten, NaN where y has one",
         ),
-    )  # fmt: skip
+    )
     returns = ("o", "amax")
     scalars = ("eps",)
     sized_by = ("x",)
@@ -75,8 +78,9 @@ class RmsNormRhtAmax(FusedAPI):
     shapes = ((32768, 4096), (16384, 8192))
     steps = (8, 512)
     formulas = {  # noqa: RUF012
-        "torch.compile, additions": reference.additions, "torch.compile, product": reference.product,
-    }  # fmt: skip
+        "torch.compile, additions": reference.additions,
+        "torch.compile, product": reference.product,
+    }
     formula_options = ("eps", "rows_per_cta")
     usual_types = ("bf16", "fp16")
     usual_shapes = tuple((4096, n) for n in USUAL_COLUMNS)
@@ -85,9 +89,16 @@ class RmsNormRhtAmax(FusedAPI):
     rows_per_cta: int
 
     def __init__(
-        self, sample_x: Tensor, sample_w: Tensor, sample_o: Tensor, sample_amax: Tensor, eps: float = 1e-5,
-        num_threads: int | None = None, rows_per_cta: int | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_x: Tensor,
+        sample_w: Tensor,
+        sample_o: Tensor,
+        sample_amax: Tensor,
+        eps: float = 1e-5,
+        num_threads: int | None = None,
+        rows_per_cta: int | None = None,
+        arch: str | None = None,
+    ) -> None:
         super().__init__(locals())
         desc = self.descs["x"]
         rows, columns = desc.shape if desc is not None and desc.ndim == 2 else (0, 0)
@@ -156,9 +167,13 @@ class RmsNormRhtAmaxSm100(RmsNormRhtAmax):
 
 
 def rmsnorm_rht_amax_wrapper(
-    x_tensor: Tensor, w_tensor: Tensor, eps: float = 1e-5, num_threads: int | None = None,
-    rows_per_cta: int | None = None, current_stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    x_tensor: Tensor,
+    w_tensor: Tensor,
+    eps: float = 1e-5,
+    num_threads: int | None = None,
+    rows_per_cta: int | None = None,
+    current_stream: Any = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, amax_tensor``.
 
     Arguments and errors as those of :class:`RmsNormRhtAmax`. Nothing is recorded for autograd: the results have no

@@ -23,9 +23,7 @@ def queries(name: str, head: str, written: bool = False, types: tuple[str, ...] 
     return TensorSpec(name, Heads("sq", "hq", head), types, same="" if name == "q" else same, written=written)
 
 
-def keys(
-    name: str, head: str, written: bool = False, batch: str = "b", types: tuple[str, ...] = TYPES
-) -> TensorSpec:  # fmt: skip
+def keys(name: str, head: str, written: bool = False, batch: str = "b", types: tuple[str, ...] = TYPES) -> TensorSpec:
     """A matrix with the rows of K; ``batch`` names the size of its first dimension."""
     return TensorSpec(name, Heads("sk", "hk", head, batch=batch), types, same="q", written=written)
 
@@ -275,12 +273,14 @@ class Attention(OverHeads):
             sizes = {"packed": packed, "b": b, "bk": b, "hq": h, "hk": h, "sq": rows, "sk": rows, "d": d, "dv": dv}
             tensors = {
                 spec.name: torch.empty_strided(
-                    spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
-                    dtype=torch.float32 if spec.types == ("float32",) else kind, device="cpu" if packed else "meta",
+                    spec.layout.shape(sizes),
+                    spec.layout.strides(sizes)[0],
+                    dtype=torch.float32 if spec.types == ("float32",) else kind,
+                    device="cpu" if packed else "meta",
                 )
                 for spec in cls.tensors
                 if not spec.optional
-            }  # fmt: skip
+            }
             if packed:
                 tensors |= {spec.name: s * torch.arange(b + 1, dtype=torch.int32) for spec in OFFSETS}
             for causal in (False, True):

@@ -16,9 +16,7 @@ Bounds = tuple[bool, int, int, int]
 """Whether causal; 1 where the diagonal ends at the last row and key; how far left and right of it, -1: no bound."""
 
 
-def obstacle(
-    heads: tuple[int, int], bounds: Bounds, scale: float | None, operations: Sequence[type[Attention]]
-) -> str:  # fmt: skip
+def obstacle(heads: tuple[int, int], bounds: Bounds, scale: float | None, operations: Sequence[type[Attention]]) -> str:
     """Why the kernels of all these passes cannot compute this attention; empty where they can. A scale of None is a
     positive one.
     """
@@ -59,6 +57,8 @@ def options(rows: int, keys: int, scale: float, left: int, right: int, top_left:
     left = left - 1 if 0 < left < first + rows else -1
     right = right if 0 <= right < keys - 1 - first else -1
     return {
-        "is_causal": right == 0, "window_size": (left, right if right > 0 else -1), "scale_softmax": scale,
+        "is_causal": right == 0,
+        "window_size": (left, right if right > 0 else -1),
+        "scale_softmax": scale,
         "top_left": top_left and max(left, right) >= 0,
-    }  # fmt: skip
+    }

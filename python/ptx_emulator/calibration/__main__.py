@@ -74,8 +74,10 @@ def table(rows: dict[str, Row]) -> str:
     heads = ("family", "cases", "equal", "within", "refused", "wrong", "missing", "ulps")
     lines = ["{:12} {:>6} {:>6} {:>7} {:>8} {:>6} {:>8} {:>9}".format(*heads)]
     for name, row in rows.items():
-        lines.append(f"{name:12} {row.cases:6} {row.equal:6} {row.within:7} {row.refused:8} {row.wrong:6} "
-                     f"{row.missing:8} {row.ulps:9}")  # fmt: skip
+        lines.append(
+            f"{name:12} {row.cases:6} {row.equal:6} {row.within:7} {row.refused:8} {row.wrong:6} "
+            f"{row.missing:8} {row.ulps:9}"
+        )
     for row in rows.values():
         lines += [f"{name}: {why.splitlines()[0][:160]}" for name, why in row.problems.items()]
     return "\n".join(lines)

@@ -161,8 +161,17 @@ def elementwise(
     lines.append(f"mul.wide.u32 %rd88, %r98, {width}; add.s64 %rd88, %rd88, %rd{len(sources)};")
     lines.append(f"st.global.b{8 * width} [%rd88], {_PREFIX[width]}60;")
     block = 256 if count % 256 == 0 else 128
-    return Case(family, name, "\n".join(lines), tuple(sources), (np.zeros(count, out),), tolerance,
-                grid=count // block, block=block, **options)  # fmt: skip
+    return Case(
+        family,
+        name,
+        "\n".join(lines),
+        tuple(sources),
+        (np.zeros(count, out),),
+        tolerance,
+        grid=count // block,
+        block=block,
+        **options,
+    )
 
 
 def title(instruction: str) -> str:

@@ -25,7 +25,12 @@ def run_emulated(case: Case, arch: str, **options: object) -> list[Array]:
     addresses = [x.ctypes.data for x in buffers]
     maps = [encode(m, base(m, addresses)) for m in case.maps]
     ptx_emulator.run(
-        case.text(arch), "k", case.grid, case.block, [*buffers, *maps], cluster=case.cluster,
+        case.text(arch),
+        "k",
+        case.grid,
+        case.block,
+        [*buffers, *maps],
+        cluster=case.cluster,
         **{"races": True, **options},  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     return buffers[len(case.inputs) :]

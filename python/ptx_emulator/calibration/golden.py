@@ -154,9 +154,13 @@ def difference(chip: Array, own: Array, tolerance: Tolerance) -> Difference:
         near = (ulps <= tolerance.ulps) | (finite & (apart <= tolerance.absolute) & (tolerance.absolute > 0))
         wrong = unequal & ~near
         measured = unequal & finite
-        found = Difference(a.size, int(unequal.sum()), nan=int((both & (a != b)).sum()),
-                           ulps=int(ulps[measured].max(initial=0)),
-                           absolute=float(apart[measured].max(initial=0)))  # fmt: skip
+        found = Difference(
+            a.size,
+            int(unequal.sum()),
+            nan=int((both & (a != b)).sum()),
+            ulps=int(ulps[measured].max(initial=0)),
+            absolute=float(apart[measured].max(initial=0)),
+        )
     found.wrong = int(wrong.sum())
     if found.wrong:
         place = int(np.flatnonzero(wrong)[0])

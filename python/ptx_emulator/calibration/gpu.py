@@ -69,12 +69,19 @@ def encode_by_driver(m: Map, address: int) -> bytes:
     driver = _driver()
     number = TYPES[m.kind][0]
     encoded = _call(
-        "cuTensorMapEncodeTiled", driver.CUtensorMapDataType(number), len(m.sizes), address,
-        [driver.cuuint64_t(x) for x in m.sizes], [driver.cuuint64_t(x) for x in m.strides or (16,)],
-        [driver.cuuint32_t(x) for x in m.box], [driver.cuuint32_t(x) for x in m.element_strides],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle(SWIZZLES[m.swizzle]),
-        driver.CUtensorMapL2promotion(PROMOTIONS[m.promotion]), driver.CUtensorMapFloatOOBfill(int(m.nan_fill)),
-    )  # fmt: skip
+        "cuTensorMapEncodeTiled",
+        driver.CUtensorMapDataType(number),
+        len(m.sizes),
+        address,
+        [driver.cuuint64_t(x) for x in m.sizes],
+        [driver.cuuint64_t(x) for x in m.strides or (16,)],
+        [driver.cuuint32_t(x) for x in m.box],
+        [driver.cuuint32_t(x) for x in m.element_strides],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle(SWIZZLES[m.swizzle]),
+        driver.CUtensorMapL2promotion(PROMOTIONS[m.promotion]),
+        driver.CUtensorMapFloatOOBfill(int(m.nan_fill)),
+    )
     return ctypes.string_at(encoded.getPtr(), 128)
 
 
@@ -161,8 +168,9 @@ def run_all(cases: list[Case], arch: str) -> tuple[dict[str, list[Array]], dict[
             finished = _child(left, arch, folder, errors, device)
             for case in left[:finished]:
                 if case.id not in errors:
-                    outputs[case.id] = [np.load(folder / f"{case_file(case)}.{i}.npy")
-                                        for i in range(len(case.outputs))]  # fmt: skip
+                    outputs[case.id] = [
+                        np.load(folder / f"{case_file(case)}.{i}.npy") for i in range(len(case.outputs))
+                    ]
             left = left[finished:]
     return outputs, errors, device
 

@@ -8,9 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 # Element types: name -> (number in the driver's interface, code in the map, bytes).
-TYPES = {"u8": (0, 0, 1), "u16": (1, 1, 2), "u32": (2, 2, 4), "s32": (3, 3, 4), "u64": (4, 4, 8), "s64": (5, 5, 8),
-         "f16": (6, 6, 2), "f32": (7, 7, 4), "f64": (8, 9, 8), "bf16": (9, 10, 2), "f32.ftz": (10, 8, 4),
-         "tf32": (11, 7, 4), "tf32.ftz": (12, 8, 4)}  # fmt: skip
+TYPES = {
+    "u8": (0, 0, 1),
+    "u16": (1, 1, 2),
+    "u32": (2, 2, 4),
+    "s32": (3, 3, 4),
+    "u64": (4, 4, 8),
+    "s64": (5, 5, 8),
+    "f16": (6, 6, 2),
+    "f32": (7, 7, 4),
+    "f64": (8, 9, 8),
+    "bf16": (9, 10, 2),
+    "f32.ftz": (10, 8, 4),
+    "tf32": (11, 7, 4),
+    "tf32.ftz": (12, 8, 4),
+}
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 NAN_FILL, ROUND_TO_TF32 = 1 << 15, 1 << 16

@@ -11,11 +11,30 @@ HALVES = ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
 DIRECTED = ("rz", "rm", "rp")
 _LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _FLOAT = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}
-_UNARY = {"abs": "np.absolute({0})", "neg": "np.negative({0})", "ex2": "np.exp2({0})", "lg2": "np.log2({0})",
-          "sin": "np.sin({0})", "cos": "np.cos({0})", "tanh": "np.tanh({0})", "sqrt": "np.sqrt({0})",
-          "rcp": "np.divide({0}.dtype.type(1),{0})", "rsqrt": "np.divide({0}.dtype.type(1),np.sqrt({0}))"}  # fmt: skip
-_COMPARE = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-            "lo": "less", "ls": "less_equal", "hi": "greater", "hs": "greater_equal"}  # fmt: skip
+_UNARY = {
+    "abs": "np.absolute({0})",
+    "neg": "np.negative({0})",
+    "ex2": "np.exp2({0})",
+    "lg2": "np.log2({0})",
+    "sin": "np.sin({0})",
+    "cos": "np.cos({0})",
+    "tanh": "np.tanh({0})",
+    "sqrt": "np.sqrt({0})",
+    "rcp": "np.divide({0}.dtype.type(1),{0})",
+    "rsqrt": "np.divide({0}.dtype.type(1),np.sqrt({0}))",
+}
+_COMPARE = {
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "lo": "less",
+    "ls": "less_equal",
+    "hi": "greater",
+    "hs": "greater_equal",
+}
 
 
 def kind_of(name: str) -> str:
@@ -40,8 +59,28 @@ def logic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     return [f"np.{name}({','.join(sources)},out={target},where=m)"]
 
 
-@handles("add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "abs", "neg", "ex2", "lg2", "sin", "cos",
-         "tanh", "sqrt", "rcp", "rsqrt", "copysign")  # fmt: skip
+@handles(
+    "add",
+    "sub",
+    "mul",
+    "mad",
+    "fma",
+    "div",
+    "rem",
+    "min",
+    "max",
+    "abs",
+    "neg",
+    "ex2",
+    "lg2",
+    "sin",
+    "cos",
+    "tanh",
+    "sqrt",
+    "rcp",
+    "rsqrt",
+    "copysign",
+)
 def arithmetic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     kind = mods.last()
     if kind in ("f16", "bf16") and "f32" in mods.left:
@@ -178,12 +217,16 @@ def bits(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     values = [e.value(x, "u", width if narrow <= n < wide else 32) for n, x in enumerate(i.operands)]
     call = {
         "shf": ("A.funnel", lambda: (mods.need("l", "r") == "l", mods.need("wrap", "clamp") == "wrap")),
-        "prmt": ("A.permute", tuple), "lop3": ("A.lop3", tuple), "popc": ("np.bitwise_count", tuple),
-        "clz": ("A.leading_zeros", lambda: (width,)), "brev": ("A.bit_reverse", lambda: (width,)),
+        "prmt": ("A.permute", tuple),
+        "lop3": ("A.lop3", tuple),
+        "popc": ("np.bitwise_count", tuple),
+        "clz": ("A.leading_zeros", lambda: (width,)),
+        "brev": ("A.bit_reverse", lambda: (width,)),
         "bfind": ("A.find_msb", lambda: (signed, width, mods.flag("shiftamt"))),
-        "bfe": ("A.bit_extract", lambda: (signed, width)), "bfi": ("A.bit_insert", lambda: (width,)),
+        "bfe": ("A.bit_extract", lambda: (signed, width)),
+        "bfi": ("A.bit_insert", lambda: (width,)),
         "dp4a": ("A.dot4", lambda: (mods.last() == "s32", signed)),
-    }[op]  # fmt: skip
+    }[op]
     return put(values[0], f"{call[0]}({','.join([*values[1:], *map(repr, call[1]())])})")
 
 
@@ -258,8 +301,29 @@ def move(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     return put(e.value(target, "u", width), e.value(source, "u", width))
 
 
-_CVT_TYPES = ("f16", "bf16", "f32", "f64", "tf32", "f16x2", "bf16x2", "e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "e2m1x2",
-              "ue8m0x2", "u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")  # fmt: skip
+_CVT_TYPES = (
+    "f16",
+    "bf16",
+    "f32",
+    "f64",
+    "tf32",
+    "f16x2",
+    "bf16x2",
+    "e4m3x2",
+    "e5m2x2",
+    "e2m3x2",
+    "e3m2x2",
+    "e2m1x2",
+    "ue8m0x2",
+    "u8",
+    "u16",
+    "u32",
+    "u64",
+    "s8",
+    "s16",
+    "s32",
+    "s64",
+)
 _NARROW = {"e4m3x2": 16, "e5m2x2": 16, "e2m3x2": 16, "e3m2x2": 16, "ue8m0x2": 16, "e2m1x2": 8, "tf32": 32}
 
 
@@ -275,8 +339,10 @@ def convert(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     own = e.width(target)
     if own < (_NARROW.get(to) or bits_of(to)):
         raise UnsupportedPTX(f"{i.text} into a {own}-bit register")
-    wide = [f"{e.raw(x)}" if e.width(x) == width else e.value(x, "u", width if width > 8 or e.width(x) > 8 else 8)
-            for x in i.operands[1:]]  # fmt: skip
+    wide = [
+        f"{e.raw(x)}" if e.width(x) == width else e.value(x, "u", width if width > 8 or e.width(x) > 8 else 8)
+        for x in i.operands[1:]
+    ]
     call = f"C.convert({to!r},{source!r},{rounding!r},{flags!r},M.count,{own},[{','.join(wide)}])"
     return put(e.raw(target), call)
 

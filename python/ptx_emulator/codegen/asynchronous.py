@@ -108,8 +108,9 @@ def tensor_map(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 # -- warp and warpgroup matrices: (shape, type, transposed) -> bits of an element in memory
 _LDMATRIX = {("m8n8", "b16", False): 16, ("m8n8", "b16", True): 16, ("m16n16", "b8", True): 8} | {
     (shape, f"b8x16.{kind}", shape == "m16n16"): bits
-    for shape in ("m8n16", "m16n16") for kind, bits in (("b6x16_p32", 6), ("b4x16_p64", 4))
-}  # fmt: skip
+    for shape in ("m8n16", "m16n16")
+    for kind, bits in (("b6x16_p32", 6), ("b4x16_p64", 4))
+}
 _STMATRIX = {("m8n8", "b16", False): 16, ("m8n8", "b16", True): 16, ("m16n8", "b8", True): 8}
 
 
@@ -152,8 +153,17 @@ def wgmma(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     d, a, b, scale_d, *rest = i.operands
     left = e.list_of(a.items) if isinstance(a, Vector) else e.value(a, "u", 64)
     used = e.fragment_numbers([d, a] if isinstance(a, Vector) else [d])
-    return e.call("mma.wgmma", repr(shape), kinds, used, e.list_of(e.vector(d)), left, e.value(b, "u", 64),
-                  e.predicate(scale_d), [number(x) for x in rest])  # fmt: skip
+    return e.call(
+        "mma.wgmma",
+        repr(shape),
+        kinds,
+        used,
+        e.list_of(e.vector(d)),
+        left,
+        e.value(b, "u", 64),
+        e.predicate(scale_d),
+        [number(x) for x in rest],
+    )
 
 
 # -- tensor memory
@@ -200,8 +210,9 @@ def tensor_move(e: Emitter, i: Instruction, mods: Modifiers, action: str) -> lis
 
 
 def tensor_mma(e: Emitter, i: Instruction, mods: Modifiers, pair: bool) -> list[str]:
-    kind = mods.need("kind::f16", "kind::tf32", "kind::f8f6f4", "kind::i8", "kind::mxf8f6f4", "kind::mxf4",
-                     "kind::mxf4nvf4")[6:]  # fmt: skip
+    kind = mods.need(
+        "kind::f16", "kind::tf32", "kind::f8f6f4", "kind::i8", "kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4"
+    )[6:]
     mods.ignore("collector::a::discard", "collector::a::fill", "collector::a::use", "collector::a::lastuse")
     scaled = mods.flag("block_scale")
     vector = mods.take("block16", "block32", "scale_vec::1X", "scale_vec::2X", "scale_vec::4X")
@@ -212,8 +223,19 @@ def tensor_mma(e: Emitter, i: Instruction, mods: Modifiers, pair: bool) -> list[
     enable = e.predicate(rest.pop(0))
     if rest:
         raise UnsupportedPTX(f"{i.text} with scale-input-d")
-    return e.call("tensor.mma", pair, repr(kind), repr(vector), e.address(d), left, e.value(b, "u", 64),
-                  e.value(idesc), enable, scales, disable)  # fmt: skip
+    return e.call(
+        "tensor.mma",
+        pair,
+        repr(kind),
+        repr(vector),
+        e.address(d),
+        left,
+        e.value(b, "u", 64),
+        e.value(idesc),
+        enable,
+        scales,
+        disable,
+    )
 
 
 @handles("clusterlaunchcontrol")

@@ -72,8 +72,10 @@ class InFlight:
         if not i.has("mma_async"):
             return []
         left = registers_of(i.operands[1:2]) if isinstance(i.operands[1], Vector) else ()
-        return [*(Held(name, ACCUMULATOR) for name in sorted(registers_of(i.operands[:1]))),
-                *(Held(name, LEFT) for name in sorted(left))]  # fmt: skip
+        return [
+            *(Held(name, ACCUMULATOR) for name in sorted(registers_of(i.operands[:1]))),
+            *(Held(name, LEFT) for name in sorted(left)),
+        ]
 
     def _analyse(self) -> None:
         blocks, pending = self.graph.blocks, [0]
@@ -126,8 +128,9 @@ class InFlight:
             return state
         if moves(i) and all(held.role == LOADED for held in found):
             sources = [held for held in found if held.register in registers_of(i.operands[1:])]
-            return state | {Held(name, LOADED, held.load): 0 for name in registers_of(i.operands[:1])
-                            for held in sources}  # fmt: skip
+            return state | {
+                Held(name, LOADED, held.load): 0 for name in registers_of(i.operands[:1]) for held in sources
+            }
         known = self.touched.setdefault(site, [])
         known += [held for held in found if held not in known]
         # Whoever used a loaded register without a wait has been told, or had waited.

@@ -10,9 +10,29 @@ from ptx_emulator.ptx import Address, Imm, Instruction, Reg, Symbol
 from ptx_emulator.ptx.parser import Operand
 
 # Hints that change neither values nor order.
-CACHE_HINTS = ("nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "cop", "L1::evict_normal", "L1::evict_unchanged",
-               "L1::evict_first", "L1::evict_last", "L1::no_allocate", "L2::cache_hint", "L2::64B", "L2::128B",
-               "L2::256B", "L2::evict_first", "L2::evict_last", "L2::evict_normal")  # fmt: skip
+CACHE_HINTS = (
+    "nc",
+    "ca",
+    "cg",
+    "cs",
+    "cv",
+    "lu",
+    "wb",
+    "wt",
+    "cop",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::evict_normal",
+)
 SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
@@ -82,8 +102,11 @@ def load(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     assert isinstance(source, Address)
     if space in ("param", "const") and isinstance(source.base, Symbol) and source.base.name in e.kernel.parameters:
         base = e.kernel.parameters[source.base.name].offset + source.offset
-        return [f"M.load_parameter(m,{e.raw(x)},{base + n * size},{size},{kind[0] == 's'})"
-                for n, x in enumerate(items) if not (isinstance(x, Reg) and x.name == "_")]  # fmt: skip
+        return [
+            f"M.load_parameter(m,{e.raw(x)},{base + n * size},{size},{kind[0] == 's'})"
+            for n, x in enumerate(items)
+            if not (isinstance(x, Reg) and x.name == "_")
+        ]
     if space in ("param", "const"):
         space = "generic"
     return e.call("memory.load", repr(space), e.address(source), size, e.list_of(items), kind[0] == "s", repr(order))
@@ -108,8 +131,15 @@ def remote(e: Emitter, i: Instruction, mods: Modifiers, op: str) -> list[str]:
     mods.need("mbarrier::complete_tx::bytes")
     mods.ignore("weak", "relaxed", "cluster", "shared::cluster", "v2", "v4")
     values = ",".join(e.value(x, "u", bits_of(kind)) for x in e.vector(i.operands[1]))
-    return e.call("async_copies.remote", repr(op), repr(kind), bits_of(kind) // 8, e.address(i.operands[0]),
-                  f"[{values}]", e.address(i.operands[2]))  # fmt: skip
+    return e.call(
+        "async_copies.remote",
+        repr(op),
+        repr(kind),
+        bits_of(kind) // 8,
+        e.address(i.operands[0]),
+        f"[{values}]",
+        e.address(i.operands[2]),
+    )
 
 
 @handles("atom", "red")
@@ -131,9 +161,17 @@ def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     lines = []
     for number, (values, each) in enumerate(zip(columns, targets, strict=True)):
         sources = "[" + ",".join(e.value(v, "u", bits) for v in values) + "]"
-        lines += e.call("memory.atomic", repr(space), repr(op), repr(kind), e.raw(each),
-                        e.address(operands[0], number * bits // 8), sources, repr(order),
-                        len(columns) * bits // 8 if number == 0 else 1)  # fmt: skip
+        lines += e.call(
+            "memory.atomic",
+            repr(space),
+            repr(op),
+            repr(kind),
+            e.raw(each),
+            e.address(operands[0], number * bits // 8),
+            sources,
+            repr(order),
+            len(columns) * bits // 8 if number == 0 else 1,
+        )
     return lines
 
 
@@ -182,8 +220,16 @@ def fence(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
             return ["M.tma.release_maps(m)"]
         return e.call("tma.acquire_map", e.address(i.operands[0]))
     init = mods.flag("mbarrier_init")
-    mods.ignore(*SCOPES, "gl", "acq_rel", "sc", "acquire", "release", "sync_restrict::shared::cta",
-                "sync_restrict::shared::cluster")  # fmt: skip
+    mods.ignore(
+        *SCOPES,
+        "gl",
+        "acq_rel",
+        "sc",
+        "acquire",
+        "release",
+        "sync_restrict::shared::cta",
+        "sync_restrict::shared::cluster",
+    )
     return ["M.race.init_fence(m)" if init else "M.race.memory_fence(m)"]
 
 

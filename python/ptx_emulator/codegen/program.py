@@ -36,9 +36,23 @@ class Program:
             self._block(emitter, number, block.first, block.last, lines)
         self.source = "\n".join(lines)
         self.filename = f"<ptx {kernel.name}>"
-        names: dict[str, Any] = {"np": np, "A": alu, "C": convert, "W": warp, "flush": flush, "f32": f32, "u16": u16,
-                                 "u32": u32, "u64": u64, "K": emitter.constants, "i64": np.int64,
-                                 "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64}  # fmt: skip
+        names: dict[str, Any] = {
+            "np": np,
+            "A": alu,
+            "C": convert,
+            "W": warp,
+            "flush": flush,
+            "f32": f32,
+            "u16": u16,
+            "u32": u32,
+            "u64": u64,
+            "K": emitter.constants,
+            "i64": np.int64,
+            "int8": np.int8,
+            "int16": np.int16,
+            "int32": np.int32,
+            "int64": np.int64,
+        }
         exec(compile(self.source, self.filename, "exec"), names)
         self.functions: list[Callable[..., Any]] = [names[f"b{i}"] for i in range(len(self.blocks))]
         opcodes = {i.opcode for i in kernel.instructions}

@@ -41,10 +41,10 @@ _AXES: dict[str, Callable[[Machine, int], Any]] = {
 }
 WIDE = ("clock64", "globaltimer")
 SPECIAL_REGISTERS: dict[str, Callable[[Machine], Any]] = {
-    **{f"{name}.{letter}": _along(value, axis) for name, value in _AXES.items()
-       for axis, letter in enumerate("xyz")},
-    **dict.fromkeys(("clock", "clock_hi", "globaltimer_lo", "gridid", "dynamic_smem_size", "total_smem_size"),
-                    lambda machine: 0),
+    **{f"{name}.{letter}": _along(value, axis) for name, value in _AXES.items() for axis, letter in enumerate("xyz")},
+    **dict.fromkeys(
+        ("clock", "clock_hi", "globaltimer_lo", "gridid", "dynamic_smem_size", "total_smem_size"), lambda machine: 0
+    ),
     **dict.fromkeys(WIDE, lambda machine: 0),
     "cluster_ctarank": lambda machine: machine.rank,
     "cluster_nctarank": lambda machine: machine.cluster_size,
@@ -58,4 +58,4 @@ SPECIAL_REGISTERS: dict[str, Callable[[Machine], Any]] = {
     "lanemask_le": _lane_mask(lambda own: own | own - u64(1)),
     "lanemask_gt": _lane_mask(lambda own: ~(own | own - u64(1))),
     "lanemask_ge": _lane_mask(lambda own: ~(own - u64(1))),
-}  # fmt: skip
+}

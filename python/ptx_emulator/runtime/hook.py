@@ -93,9 +93,17 @@ class Hook:
         live = torch_storages() if arguments is None else storages(arguments)
         ranges = reachable(live, values) | session.ranges
         execute(
-            ptx, entry, grid, block, cluster, shared, values, report=session.report,
-            ranges=ranges, options=session.options,
-        )  # fmt: skip
+            ptx,
+            entry,
+            grid,
+            block,
+            cluster,
+            shared,
+            values,
+            report=session.report,
+            ranges=ranges,
+            options=session.options,
+        )
 
     def failed(self, error: BaseException) -> None:
         """Keeps the first error of a launch until somebody can raise it."""
@@ -178,9 +186,11 @@ class Hook:
 
         dsl = CuTeDSL._get_dsl()
         settings: dict[str, Callable[[Session], Any]] = {
-            "arch": lambda session: session.arch, "no_cache": lambda _: True,
-            "disable_file_caching": lambda _: True, "lineinfo": lambda _: self.source_lines,
-        }  # fmt: skip
+            "arch": lambda session: session.arch,
+            "no_cache": lambda _: True,
+            "disable_file_caching": lambda _: True,
+            "lineinfo": lambda _: self.source_lines,
+        }
         base = type(dsl.envar)
         properties = {name: self._setting(base, name, value) for name, value in settings.items()}
         dsl.envar.__class__ = type(base.__name__, (base,), properties)
@@ -209,8 +219,13 @@ class Hook:
         from cutlass.base_dsl import pyir_core
 
         op: Any = helpers
-        used = {"_is_framework_stack_frame", "_fast_frameinfo", "_get_location_from_frame_info",
-                "_get_caller_frame_info", "_pyir_auto_load_arg"}  # fmt: skip
+        used = {
+            "_is_framework_stack_frame",
+            "_fast_frameinfo",
+            "_get_location_from_frame_info",
+            "_get_caller_frame_info",
+            "_pyir_auto_load_arg",
+        }
         if not used <= vars(op).keys():  # this version finds it another way
             return
         find, is_framework = op._fast_frameinfo, op._is_framework_stack_frame

@@ -93,8 +93,11 @@ def product(majors: str, dtype: torch.dtype, exact: bool) -> Callable[[str], tor
 
 
 bf16, f16 = torch.bfloat16, torch.float16
-_NORMS = {"bf16 16x512": (16, 512, 8, 64, bf16), "f16 16x768": (16, 768, 4, 96, f16),
-          "bf16 6x7168": (6, 7168, 2, 128, bf16)}  # fmt: skip
+_NORMS = {
+    "bf16 16x512": (16, 512, 8, 64, bf16),
+    "f16 16x768": (16, 768, 4, 96, f16),
+    "bf16 6x7168": (6, 7168, 2, 128, bf16),
+}
 _GEMMS = {"bf16 kk": ("kk", bf16), "f16 mm": ("mm", f16), "f16 mk": ("mk", f16)}
 _KIND = {bf16: "bf16", f16: "f16"}
 

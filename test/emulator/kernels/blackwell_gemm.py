@@ -25,8 +25,13 @@ class BlackwellGemm:
         integer = cutlass.const_expr(a.element_type == cutlass.Int8)
         self.accumulator = cutlass.Int32 if integer else cutlass.Float32
         mma = sm100.make_trivial_tiled_mma(
-            a.element_type, b.element_type, *self.majors, self.accumulator, self.group, self.tile,
-        )  # fmt: skip
+            a.element_type,
+            b.element_type,
+            *self.majors,
+            self.accumulator,
+            self.group,
+            self.tile,
+        )
         self.tile_k = 4 * 256 // a.element_type.width
         tile = (*self.tile, self.tile_k)
         layout_a = sm100.make_smem_layout_a(mma, tile, a.element_type, STAGES)
@@ -37,7 +42,8 @@ class BlackwellGemm:
             load, a, cute.select(layout_a, mode=[0, 1, 2]), tile, mma, cluster.shape
         )
         atom_b, tensor_b = cute.nvgpu.make_tiled_tma_atom_B(
-            load, b, cute.select(layout_b, mode=[0, 1, 2]), tile, mma, cluster.shape)  # fmt: skip
+            load, b, cute.select(layout_b, mode=[0, 1, 2]), tile, mma, cluster.shape
+        )
         pairs = 2 if self.pair else 1
         grid = (cute.ceil_div(c.shape[0], tile[0]) * pairs, cute.ceil_div(c.shape[1], tile[1]), 1)
         self.kernel(mma, atom_a, tensor_a, atom_b, tensor_b, c, layout_a, layout_b).launch(
@@ -46,9 +52,16 @@ class BlackwellGemm:
 
     @cute.kernel
     def kernel(
-        self, mma: cute.TiledMma, atom_a: cute.CopyAtom, mA: cute.Tensor, atom_b: cute.CopyAtom, mB: cute.Tensor,
-        mC: cute.Tensor, layout_a: Any, layout_b: Any,
-    ) -> None:  # fmt: skip
+        self,
+        mma: cute.TiledMma,
+        atom_a: cute.CopyAtom,
+        mA: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        mB: cute.Tensor,
+        mC: cute.Tensor,
+        layout_a: Any,
+        layout_b: Any,
+    ) -> None:
         tile, pairs = (*self.tile, self.tile_k), 2 if self.pair else 1
         tidx, _, _ = cute.arch.thread_idx()
         bidx, bidy, _ = cute.arch.block_idx()
@@ -62,22 +75,33 @@ class BlackwellGemm:
         holder = smem.allocate_array(cutlass.Int32, 1)
         sA = smem.allocate_tensor(self.types[0], layout_a.outer, byte_alignment=1024, swizzle=layout_a.inner)
         sB = smem.allocate_tensor(self.types[1], layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
-        bytes_ = pairs * sum(cute.size_in_bytes(t, cute.select(x, mode=[0, 1, 2]))
-                             for t, x in ((self.types[0], layout_a), (self.types[1], layout_b)))  # fmt: skip
+        bytes_ = pairs * sum(
+            cute.size_in_bytes(t, cute.select(x, mode=[0, 1, 2]))
+            for t, x in ((self.types[0], layout_a), (self.types[1], layout_b))
+        )
         cluster = cute.tiled_divide(cute.make_layout((pairs, 1, 1)), (mma.thr_id.shape,))
         one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
         producer, consumer = pipeline.PipelineTmaUmma.create(
-            num_stages=STAGES, producer_group=one, consumer_group=one, tx_count=bytes_, barrier_storage=barriers,
+            num_stages=STAGES,
+            producer_group=one,
+            consumer_group=one,
+            tx_count=bytes_,
+            barrier_storage=barriers,
             cta_layout_vmnk=cluster,
-        ).make_participants()  # fmt: skip
+        ).make_participants()
         acc_producer, acc_consumer = pipeline.PipelineUmmaAsync.create(
-            num_stages=1, producer_group=one, barrier_storage=barriers + 2 * STAGES, cta_layout_vmnk=cluster,
+            num_stages=1,
+            producer_group=one,
+            barrier_storage=barriers + 2 * STAGES,
+            cta_layout_vmnk=cluster,
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, THREADS * pairs),
-        ).make_participants()  # fmt: skip
+        ).make_participants()
         tmem = memory.TmemAllocator(
-            holder, barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=THREADS),
-            is_two_cta=self.pair, two_cta_tmem_dealloc_mbar_ptr=dealloc,
-        )  # fmt: skip
+            holder,
+            barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=THREADS),
+            is_two_cta=self.pair,
+            two_cta_tmem_dealloc_mbar_ptr=dealloc,
+        )
         columns = 256
         tmem.allocate(columns)
 

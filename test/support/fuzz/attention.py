@@ -152,8 +152,11 @@ class AttentionCase(Case):
             dims = (s.b, s.h_q, s.s_q, s.s_kv)
             options["rng_dump"] = graph.tensor(dims, packed(dims, range(4)), torch.float32, name="rng_dump")
         operands = {name: tensors[name] for name in "qkv"}
-        outputs = self._backward(graph, tensors, operands, options) if self.backward else self._forward(
-            graph, tensors, operands, options)  # fmt: skip
+        outputs = (
+            self._backward(graph, tensors, operands, options)
+            if self.backward
+            else self._forward(graph, tensors, operands, options)
+        )
         if "rng_dump" in options:
             outputs["rng_dump"] = options["rng_dump"]
         for tensor in outputs.values():
@@ -241,10 +244,12 @@ class AttentionCase(Case):
         lengths = self.mask.lengths_kv if self._source(name) in "kv" else self.mask.lengths_q
         _, heads, _, size = spec.dims
         return [
-            ((entry, slice(None), slice(0, length)),
-             memory[start:].as_strided((heads, length, size), spec.strides[1:], memory.storage_offset() + start))
+            (
+                (entry, slice(None), slice(0, length)),
+                memory[start:].as_strided((heads, length, size), spec.strides[1:], memory.storage_offset() + start),
+            )
             for entry, (start, length) in enumerate(zip(starts, lengths, strict=False))
-        ]  # fmt: skip
+        ]
 
     def _dense(self, data: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         """An operand in float64 as ``[b, h, s, d]``, zeros beyond its lengths where it is ragged."""
@@ -280,12 +285,20 @@ class AttentionCase(Case):
             keep = results["rng_dump"].double() / (1 - self.dropout)
             keep = keep.nan_to_num(nan=0.0)  # where no score takes part
         return Problem(
-            **{name: self._dense(data, name) for name in "qkv"}, kind=getattr(torch, self.io), scale=self.score_scale,
-            bias=data["bias"].double() if "bias" in data else None, alibi=self.alibi, softcap=self.softcap,
-            rows=data.get("seq_q"), columns=data.get("seq_kv"), left=self.mask.left, right=self.mask.right_bound,
-            bottom_right=self.mask.aligned_bottom_right, sink=data["sink"].double() if "sink" in data else None,
+            **{name: self._dense(data, name) for name in "qkv"},
+            kind=getattr(torch, self.io),
+            scale=self.score_scale,
+            bias=data["bias"].double() if "bias" in data else None,
+            alibi=self.alibi,
+            softcap=self.softcap,
+            rows=data.get("seq_q"),
+            columns=data.get("seq_kv"),
+            left=self.mask.left,
+            right=self.mask.right_bound,
+            bottom_right=self.mask.aligned_bottom_right,
+            sink=data["sink"].double() if "sink" in data else None,
             keep=keep,
-        )  # fmt: skip
+        )
 
     @property
     def score_scale(self) -> float:
@@ -360,10 +373,20 @@ class Draw:
         self._operands("ragged" in features)
         extra = self._extras(features)
         return {
-            "seed": self.seed, "io": self.io, "intermediate": "float32", "compute": "float32", "inputs": self.inputs,
-            "backward": self.backward, "shape": self.shape, "mask": self.mask, "strides": self.strides,
-            "starts": self.starts, "gap": self.gap, "page": self.page, **extra,
-        }  # fmt: skip
+            "seed": self.seed,
+            "io": self.io,
+            "intermediate": "float32",
+            "compute": "float32",
+            "inputs": self.inputs,
+            "backward": self.backward,
+            "shape": self.shape,
+            "mask": self.mask,
+            "strides": self.strides,
+            "starts": self.starts,
+            "gap": self.gap,
+            "page": self.page,
+            **extra,
+        }
 
     def _length(self, largest: int) -> int:
         unit = pick(self.rng, {128: 3, 64: 3, 16: 2, 8: 1, 1: 3})
@@ -406,10 +429,20 @@ class Draw:
         """Which features come together: few of them, and none that exclude each other."""
         rng, backward = self.rng, self.backward
         weights = {
-            "padding": 0.25, "ragged": 0.15, "paged": 0 if backward else 0.12, "bias": 0.2, "alibi": 0.08,
-            "dropout": 0.1, "own mask": 0.001 if backward else 0.015, "sink": 0.08,
-            "softcap": 0 if backward else 0.03, "window": 0.2, "causal": 0.4, "right": 0.06, "bottom_right": 0.3,
-        }  # fmt: skip
+            "padding": 0.25,
+            "ragged": 0.15,
+            "paged": 0 if backward else 0.12,
+            "bias": 0.2,
+            "alibi": 0.08,
+            "dropout": 0.1,
+            "own mask": 0.001 if backward else 0.015,
+            "sink": 0.08,
+            "softcap": 0 if backward else 0.03,
+            "window": 0.2,
+            "causal": 0.4,
+            "right": 0.06,
+            "bottom_right": 0.3,
+        }
         chosen = {name for name, weight in weights.items() if rng.random() < weight}
         if chosen & {"ragged", "paged"}:
             chosen.add("padding")

@@ -185,9 +185,12 @@ def _backward(
         return Approx(x.value.mT, x.bound.mT)
 
     d_v = product(
-        turned(Approx(weights, p.relative * weights)), d_o, f["scale_s"],
-        f["scale_s"] * f["descale_s"] * f["descale_dO"], True,
-    )  # fmt: skip
+        turned(Approx(weights, p.relative * weights)),
+        d_o,
+        f["scale_s"],
+        f["scale_s"] * f["descale_s"] * f["descale_dO"],
+        True,
+    )
     row = (d_o * o).sum(-1, keepdim=True) * f["descale_dO"] * f["descale_o"]
     factor = f["descale_dO"] * f["descale_v"]
     inner = d_o @ v.mT * factor - row

@@ -132,10 +132,7 @@ _OPS = [
     Op("pow", torch.pow, (_POSITIVE, (-2.0, 2.0)), approximate=True),
     Op("relu_backward", lambda dy, x: torch.where(x > 0, dy, 0.0 * dy), _TWO, weight=2),
     Op("leaky_relu_backward", lambda dy, x: torch.where(x > 0, dy, 0.1 * dy), _TWO, {"negative_slope": 0.1}),
-    *(
-        Op(f"{name}_backward", _derivative(function), _TWO, approximate=True)
-        for name, function in _ACTIVATIONS.items()
-    ),
+    *(Op(f"{name}_backward", _derivative(function), _TWO, approximate=True) for name, function in _ACTIVATIONS.items()),
     Op("relu_backward", _derivative(_relu(lower=-0.5)), _TWO, {"lower_clip": -0.5}, weight=0),
     Op("relu_backward", _derivative(_relu(upper=1.5)), _TWO, {"upper_clip": 1.5}, weight=0),
     Op("silu", F.silu, approximate=True, weight=0),
@@ -150,7 +147,7 @@ _OPS = [
     Op("logical_or", torch.maximum, _TWO, result="bool", weight=0),
     Op("logical_not", lambda a: 1.0 - a, result="bool", weight=0),
     Op("binary_select", lambda a, b, mask: torch.where(mask > 0, a, b), (ANY, ANY, ANY), weight=0),
-]  # fmt: skip
+]
 OPS = {f"{op.method}{''.join(f',{key}={value}' for key, value in op.options.items())}": op for op in _OPS}
 _DRAWN = {name: op.weight for name, op in OPS.items() if op.weight}
 

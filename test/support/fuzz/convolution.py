@@ -73,8 +73,10 @@ class ConvolutionCase(Case):
             channels, kernels = (groups * unit * rng.randint(1, 3) for _ in range(2))
         if rng.random() < 0.05:  # one filter a channel
             groups = channels = kernels = 8 * rng.randint(1, 8)
-        window = [pick(rng, {1: 2, 2: 1, 3: 4, 4: 0.5, 5: 1 if spatial < 3 else 0.2, 7: 0.3 if spatial < 3 else 0})
-                  for _ in range(spatial)]  # fmt: skip
+        window = [
+            pick(rng, {1: 2, 2: 1, 3: 4, 4: 0.5, 5: 1 if spatial < 3 else 0.2, 7: 0.3 if spatial < 3 else 0})
+            for _ in range(spatial)
+        ]
         pre = [rng.randint(0, window[i] - 1) if rng.random() < 0.9 else rng.randint(0, 3) for i in range(spatial)]
         post = pre if rng.random() < 0.85 else [max(0, p + rng.choice([-1, 0, 1])) for p in pre]
         stride = [pick(rng, {1: 6, 2: 3, 3: 1}) for _ in range(spatial)]
@@ -91,10 +93,14 @@ class ConvolutionCase(Case):
         n = pick(rng, {1: 1, 2: 1, 3: 1, 4: 1, 8: 1})
         x = (n, channels, *extents)
         w = (kernels, channels // groups, *window)
-        y = (n, kernels, *(
-            1 + (e + a + b - d * (k - 1) - 1) // s
-            for e, a, b, d, k, s in zip(extents, pre, post, dilation, window, stride, strict=True)
-        ))  # fmt: skip
+        y = (
+            n,
+            kernels,
+            *(
+                1 + (e + a + b - d * (k - 1) - 1) // s
+                for e, a, b, d, k, s in zip(extents, pre, post, dilation, window, stride, strict=True)
+            ),
+        )
         fill = "integers" if io == "int8" else "normal"
         taps = {"conv_fprop": prod(w[1:]), "conv_dgrad": prod(w) // w[1], "conv_wgrad": prod(y) // y[1]}[method]
         specs = {
@@ -119,9 +125,26 @@ class ConvolutionCase(Case):
         # Nor into one whose filter is mirrored.
         mirrored = rng.random() < (0.02 if after.instructions or before.instructions or statistics else 0.2)
         return cls(
-            seed, io, "float32", "float32", inputs, method, output, x, w, y, order, tuple(pre), tuple(post),
-            tuple(stride), tuple(dilation), mirrored, before, after, statistics,
-        )  # fmt: skip
+            seed,
+            io,
+            "float32",
+            "float32",
+            inputs,
+            method,
+            output,
+            x,
+            w,
+            y,
+            order,
+            tuple(pre),
+            tuple(post),
+            tuple(stride),
+            tuple(dilation),
+            mirrored,
+            before,
+            after,
+            statistics,
+        )
 
     @staticmethod
     def _before(
@@ -131,8 +154,11 @@ class ConvolutionCase(Case):
         vector = (1, dims[1], *[1] * (len(dims) - 2))
         for name in ("before_scale", "before_bias"):
             inputs[name] = Spec(vector, packed(vector, order), io, "normal")
-        steps = (Instruction("mul", ("x0", "before_scale")), Instruction("add", ("x1", "before_bias")),
-                 Instruction("relu", ("x2",)))  # fmt: skip
+        steps = (
+            Instruction("mul", ("x0", "before_scale")),
+            Instruction("add", ("x1", "before_bias")),
+            Instruction("relu", ("x2",)),
+        )
         steps = steps[: rng.choice([2, 3, 3])]
         return Program((*steps[:-1], Instruction(steps[-1].op, steps[-1].arguments, io)))
 
@@ -160,10 +186,15 @@ class ConvolutionCase(Case):
         first, second = list(self.inputs)[:2]
         image = self.before.build(graph, tensors[first], tensors)[-1]
         result = getattr(graph, self.method)(
-            image, tensors[second], pre_padding=self.pre, post_padding=self.post, stride=self.stride,
-            dilation=self.dilation, convolution_mode=self._mode,
+            image,
+            tensors[second],
+            pre_padding=self.pre,
+            post_padding=self.post,
+            stride=self.stride,
+            dilation=self.dilation,
+            convolution_mode=self._mode,
             compute_data_type=torch.int32 if self.io == "int8" else torch.float32,
-        )  # fmt: skip
+        )
         dims = {"conv_fprop": self.y, "conv_dgrad": self.x, "conv_wgrad": self.w}[self.method]
         result.set_dim(dims).set_stride(packed(dims, self.order))
         if self.io == "int8" and self.after.instructions:

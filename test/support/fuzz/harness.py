@@ -108,10 +108,11 @@ def _check(case: Case, device: torch.device, backend: str) -> tuple[str, str]:
         inputs[name] = Memory(spec.elements, spec.torch_dtype, where, case.lead(name))
         inputs[name].elements.copy_(spec.values(spec.elements, generator))
     data = {
-        name: memory.elements if case.inputs[name].span else
-        memory.elements.as_strided(case.inputs[name].dims, case.inputs[name].strides)
+        name: memory.elements
+        if case.inputs[name].span
+        else memory.elements.as_strided(case.inputs[name].dims, case.inputs[name].strides)
         for name, memory in inputs.items()
-    }  # fmt: skip
+    }
     for name, value in case.derived(data).items():
         for place, view in case.views(case.inputs[name], inputs[name].elements, name):
             view.copy_(value[place])
@@ -138,8 +139,11 @@ def _check(case: Case, device: torch.device, backend: str) -> tuple[str, str]:
     for name, memory in results.items():
         if memory.touched_outside(case, specs[name], name):
             return f"wrote outside the elements of {name}", plan
-    dense = {name: memory.elements.as_strided(specs[name].dims, specs[name].strides)
-             for name, memory in results.items() if not specs[name].span}  # fmt: skip
+    dense = {
+        name: memory.elements.as_strided(specs[name].dims, specs[name].strides)
+        for name, memory in results.items()
+        if not specs[name].span
+    }
     data = {name: x.to(device) for name, x in data.items()}
     expected = case.expected(data, dense)
     for name, memory in results.items():

@@ -109,9 +109,15 @@ class MatmulCase(Case):
         vector = [*[1] * (rank - 1), n]
         column = [*[1] * len(batch), m, 1]
         shapes = {
-            tuple(dims): 3, tuple(vector): 4, tuple(column): 2, (1,) * rank: 1,
-            (*[1] * len(batch), m, n): 1, (*batch, 1, 1): 0.5, (*batch, 1, n): 0.5, (*batch, m, 1): 0.5,
-        }  # fmt: skip
+            tuple(dims): 3,
+            tuple(vector): 4,
+            tuple(column): 2,
+            (1,) * rank: 1,
+            (*[1] * len(batch), m, n): 1,
+            (*batch, 1, 1): 0.5,
+            (*batch, 1, n): 0.5,
+            (*batch, m, 1): 0.5,
+        }
         length = 0 if integers and output == "int32" else pick(rng, {0: 2, 1: 3, 2: 3, 3: 2, 4: 1, 5: 1, 6: 1})
         order = [*range(rank)]
         drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), spread)
@@ -122,9 +128,20 @@ class MatmulCase(Case):
             axes = pick(rng, {(rank - 1,): 2, (rank - 2,): 2, (rank - 2, rank - 1): 1, tuple(range(rank)): 1})
             reduction = (pick(rng, _REDUCTIONS), axes)
         return cls(
-            seed, types[0], "float32", "float32", inputs, operand,
-            output, before_a, before_b, slices, after, reduction, rng.random() < 0.3,
-        )  # fmt: skip
+            seed,
+            types[0],
+            "float32",
+            "float32",
+            inputs,
+            operand,
+            output,
+            before_a,
+            before_b,
+            slices,
+            after,
+            reduction,
+            rng.random() < 0.3,
+        )
 
     @staticmethod
     def _before(

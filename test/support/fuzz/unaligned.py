@@ -105,9 +105,22 @@ class UnalignedMatmulCase(MatmulCase):
             places = [name for name, spec in inputs.items() if not spec.by_value] + ["C"]
             leads = {name: rng.choice([0, 1, 2, 4, 8]) for name in places}
         return cls(
-            seed, types[0], "float32", "float32", inputs, operand, output, *before, slices, after, None, False,
-            packed(dims, order), leads, rng.random() < 0.5,
-        )  # fmt: skip
+            seed,
+            types[0],
+            "float32",
+            "float32",
+            inputs,
+            operand,
+            output,
+            *before,
+            slices,
+            after,
+            None,
+            False,
+            packed(dims, order),
+            leads,
+            rng.random() < 0.5,
+        )
 
     @property
     def product(self) -> Spec:

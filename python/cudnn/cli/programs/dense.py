@@ -134,9 +134,11 @@ def judged(
     for o in made.operations():
         name = getattr(o, "tensor", "")
         if isinstance(o, epilogue.StoreTile) and name in found:
-            judged += judge_quantised(v, api.result, found, exact[name], loose) if _scaled(api, name, found) else [
-                judge(name, found[name], exact[name], loose)
-            ]  # fmt: skip
+            judged += (
+                judge_quantised(v, api.result, found, exact[name], loose)
+                if _scaled(api, name, found)
+                else [judge(name, found[name], exact[name], loose)]
+            )
         elif isinstance(o, epilogue.SumRow):
             judged.append(judge(name, found[name], exact[name], 10 * slack))  # sums of squares, terms of either sign
         elif isinstance(o, epilogue.Amax):

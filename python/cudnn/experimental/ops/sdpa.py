@@ -418,9 +418,16 @@ def _gradients(
     q, k, v, o = rows.readable(q), keys.readable(k), keys.readable(v), rows.readable(o)
     do = rows.readable(do) if do.stride() == o.stride() else _new(o, o.shape, packed).copy_(do)
     inputs = {
-        "q": q, "k": k, "v": v, "o": o, "do": do, "stats": stats, **rows.inputs("q", q=q, o=o, do=do, dq=dq),
-        **keys.inputs("kv", k=k, v=v, dk=dk, dv=dv), **_scores(bias, seed),
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "do": do,
+        "stats": stats,
+        **rows.inputs("q", q=q, o=o, do=do, dq=dq),
+        **keys.inputs("kv", k=k, v=v, dk=dk, dv=dv),
+        **_scores(bias, seed),
+    }
     outputs = {"dq": dq, "dk": dk, "dv": dv} | ({} if dbias is None else {"dbias": dbias})
     run(_bprop_cache, describe_backward, inputs, outputs, options)
     rows.clear(dq)
@@ -516,9 +523,15 @@ def sdpa_bias_bwd(
 
 @sdpa_bias_bwd.register_fake
 def _(
-    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
-    bias: torch.Tensor, *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dO: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    bias: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     return _gradient(q, False), _gradient(k, False), _gradient(v, False), dbias
 
@@ -541,9 +554,19 @@ def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
         *gradients, d_bias = sdpa_bias_bwd(d_o, q, k, v, o, stats, bias, scale, p, seed, deterministic)
         return *gradients, *[None] * 9, d_bias, None, None
     gradients = sdpa_bwd(
-        d_o, q, k, v, o, stats, *ctx.options, *lengths, is_deterministic=deterministic, bias=bias,
-        dropout_p=ctx.dropout_p, seed=seed,
-    )  # fmt: skip
+        d_o,
+        q,
+        k,
+        v,
+        o,
+        stats,
+        *ctx.options,
+        *lengths,
+        is_deterministic=deterministic,
+        bias=bias,
+        dropout_p=ctx.dropout_p,
+        seed=seed,
+    )
     return *gradients, *[None] * 12
 
 

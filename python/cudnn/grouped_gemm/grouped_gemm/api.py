@@ -52,22 +52,48 @@ class GroupedGemm(ExpertsGemm):
     generate_c: bool
 
     def __init__(
-        self, sample_a: Tensor, sample_c: Tensor | None, sample_d: Tensor, sample_padded_offsets: Tensor,
-        sample_alpha: Tensor, sample_b: Tensor | None = None, sample_bias: Tensor | None = None,
-        sample_prob: Tensor | None = None, num_experts: int | None = None, b_shape: tuple[int, int] | None = None,
-        b_dtype: dtype | None = None, acc_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (256, 256),
-        cluster_shape_mn: tuple[int, int] | None = None, vector_f32: bool = False, m_aligned: int = 256,
-        generate_c: bool = False, b_major: str = "k", use_dynamic_sched: bool = False, *,
-        sample_a_index: Tensor | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_c: Tensor | None,
+        sample_d: Tensor,
+        sample_padded_offsets: Tensor,
+        sample_alpha: Tensor,
+        sample_b: Tensor | None = None,
+        sample_bias: Tensor | None = None,
+        sample_prob: Tensor | None = None,
+        num_experts: int | None = None,
+        b_shape: tuple[int, int] | None = None,
+        b_dtype: dtype | None = None,
+        acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        vector_f32: bool = False,
+        m_aligned: int = 256,
+        generate_c: bool = False,
+        b_major: str = "k",
+        use_dynamic_sched: bool = False,
+        *,
+        sample_a_index: Tensor | None = None,
+        arch: str | None = None,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, c_tensor: Tensor | None, d_tensor: Tensor, padded_offsets: Tensor,
-        alpha_tensor: Tensor, b_tensor: Tensor | None = None, b_ptrs: Tensor | None = None,
-        bias_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        c_tensor: Tensor | None,
+        d_tensor: Tensor,
+        padded_offsets: Tensor,
+        alpha_tensor: Tensor,
+        b_tensor: Tensor | None = None,
+        b_ptrs: Tensor | None = None,
+        bias_tensor: Tensor | None = None,
+        prob_tensor: Tensor | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+        *,
+        a_index: Tensor | None = None,
+    ) -> None:
         """Writes ``d_tensor``, and ``c_tensor`` where there is one. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
@@ -94,15 +120,32 @@ class GroupedGemmSm100(GroupedGemm):
 
 @supports("bf16_canonical_layouts")
 def grouped_gemm_wrapper(
-    a_tensor: Tensor, padded_offsets: Tensor, alpha_tensor: Tensor, b_tensor: Tensor | None = None,
-    bias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None, n: int | None = None,
-    b_dtype: dtype | None = None, b_major: str = "k", prob_tensor: Tensor | None = None,
-    acc_dtype: dtype | None = None, c_dtype: dtype | None = None, d_dtype: dtype | None = None,
-    c_tensor: Tensor | None = None, d_tensor: Tensor | None = None, cd_major: str = "n",
-    mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-    vector_f32: bool = False, m_aligned: int = 256, generate_c: bool = False, use_dynamic_sched: bool = False,
-    current_stream: Any = None, *, a_index: Tensor | None = None,
-) -> TupleDict:  # fmt: skip
+    a_tensor: Tensor,
+    padded_offsets: Tensor,
+    alpha_tensor: Tensor,
+    b_tensor: Tensor | None = None,
+    bias_tensor: Tensor | None = None,
+    b_ptrs: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    prob_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    c_tensor: Tensor | None = None,
+    d_tensor: Tensor | None = None,
+    cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    vector_f32: bool = False,
+    m_aligned: int = 256,
+    generate_c: bool = False,
+    use_dynamic_sched: bool = False,
+    current_stream: Any = None,
+    *,
+    a_index: Tensor | None = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``d_tensor, c_tensor``.
 
     c is None without ``generate_c``. ``c_tensor``, ``d_tensor``: written and returned, where they are given. Other

@@ -39,25 +39,60 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
     tile_n = (128, 256)
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_c: Tensor, sample_d_row: Tensor,
-        sample_d_col: Tensor | None, sample_sfa: Tensor | None, sample_sfb: Tensor | None,
-        sample_padded_offsets: Tensor, sample_alpha: Tensor, sample_beta: Tensor | None, sample_prob: Tensor | None,
-        sample_dprob: Tensor | None, sample_sfd_row: Tensor | None = None, sample_sfd_col: Tensor | None = None,
-        sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None, acc_dtype: dtype | None = None,
-        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
-        epilogue_op: str | None = None, *, sample_a_index: Tensor | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_c: Tensor,
+        sample_d_row: Tensor,
+        sample_d_col: Tensor | None,
+        sample_sfa: Tensor | None,
+        sample_sfb: Tensor | None,
+        sample_padded_offsets: Tensor,
+        sample_alpha: Tensor,
+        sample_beta: Tensor | None,
+        sample_prob: Tensor | None,
+        sample_dprob: Tensor | None,
+        sample_sfd_row: Tensor | None = None,
+        sample_sfd_col: Tensor | None = None,
+        sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None,
+        acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        vector_f32: bool = False,
+        m_aligned: int = 256,
+        discrete_col_sfd: bool = False,
+        epilogue_op: str | None = None,
+        *,
+        sample_a_index: Tensor | None = None,
+        arch: str | None = None,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, c_tensor: Tensor, d_row_tensor: Tensor,
-        d_col_tensor: Tensor | None, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, padded_offsets: Tensor,
-        alpha_tensor: Tensor, beta_tensor: Tensor | None, prob_tensor: Tensor | None, dprob_tensor: Tensor | None,
-        sfd_row_tensor: Tensor | None = None, sfd_col_tensor: Tensor | None = None,
-        amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        c_tensor: Tensor,
+        d_row_tensor: Tensor,
+        d_col_tensor: Tensor | None,
+        sfa_tensor: Tensor | None,
+        sfb_tensor: Tensor | None,
+        padded_offsets: Tensor,
+        alpha_tensor: Tensor,
+        beta_tensor: Tensor | None,
+        prob_tensor: Tensor | None,
+        dprob_tensor: Tensor | None,
+        sfd_row_tensor: Tensor | None = None,
+        sfd_col_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+        *,
+        a_index: Tensor | None = None,
+    ) -> None:
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
     @classmethod
@@ -70,14 +105,32 @@ class GroupedGemmDswigluSm100(GroupedGemmDswiglu):
 
 
 def grouped_gemm_dswiglu_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, c_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None,
-    padded_offsets: Tensor, alpha_tensor: Tensor, beta_tensor: Tensor | None, prob_tensor: Tensor | None,
-    norm_const_tensor: Tensor | None = None, acc_dtype: dtype | None = None, d_dtype: dtype | None = None,
-    cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-    sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
-    epilogue_op: str | None = None, current_stream: Any = None, dprob_tensor_buf: Tensor | None = None,
-    amax_tensor_buf: Tensor | None = None, *, a_index: Tensor | None = None,
-) -> TupleDict:  # fmt: skip
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    c_tensor: Tensor,
+    sfa_tensor: Tensor | None,
+    sfb_tensor: Tensor | None,
+    padded_offsets: Tensor,
+    alpha_tensor: Tensor,
+    beta_tensor: Tensor | None,
+    prob_tensor: Tensor | None,
+    norm_const_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16,
+    vector_f32: bool = False,
+    m_aligned: int = 256,
+    discrete_col_sfd: bool = False,
+    epilogue_op: str | None = None,
+    current_stream: Any = None,
+    dprob_tensor_buf: Tensor | None = None,
+    amax_tensor_buf: Tensor | None = None,
+    *,
+    a_index: Tensor | None = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as

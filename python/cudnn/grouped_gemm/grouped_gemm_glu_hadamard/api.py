@@ -85,17 +85,39 @@ class GroupedGemmGluHadamard(GatedExperts):
         "m_aligned act_func use_dynamic_sched"
     )
     def __init__(
-        self, sample_a: Tensor, sample_c: Tensor, sample_d: Tensor, sample_sfa: Tensor | None,
-        sample_padded_offsets: Tensor, sample_alpha: Tensor, sample_prob: Tensor, sample_b: Tensor | None = None,
-        sample_sfb: Tensor | None = None, num_experts: int | None = None, b_shape: tuple[int, int] | None = None,
-        b_dtype: dtype | None = None, b_major: str = "k", sample_amax: Tensor | None = None,
-        sample_post_rht_amax: Tensor | None = None, sample_bias: Tensor | None = None,
-        sample_hadamard: Tensor | None = None, acc_dtype: dtype | None = None,
-        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, act_func: str = "swiglu",
-        situ_beta1: float = 4.0, situ_beta2: float = 25.0, use_dynamic_sched: bool = False,
-        use_tmem_post_rht_amax: bool = False, *, semantics: str | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_c: Tensor,
+        sample_d: Tensor,
+        sample_sfa: Tensor | None,
+        sample_padded_offsets: Tensor,
+        sample_alpha: Tensor,
+        sample_prob: Tensor,
+        sample_b: Tensor | None = None,
+        sample_sfb: Tensor | None = None,
+        num_experts: int | None = None,
+        b_shape: tuple[int, int] | None = None,
+        b_dtype: dtype | None = None,
+        b_major: str = "k",
+        sample_amax: Tensor | None = None,
+        sample_post_rht_amax: Tensor | None = None,
+        sample_bias: Tensor | None = None,
+        sample_hadamard: Tensor | None = None,
+        acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        vector_f32: bool = False,
+        m_aligned: int = 256,
+        act_func: str = "swiglu",
+        situ_beta1: float = 4.0,
+        situ_beta2: float = 25.0,
+        use_dynamic_sched: bool = False,
+        use_tmem_post_rht_amax: bool = False,
+        *,
+        semantics: str | None = None,
+        arch: str | None = None,
+    ) -> None:
         given = {**locals()}
         for name in self.magnitudes(given):
             if given[f"sample_{name}"] is None:
@@ -120,23 +142,55 @@ class GroupedGemmGluHadamard(GatedExperts):
         "hadamard_tensor amax_tensor bias_tensor current_stream"
     )
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, c_tensor: Tensor, d_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor,
-        alpha_tensor: Tensor, prob_tensor: Tensor, b_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
-        b_ptrs: Tensor | None = None, sfb_ptrs: Tensor | None = None, hadamard_tensor: Tensor | None = None,
-        amax_tensor: Tensor | None = None, post_rht_amax_tensor: Tensor | None = None,
-        bias_tensor: Tensor | None = None, situ_beta1: float | None = None, situ_beta2: float | None = None,
-        current_stream: Any = None, *, workspace_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        c_tensor: Tensor,
+        d_tensor: Tensor,
+        sfa_tensor: Tensor | None,
+        padded_offsets: Tensor,
+        alpha_tensor: Tensor,
+        prob_tensor: Tensor,
+        b_tensor: Tensor | None = None,
+        sfb_tensor: Tensor | None = None,
+        b_ptrs: Tensor | None = None,
+        sfb_ptrs: Tensor | None = None,
+        hadamard_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None,
+        post_rht_amax_tensor: Tensor | None = None,
+        bias_tensor: Tensor | None = None,
+        situ_beta1: float | None = None,
+        situ_beta2: float | None = None,
+        current_stream: Any = None,
+        *,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:
         """Writes ``c_tensor``, ``d_tensor`` and largest magnitudes. See :attr:`FusedAPI.run`."""
         if amax_tensor is None and self._unseen is not None:
             amax_tensor = self._unseen[0, : padded_offsets.shape[0]]
         if post_rht_amax_tensor is None and self._unseen is not None and self.given("post_rht_amax"):
             post_rht_amax_tensor = self._unseen[1, : padded_offsets.shape[0]]
         self.run(
-            (a_tensor, c_tensor, d_tensor, sfa_tensor, padded_offsets, alpha_tensor, prob_tensor, b_tensor, sfb_tensor,
-             b_ptrs, sfb_ptrs, hadamard_tensor, amax_tensor, post_rht_amax_tensor, bias_tensor),
-            (situ_beta1, situ_beta2), current_stream, workspace_tensor,
-        )  # fmt: skip
+            (
+                a_tensor,
+                c_tensor,
+                d_tensor,
+                sfa_tensor,
+                padded_offsets,
+                alpha_tensor,
+                prob_tensor,
+                b_tensor,
+                sfb_tensor,
+                b_ptrs,
+                sfb_ptrs,
+                hadamard_tensor,
+                amax_tensor,
+                post_rht_amax_tensor,
+                bias_tensor,
+            ),
+            (situ_beta1, situ_beta2),
+            current_stream,
+            workspace_tensor,
+        )
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
@@ -178,16 +232,37 @@ class GroupedGemmGluHadamardSm100(GroupedGemmGluHadamard):
     "current_stream"
 )
 def grouped_gemm_glu_hadamard_wrapper(
-    a_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor, prob_tensor: Tensor,
-    b_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, b_ptrs: Tensor | None = None,
-    sfb_ptrs: Tensor | None = None, n: int | None = None, b_dtype: dtype | None = None, b_major: str = "k",
-    bias_tensor: Tensor | None = None, acc_dtype: dtype | None = None, c_dtype: dtype | None = None,
-    d_dtype: dtype | None = None, cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256),
-    cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
-    m_aligned: int = 256, act_func: str = "swiglu", situ_beta1: float = 4.0, situ_beta2: float = 25.0,
-    use_dynamic_sched: bool = False, use_tmem_post_rht_amax: bool = False, current_stream: Any = None, *,
+    a_tensor: Tensor,
+    sfa_tensor: Tensor | None,
+    padded_offsets: Tensor,
+    alpha_tensor: Tensor,
+    prob_tensor: Tensor,
+    b_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    b_ptrs: Tensor | None = None,
+    sfb_ptrs: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    bias_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16,
+    vector_f32: bool = False,
+    m_aligned: int = 256,
+    act_func: str = "swiglu",
+    situ_beta1: float = 4.0,
+    situ_beta2: float = 25.0,
+    use_dynamic_sched: bool = False,
+    use_tmem_post_rht_amax: bool = False,
+    current_stream: Any = None,
+    *,
     semantics: str | None = None,
-) -> TupleDict:  # fmt: skip
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``c_tensor, d_tensor, amax_tensor, post_rht_amax_tensor``; in the older version the first three. Experts

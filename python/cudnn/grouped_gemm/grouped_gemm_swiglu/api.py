@@ -40,25 +40,55 @@ class GroupedGemmSwiglu(GatedExperts):
     scalars = ()
 
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_c: Tensor | None, sample_d: Tensor,
-        sample_sfa: Tensor | None, sample_sfb: Tensor | None, sample_padded_offsets: Tensor, sample_alpha: Tensor,
-        sample_d_col: Tensor | None, sample_sfd_row: Tensor | None = None, sample_sfd_col: Tensor | None = None,
-        sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None,
-        sample_prob: Tensor | None = None, acc_dtype: dtype | None = None,
-        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False, *,
-        sample_a_index: Tensor | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_c: Tensor | None,
+        sample_d: Tensor,
+        sample_sfa: Tensor | None,
+        sample_sfb: Tensor | None,
+        sample_padded_offsets: Tensor,
+        sample_alpha: Tensor,
+        sample_d_col: Tensor | None,
+        sample_sfd_row: Tensor | None = None,
+        sample_sfd_col: Tensor | None = None,
+        sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None,
+        sample_prob: Tensor | None = None,
+        acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        vector_f32: bool = False,
+        m_aligned: int = 256,
+        discrete_col_sfd: bool = False,
+        *,
+        sample_a_index: Tensor | None = None,
+        arch: str | None = None,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, c_tensor: Tensor | None, d_tensor: Tensor,
-        sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor,
-        d_col_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
-        sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
-        norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        c_tensor: Tensor | None,
+        d_tensor: Tensor,
+        sfa_tensor: Tensor | None,
+        sfb_tensor: Tensor | None,
+        padded_offsets: Tensor,
+        alpha_tensor: Tensor,
+        d_col_tensor: Tensor | None = None,
+        sfd_row_tensor: Tensor | None = None,
+        sfd_col_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None,
+        prob_tensor: Tensor | None = None,
+        current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+        *,
+        a_index: Tensor | None = None,
+    ) -> None:
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
 
@@ -67,13 +97,28 @@ class GroupedGemmSwigluSm100(GroupedGemmSwiglu):
 
 
 def grouped_gemm_swiglu_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, padded_offsets: Tensor,
-    alpha_tensor: Tensor, norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None,
-    acc_dtype: dtype | None = None, c_dtype: dtype | None = None, d_dtype: dtype | None = None, cd_major: str = "n",
-    mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-    sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
-    current_stream: Any = None, *, a_index: Tensor | None = None,
-) -> TupleDict:  # fmt: skip
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    sfa_tensor: Tensor | None,
+    sfb_tensor: Tensor | None,
+    padded_offsets: Tensor,
+    alpha_tensor: Tensor,
+    norm_const_tensor: Tensor | None = None,
+    prob_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16,
+    vector_f32: bool = False,
+    m_aligned: int = 256,
+    discrete_col_sfd: bool = False,
+    current_stream: Any = None,
+    *,
+    a_index: Tensor | None = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as

@@ -53,25 +53,51 @@ class GroupedGemmWgrad(ExpertGradients):
         "sf_vec_size accumulate_on_output"
     )
     def __init__(
-        self, sample_a: Tensor, sample_b: Tensor, sample_sfa: Tensor | None, sample_sfb: Tensor | None,
-        sample_offsets: Tensor, sample_wgrad: Tensor | None = None, sample_wgrad_expert: Tensor | None = None,
-        num_experts: int | None = None, wgrad_shape: tuple[int, int] | None = None,
-        wgrad_dtype: dtype | None = None, sample_global_scale_a: Tensor | None = None,
-        sample_global_scale_b: Tensor | None = None, acc_dtype: dtype | None = None,
-        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
-        sf_vec_size: int = 16, sf_fp8_dtype_override: str | None = None, accumulate_on_output: bool = False,
-        input_order: Any = WGradInputOrder.Tensor2D, *, sample_a_index: Tensor | None = None,
-        sample_b_index: Tensor | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_a: Tensor,
+        sample_b: Tensor,
+        sample_sfa: Tensor | None,
+        sample_sfb: Tensor | None,
+        sample_offsets: Tensor,
+        sample_wgrad: Tensor | None = None,
+        sample_wgrad_expert: Tensor | None = None,
+        num_experts: int | None = None,
+        wgrad_shape: tuple[int, int] | None = None,
+        wgrad_dtype: dtype | None = None,
+        sample_global_scale_a: Tensor | None = None,
+        sample_global_scale_b: Tensor | None = None,
+        acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16,
+        sf_fp8_dtype_override: str | None = None,
+        accumulate_on_output: bool = False,
+        input_order: Any = WGradInputOrder.Tensor2D,
+        *,
+        sample_a_index: Tensor | None = None,
+        sample_b_index: Tensor | None = None,
+        arch: str | None = None,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None,
-        offsets_tensor: Tensor, wgrad_tensor: Tensor | None = None, wgrad_ptrs: Tensor | None = None,
-        global_scale_a: Tensor | None = None, global_scale_b: Tensor | None = None, current_stream: Any = None, *,
-        descriptor_workspace: Tensor | None = None, workspace_tensor: Tensor | None = None,
-        a_index: Tensor | None = None, b_index: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        a_tensor: Tensor,
+        b_tensor: Tensor,
+        sfa_tensor: Tensor | None,
+        sfb_tensor: Tensor | None,
+        offsets_tensor: Tensor,
+        wgrad_tensor: Tensor | None = None,
+        wgrad_ptrs: Tensor | None = None,
+        global_scale_a: Tensor | None = None,
+        global_scale_b: Tensor | None = None,
+        current_stream: Any = None,
+        *,
+        descriptor_workspace: Tensor | None = None,
+        workspace_tensor: Tensor | None = None,
+        a_index: Tensor | None = None,
+        b_index: Tensor | None = None,
+    ) -> None:
         """Writes ``wgrad_tensor``. See :attr:`FusedAPI.run`."""
 
 
@@ -85,14 +111,30 @@ class GroupedGemmWgradSm100(GroupedGemmWgrad):
     "global_scale_b acc_dtype wgrad_dtype mma_tiler_mn cluster_shape_mn sf_vec_size accumulate_on_output current_stream"
 )
 def grouped_gemm_wgrad_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, offsets_tensor: Tensor,
-    output_mode: str = "dense", wgrad_tensor: Tensor | None = None, wgrad_ptrs: Tensor | None = None,
-    global_scale_a: Tensor | None = None, global_scale_b: Tensor | None = None, acc_dtype: dtype | None = None,
-    wgrad_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (256, 256),
-    cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, sf_fp8_dtype_override: str | None = None,
-    accumulate_on_output: bool = False, input_order: Any = WGradInputOrder.Tensor2D, current_stream: Any = None, *,
-    descriptor_workspace: Tensor | None = None, a_index: Tensor | None = None, b_index: Tensor | None = None,
-) -> TupleDict:  # fmt: skip
+    a_tensor: Tensor,
+    b_tensor: Tensor,
+    sfa_tensor: Tensor | None,
+    sfb_tensor: Tensor | None,
+    offsets_tensor: Tensor,
+    output_mode: str = "dense",
+    wgrad_tensor: Tensor | None = None,
+    wgrad_ptrs: Tensor | None = None,
+    global_scale_a: Tensor | None = None,
+    global_scale_b: Tensor | None = None,
+    acc_dtype: dtype | None = None,
+    wgrad_dtype: dtype | None = None,
+    mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16,
+    sf_fp8_dtype_override: str | None = None,
+    accumulate_on_output: bool = False,
+    input_order: Any = WGradInputOrder.Tensor2D,
+    current_stream: Any = None,
+    *,
+    descriptor_workspace: Tensor | None = None,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> TupleDict:
     """Allocates the gradients, compiles where that was not done yet, and executes: ``wgrad_tensor``.
 
     ``wgrad_tensor``: written, or added to, and returned, where it is given. With ``output_mode="discrete"``, instead of

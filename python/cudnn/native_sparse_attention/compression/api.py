@@ -64,11 +64,13 @@ class CompressionAttention(Compressed):
     title = "compression attention"
     uncompiled = ValueError
     tensors = (
-        queries("q", "d", types=_TYPES), keys("k", "d", types=_TYPES), keys("v", "dv", types=_TYPES),
+        queries("q", "d", types=_TYPES),
+        keys("k", "d", types=_TYPES),
+        keys("v", "dv", types=_TYPES),
         queries("o", "dv", written=True, types=_TYPES, same=""),
         TensorSpec("lse", AnyRowValues(), ("float32",), optional=True, written=True),
         *(replace(spec, types=("int32", "int64")) for spec in OFFSETS),
-    )  # fmt: skip
+    )
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left")
     integers = ("right", "left")
@@ -76,13 +78,25 @@ class CompressionAttention(Compressed):
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor,
-        sample_lse: Tensor | None = None, sample_cum_seqlen_q: Tensor | None = None,
-        sample_cum_seqlen_k: Tensor | None = None, qk_acc_dtype: dtype = torch.float32,
-        pv_acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128), is_persistent: bool = False,
-        scale_q: float = 1.0, scale_k: float = 1.0, scale_v: float = 1.0, inv_scale_o: float = 1.0,
-        scale_softmax: float | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_lse: Tensor | None = None,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        qk_acc_dtype: dtype = torch.float32,
+        pv_acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        is_persistent: bool = False,
+        scale_q: float = 1.0,
+        scale_k: float = 1.0,
+        scale_v: float = 1.0,
+        inv_scale_o: float = 1.0,
+        scale_softmax: float | None = None,
+        arch: str | None = None,
+    ) -> None:
         given = dict(locals())
         given["scale_softmax"] = checked_scale(self, scale_softmax, positive=False) or sample_q.shape[-1] ** -0.5
         self.scales = {name: self.checked_number(name, given[name]) for name in _SCALES}
@@ -98,12 +112,21 @@ class CompressionAttention(Compressed):
         return scale, x["scale_v"] * x["inv_scale_o"]
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor,
-        lse_tensor: Tensor | None = None, cum_seqlen_q_tensor: Tensor | None = None,
-        cum_seqlen_k_tensor: Tensor | None = None, current_stream: Any = None, scale_q: float | None = None,
-        scale_k: float | None = None, scale_v: float | None = None, inv_scale_o: float | None = None,
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        lse_tensor: Tensor | None = None,
+        cum_seqlen_q_tensor: Tensor | None = None,
+        cum_seqlen_k_tensor: Tensor | None = None,
+        current_stream: Any = None,
+        scale_q: float | None = None,
+        scale_k: float | None = None,
+        scale_v: float | None = None,
+        inv_scale_o: float | None = None,
         scale_softmax: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got.
 
         Raises:
@@ -111,8 +134,13 @@ class CompressionAttention(Compressed):
         """
         scales = (None, None)
         if (scale_q, scale_k, scale_v, inv_scale_o, scale_softmax) != (None,) * 5:
-            scales = self.products(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, inv_scale_o=inv_scale_o,
-                                   scale_softmax=checked_scale(self, scale_softmax, positive=False))  # fmt: skip
+            scales = self.products(
+                scale_q=scale_q,
+                scale_k=scale_k,
+                scale_v=scale_v,
+                inv_scale_o=inv_scale_o,
+                scale_softmax=checked_scale(self, scale_softmax, positive=False),
+            )
         ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, self.taken("lse", lse_tensor), *ends)
         self.run(tensors, (*scales, None, None), current_stream, None)
@@ -129,10 +157,17 @@ class CompressionAttention(Compressed):
         converted = arch == "sm_90a" and self.dtype("o") != self.dtype("q")  # three warpgroups lack registers then
         tile = (128, 128) if converted else TILES[arch][heads]
         configuration = ForwardConfiguration(
-            name_of(self.dtype("q")), *heads, tile, packed=self.packed, right=True, compressed=True,
-            lse="by strides" if self.given("lse") else "", ends=name_of(ends) if ends is not None else "int32",
-            queue=arch == "sm_90a" and self.packed, result=name_of(self.dtype("o")),
-        )  # fmt: skip
+            name_of(self.dtype("q")),
+            *heads,
+            tile,
+            packed=self.packed,
+            right=True,
+            compressed=True,
+            lse="by strides" if self.given("lse") else "",
+            ends=name_of(ends) if ends is not None else "int32",
+            queue=arch == "sm_90a" and self.packed,
+            result=name_of(self.dtype("o")),
+        )
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -140,13 +175,24 @@ class CompressionAttention(Compressed):
 
 
 def compression_attention_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
-    cum_seqlen_k_tensor: Tensor | None = None, enable_lse: bool = False, o_dtype: dtype | None = None,
-    qk_acc_dtype: dtype = torch.float32, pv_acc_dtype: dtype = torch.float32,
-    mma_tiler_mn: tuple[int, int] = (128, 128), is_persistent: bool = False, scale_q: float = 1.0,
-    scale_k: float = 1.0, scale_v: float = 1.0, inv_scale_o: float = 1.0, scale_softmax: float | None = None,
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None,
+    enable_lse: bool = False,
+    o_dtype: dtype | None = None,
+    qk_acc_dtype: dtype = torch.float32,
+    pv_acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    is_persistent: bool = False,
+    scale_q: float = 1.0,
+    scale_k: float = 1.0,
+    scale_v: float = 1.0,
+    inv_scale_o: float = 1.0,
+    scale_softmax: float | None = None,
     stream: Any = None,
-) -> TupleDict:  # fmt: skip
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
 
     ``lse_tensor`` is None unless ``enable_lse``; of packed sequences it is (t, hq, 1), one head after the other in

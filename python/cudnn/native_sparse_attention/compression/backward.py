@@ -47,10 +47,17 @@ class CompressionAttentionBackward(Gradients, Compressed):
 
     title = "compression attention, backward"
     tensors = (
-        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
-        TensorSpec("lse", AnyRowValues(), ("float32",)), queries("dq", "d", written=True),
-        keys("dk", "d", written=True), keys("dv", "dv", written=True), *OFFSETS,
-    )  # fmt: skip
+        queries("q", "d"),
+        keys("k", "d"),
+        keys("v", "dv"),
+        queries("o", "dv"),
+        queries("do", "dv"),
+        TensorSpec("lse", AnyRowValues(), ("float32",)),
+        queries("dq", "d", written=True),
+        keys("dk", "d", written=True),
+        keys("dv", "dv", written=True),
+        *OFFSETS,
+    )
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
     integers = ("right", "left")
@@ -58,23 +65,53 @@ class CompressionAttentionBackward(Gradients, Compressed):
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
-        sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor,
-        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
-        scale_softmax: float | None = None, arch: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_do: Tensor,
+        sample_lse: Tensor,
+        sample_dq: Tensor,
+        sample_dk: Tensor,
+        sample_dv: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        scale_softmax: float | None = None,
+        arch: str | None = None,
+    ) -> None:
         super().__init__({**locals(), "right": 0, "left": 0})
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor,
-        lse_tensor: Tensor, dq_tensor: Tensor, dk_tensor: Tensor, dv_tensor: Tensor,
-        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
-        scale_softmax: float | None = None, current_stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        do_tensor: Tensor,
+        lse_tensor: Tensor,
+        dq_tensor: Tensor,
+        dk_tensor: Tensor,
+        dv_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None,
+        cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None,
+        current_stream: Any = None,
+    ) -> None:
         """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
         ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
-        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
-                   dk_tensor, dv_tensor, *ends)  # fmt: skip
+        tensors = (
+            q_tensor,
+            k_tensor,
+            v_tensor,
+            o_tensor,
+            do_tensor,
+            self.taken("lse", lse_tensor),
+            dq_tensor,
+            dk_tensor,
+            dv_tensor,
+            *ends,
+        )
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True), None, None), current_stream, None)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
@@ -90,10 +127,17 @@ class CompressionAttentionBackward(Gradients, Compressed):
 
 
 def compression_attention_backward_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
-    cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
-    scale_softmax: float | None = None, stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    o_tensor: Tensor,
+    do_tensor: Tensor,
+    lse_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None,
+    scale_softmax: float | None = None,
+    stream: Any = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
 
     Arguments and errors as those of :class:`CompressionAttentionBackward`.

@@ -58,10 +58,14 @@ class CompressionTopK(Compressed):
 
     title = "compression attention with top-k reduction"
     tensors = (
-        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+        queries("q", "d"),
+        keys("k", "d"),
+        keys("v", "dv"),
+        queries("o", "dv", written=True),
         TensorSpec("lse", AnyRowValues(), ("float32",), written=True),
-        TensorSpec("topk_indices", Heads("sq", "hk", "listed", 4), ("int32",), written=True), *OFFSETS,
-    )  # fmt: skip
+        TensorSpec("topk_indices", Heads("sq", "hk", "listed", 4), ("int32",), written=True),
+        *OFFSETS,
+    )
     returns = ("o", "lse", "topk_indices")
     scalars = ("scale_softmax",)
     fixed = ("hq", "hk", "d", "dv")
@@ -75,22 +79,47 @@ class CompressionTopK(Compressed):
     max_s_k: int | None
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_lse: Tensor,
-        sample_topk_indices: Tensor, sample_cum_seqlen_q: Tensor | None = None,
-        sample_cum_seqlen_k: Tensor | None = None, k_value: int = 12, selection_block_size: int = 64,
-        compress_stride: int = 64, max_s_k: int | None = None, scale_softmax: float | None = None,
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_lse: Tensor,
+        sample_topk_indices: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        k_value: int = 12,
+        selection_block_size: int = 64,
+        compress_stride: int = 64,
+        max_s_k: int | None = None,
+        scale_softmax: float | None = None,
         arch: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, lse_tensor: Tensor,
-        topk_indices_tensor: Tensor, cum_seqlen_q_tensor: Tensor, cum_seqlen_k_tensor: Tensor,
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        lse_tensor: Tensor,
+        topk_indices_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor,
+        cum_seqlen_k_tensor: Tensor,
         current_stream: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes ``o_tensor``, ``lse_tensor`` and ``topk_indices_tensor``. See :attr:`FusedAPI.run`."""
-        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, self.taken("lse", lse_tensor), topk_indices_tensor,
-                   cum_seqlen_q_tensor, cum_seqlen_k_tensor)  # fmt: skip
+        tensors = (
+            q_tensor,
+            k_tensor,
+            v_tensor,
+            o_tensor,
+            self.taken("lse", lse_tensor),
+            topk_indices_tensor,
+            cum_seqlen_q_tensor,
+            cum_seqlen_k_tensor,
+        )
         self.run(tensors, (None,), current_stream, None)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
@@ -132,9 +161,16 @@ class CompressionTopK(Compressed):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         tile = (ROWS, _tile(self.most_keys(sizes)))
         configuration = CompressionTopKConfiguration(
-            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], sizes["dv"], self.k_value,
-            self.selection_block_size, self.compress_stride, tile,
-        )  # fmt: skip
+            name_of(self.dtype("q")),
+            sizes["hq"],
+            sizes["hk"],
+            sizes["d"],
+            sizes["dv"],
+            self.k_value,
+            self.selection_block_size,
+            self.compress_stride,
+            tile,
+        )
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -155,10 +191,18 @@ def _tile(keys: int) -> int:
 
 
 def compression_top_k_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor, cum_seqlen_k_tensor: Tensor,
-    k_value: int = 12, selection_block_size: int = 64, compress_stride: int = 64, max_s_k: int | None = None,
-    scale_softmax: float | None = None, current_stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor,
+    cum_seqlen_k_tensor: Tensor,
+    k_value: int = 12,
+    selection_block_size: int = 64,
+    compress_stride: int = 64,
+    max_s_k: int | None = None,
+    scale_softmax: float | None = None,
+    current_stream: Any = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, lse_tensor,
     topk_indices_tensor``, where lse is (t, hq).
 

@@ -63,21 +63,38 @@ class SelectionAttention(Selected):
 
     title = "selection attention"
     tensors = (
-        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True, same=""),
+        queries("q", "d"),
+        keys("k", "d"),
+        keys("v", "dv"),
+        queries("o", "dv", written=True, same=""),
         TensorSpec("l", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
         TensorSpec("m", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
-        *LISTS, OFFSETS[1],
-    )  # fmt: skip
+        *LISTS,
+        OFFSETS[1],
+    )
     returns = ("o", "l", "m")
     head_sizes = tuple(TILES)
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_l: Tensor,
-        sample_m: Tensor, sample_block_indices: Tensor, sample_block_counts: Tensor,
-        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
-        max_s_q: int | None = 1024, max_s_k: int | None = 1024, acc_dtype: dtype = torch.float32, block_size: int = 64,
-        scale_softmax: float | None = None, arch: str | None = None, is_causal: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_l: Tensor,
+        sample_m: Tensor,
+        sample_block_indices: Tensor,
+        sample_block_counts: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = 1024,
+        max_s_k: int | None = 1024,
+        acc_dtype: dtype = torch.float32,
+        block_size: int = 64,
+        scale_softmax: float | None = None,
+        arch: str | None = None,
+        is_causal: bool = False,
+    ) -> None:
         if getattr(sample_q, "ndim", 3) == 4:
             got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), packed sequences, with cum_seqlen_q"
             cure = "pass q.transpose(1, 2).flatten(0, 1), or call the wrapper"
@@ -91,25 +108,51 @@ class SelectionAttention(Selected):
                 raise self.unsupported("cum_seqlen_k", "other values than cum_seqlen_q", "None, or the same values")
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, l_tensor: Tensor,
-        m_tensor: Tensor, block_indices_tensor: Tensor, block_counts_tensor: Tensor,
-        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
-        scale_softmax: float | None = None, current_stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        l_tensor: Tensor,
+        m_tensor: Tensor,
+        block_indices_tensor: Tensor,
+        block_counts_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None,
+        cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None,
+        current_stream: Any = None,
+    ) -> None:
         """Writes ``o_tensor``, ``l_tensor`` and ``m_tensor``. See :attr:`FusedAPI.run`.
 
         ``cum_seqlen_k_tensor`` is not read.
         """
-        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, l_tensor, m_tensor, block_indices_tensor,
-                   block_counts_tensor, cum_seqlen_q_tensor, cum_seqlen_k_tensor)  # fmt: skip
+        tensors = (
+            q_tensor,
+            k_tensor,
+            v_tensor,
+            o_tensor,
+            l_tensor,
+            m_tensor,
+            block_indices_tensor,
+            block_counts_tensor,
+            cum_seqlen_q_tensor,
+            cum_seqlen_k_tensor,
+        )
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True),), current_stream, None)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionConfiguration(
-            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
-            **TILES[heads], result=name_of(self.dtype("o")), apart=apart(sizes["sq"], heads, self.block_size),
-        )  # fmt: skip
+            name_of(self.dtype("q")),
+            sizes["hq"],
+            sizes["hk"],
+            *heads,
+            self.block_size,
+            self.is_causal,
+            **TILES[heads],
+            result=name_of(self.dtype("o")),
+            apart=apart(sizes["sq"], heads, self.block_size),
+        )
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -118,11 +161,22 @@ class SelectionAttention(Selected):
 
 @of_one_length
 def selection_attention_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, block_indices_tensor: Tensor, block_counts_tensor: Tensor,
-    cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, block_size: int = 64,
-    scale_softmax: float | None = None, o_dtype: dtype | None = None, acc_dtype: dtype = torch.float32,
-    max_s_q: int | None = None, max_s_k: int | None = None, stream: Any = None, is_causal: bool = False,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    block_indices_tensor: Tensor,
+    block_counts_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None,
+    block_size: int = 64,
+    scale_softmax: float | None = None,
+    o_dtype: dtype | None = None,
+    acc_dtype: dtype = torch.float32,
+    max_s_q: int | None = None,
+    max_s_k: int | None = None,
+    stream: Any = None,
+    is_causal: bool = False,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, l_tensor, m_tensor``.
 
     Arguments and errors as those of :class:`SelectionAttention`, but that tensors may be (b, h, s, d) too, without

@@ -59,12 +59,19 @@ class SelectionAttentionBackward(Selected):
 
     title = "selection attention, backward"
     tensors = (
-        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
-        TensorSpec("lse", AnyRowValues(), ("float32",)), queries("dq", "d", written=True),
-        keys("dk", "d", written=True), keys("dv", "dv", written=True), *LISTS,
+        queries("q", "d"),
+        keys("k", "d"),
+        keys("v", "dv"),
+        queries("o", "dv"),
+        queries("do", "dv"),
+        TensorSpec("lse", AnyRowValues(), ("float32",)),
+        queries("dq", "d", written=True),
+        keys("dk", "d", written=True),
+        keys("dv", "dv", written=True),
+        *LISTS,
         TensorSpec("choosing", Contiguous("choices", alignment=4), ("int32",)),
         TensorSpec("choosing_ends", Contiguous("numbered", "columns", alignment=4), ("int32",)),
-    )  # fmt: skip
+    )
     returns = ("dq", "dk", "dv")
     most_heads = MOST_HEADS
     head_sizes = tuple(TILES)
@@ -73,24 +80,66 @@ class SelectionAttentionBackward(Selected):
     adds: bool
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
-        sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor, sample_block_indices: Tensor,
-        sample_block_counts: Tensor, sample_cum_seqlen_q: Tensor, sample_choosing: Tensor,
-        sample_choosing_ends: Tensor, block_size: int = 64, scale_softmax: float | None = None,
-        arch: str | None = None, is_causal: bool = False, part: int = PART, adds: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_do: Tensor,
+        sample_lse: Tensor,
+        sample_dq: Tensor,
+        sample_dk: Tensor,
+        sample_dv: Tensor,
+        sample_block_indices: Tensor,
+        sample_block_counts: Tensor,
+        sample_cum_seqlen_q: Tensor,
+        sample_choosing: Tensor,
+        sample_choosing_ends: Tensor,
+        block_size: int = 64,
+        scale_softmax: float | None = None,
+        arch: str | None = None,
+        is_causal: bool = False,
+        part: int = PART,
+        adds: bool = False,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor,
-        lse_tensor: Tensor, dq_tensor: Tensor, dk_tensor: Tensor, dv_tensor: Tensor, block_indices_tensor: Tensor,
-        block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor, choosing_tensor: Tensor,
-        choosing_ends_tensor: Tensor, scale_softmax: float | None = None, current_stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        do_tensor: Tensor,
+        lse_tensor: Tensor,
+        dq_tensor: Tensor,
+        dk_tensor: Tensor,
+        dv_tensor: Tensor,
+        block_indices_tensor: Tensor,
+        block_counts_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor,
+        choosing_tensor: Tensor,
+        choosing_ends_tensor: Tensor,
+        scale_softmax: float | None = None,
+        current_stream: Any = None,
+    ) -> None:
         """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
-        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
-                   dk_tensor, dv_tensor, block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor,
-                   choosing_tensor, choosing_ends_tensor)  # fmt: skip
+        tensors = (
+            q_tensor,
+            k_tensor,
+            v_tensor,
+            o_tensor,
+            do_tensor,
+            self.taken("lse", lse_tensor),
+            dq_tensor,
+            dk_tensor,
+            dv_tensor,
+            block_indices_tensor,
+            block_counts_tensor,
+            cum_seqlen_q_tensor,
+            choosing_tensor,
+            choosing_ends_tensor,
+        )
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True),), current_stream, None)
 
     @classmethod
@@ -103,9 +152,16 @@ class SelectionAttentionBackward(Selected):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionBackwardConfiguration(
-            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
-            part=self.part, adds=self.adds, **TILES[heads],
-        )  # fmt: skip
+            name_of(self.dtype("q")),
+            sizes["hq"],
+            sizes["hk"],
+            *heads,
+            self.block_size,
+            self.is_causal,
+            part=self.part,
+            adds=self.adds,
+            **TILES[heads],
+        )
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -124,11 +180,22 @@ def turned_around(indices: Any, counts: Any, ends: Any, block_size: int, is_caus
 
 @of_one_length
 def selection_attention_backward_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
-    block_indices_tensor: Tensor, block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
-    block_size: int = 64, scale_softmax: float | None = None, is_causal: bool = False, stream: Any = None,
-    added_to: tuple[Tensor, Tensor, Tensor] | None = None, chosen_by: tuple[int, Tensor, Tensor] | None = None,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    o_tensor: Tensor,
+    do_tensor: Tensor,
+    lse_tensor: Tensor,
+    block_indices_tensor: Tensor,
+    block_counts_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    block_size: int = 64,
+    scale_softmax: float | None = None,
+    is_causal: bool = False,
+    stream: Any = None,
+    added_to: tuple[Tensor, Tensor, Tensor] | None = None,
+    chosen_by: tuple[int, Tensor, Tensor] | None = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``dq_tensor, dk_tensor, dv_tensor``: those that they are ``added_to``, if given. ``chosen_by``: what

@@ -85,6 +85,11 @@ class Selected(Sparse):
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
         s, hq, hk, d, dv, block = shape
-        shapes = {"q": (s, hq, d), "k": (s, hk, d), "v": (s, hk, dv), "block_indices": (s, hk, 16),
-                  "cum_seqlen_q": (2,)}  # fmt: skip
+        shapes = {
+            "q": (s, hq, d),
+            "k": (s, hk, d),
+            "v": (s, hk, dv),
+            "block_indices": (s, hk, 16),
+            "cum_seqlen_q": (2,),
+        }
         return [{**cls.sizes_of(shapes, {"packed": True, "block_size": block}), "b": 1}]

@@ -46,9 +46,13 @@ def _say() -> None:
 
 
 def attend(
-    tensors: tuple[Any, Any, Any], results: tuple[Any, Any, Any], lists: tuple[Any, Any, Any], block_size: int,
-    scale: float, is_causal: bool,
-) -> None:  # fmt: skip
+    tensors: tuple[Any, Any, Any],
+    results: tuple[Any, Any, Any],
+    lists: tuple[Any, Any, Any],
+    block_size: int,
+    scale: float,
+    is_causal: bool,
+) -> None:
     """Writes o, sums of exponentials and largest scores, as :class:`SelectionAttention`, from q, k and v.
 
     ``lists``: blocks, counts, and where sequences end. Some heads of k are computed at a time, so that what rows have

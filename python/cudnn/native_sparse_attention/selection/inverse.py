@@ -63,7 +63,7 @@ def choosing_rows(
 
 def _sorted(
     indices: Any, counts: Any, ends: Any, block: int, causal: bool, blocks: int, tells: bool
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """By the kernel: rows by block, where each block's begin and the last one's end, and where entries went."""
     from cudnn.moe._run import run
 

@@ -59,15 +59,28 @@ class SlidingWindowAttention(APIBase):
     parameters: ClassVar[Mapping[str, str]] = {name: f"{name}_tensor" for name in (*_RAGGED, *_LENGTHS, *_OFFSETS)}
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor,
-        sample_stats: Tensor | None = None, left_bound: int = 0, right_bound: int = 0,
-        sample_seq_len_q: Tensor | None = None, sample_seq_len_kv: Tensor | None = None,
-        sample_q_ragged_offset: Tensor | None = None, sample_k_ragged_offset: Tensor | None = None,
-        sample_v_ragged_offset: Tensor | None = None, sample_o_ragged_offset: Tensor | None = None,
-        sample_stats_ragged_offset: Tensor | None = None, max_seq_len_q: int | None = None,
-        max_seq_len_kv: int | None = None, attn_scale: float | None = None,
-        intermediate_data_type: Any = torch.float32, compute_data_type: Any = torch.float32, cudnn_handle: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_stats: Tensor | None = None,
+        left_bound: int = 0,
+        right_bound: int = 0,
+        sample_seq_len_q: Tensor | None = None,
+        sample_seq_len_kv: Tensor | None = None,
+        sample_q_ragged_offset: Tensor | None = None,
+        sample_k_ragged_offset: Tensor | None = None,
+        sample_v_ragged_offset: Tensor | None = None,
+        sample_o_ragged_offset: Tensor | None = None,
+        sample_stats_ragged_offset: Tensor | None = None,
+        max_seq_len_q: int | None = None,
+        max_seq_len_kv: int | None = None,
+        attn_scale: float | None = None,
+        intermediate_data_type: Any = torch.float32,
+        compute_data_type: Any = torch.float32,
+        cudnn_handle: Any = None,
+    ) -> None:
         super().__init__()
         given = dict(locals())
         names = (*_RAGGED, *_LENGTHS, *_OFFSETS)
@@ -122,13 +135,23 @@ class SlidingWindowAttention(APIBase):
         self._compiled_kernel = self._built
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor,
-        stats_tensor: Tensor | None = None, seq_len_q_tensor: Tensor | None = None,
-        seq_len_kv_tensor: Tensor | None = None, q_ragged_offset_tensor: Tensor | None = None,
-        k_ragged_offset_tensor: Tensor | None = None, v_ragged_offset_tensor: Tensor | None = None,
-        o_ragged_offset_tensor: Tensor | None = None, stats_ragged_offset_tensor: Tensor | None = None,
-        current_stream: Any = None, cudnn_handle: Any = None, skip_compile: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        stats_tensor: Tensor | None = None,
+        seq_len_q_tensor: Tensor | None = None,
+        seq_len_kv_tensor: Tensor | None = None,
+        q_ragged_offset_tensor: Tensor | None = None,
+        k_ragged_offset_tensor: Tensor | None = None,
+        v_ragged_offset_tensor: Tensor | None = None,
+        o_ragged_offset_tensor: Tensor | None = None,
+        stats_ragged_offset_tensor: Tensor | None = None,
+        current_stream: Any = None,
+        cudnn_handle: Any = None,
+        skip_compile: bool = False,
+    ) -> None:
         """Writes ``o_tensor`` and ``stats_tensor``. The workspace is allocated here.
 
         It runs on ``current_stream``, else on the stream of the handle, else on PyTorch's current stream, which in any
@@ -233,9 +256,10 @@ class SlidingWindowAttention(APIBase):
                 inputs[f"offset_{name}"] = torch.empty(starts[0], dtype=starts[1], device="meta")
         options = {
             "attn_scale": self.attn_scale or self._of("q").shape[-1] ** -0.5,
-            "diagonal_band_left_bound": self.left_bound, "diagonal_band_right_bound": self.right_bound,
+            "diagonal_band_left_bound": self.left_bound,
+            "diagonal_band_right_bound": self.right_bound,
             "generate_stats": self.descs["stats"] is not None,
-        }  # fmt: skip
+        }
         device = self._of("q").device
         with torch.cuda.device(device if device.type == "cuda" else -1):
             graph_options = {**backend(device), **self.types, "handle": self.handle}
@@ -311,14 +335,26 @@ def _ordered(device: Any, stream: Any, handle: Any) -> Any:
 
 
 def sliding_window_attention_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, seq_len_q_tensor: Tensor | None = None,
-    seq_len_kv_tensor: Tensor | None = None, q_ragged_offset_tensor: Tensor | None = None,
-    k_ragged_offset_tensor: Tensor | None = None, v_ragged_offset_tensor: Tensor | None = None,
-    o_ragged_offset_tensor: Tensor | None = None, stats_ragged_offset_tensor: Tensor | None = None,
-    left_bound: int = 0, right_bound: int = 0, is_infer: bool = False, attn_scale: float | None = None,
-    o_dtype: Any = None, intermediate_data_type: Any = torch.float32, compute_data_type: Any = torch.float32,
-    cudnn_handle: Any = None, stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    seq_len_q_tensor: Tensor | None = None,
+    seq_len_kv_tensor: Tensor | None = None,
+    q_ragged_offset_tensor: Tensor | None = None,
+    k_ragged_offset_tensor: Tensor | None = None,
+    v_ragged_offset_tensor: Tensor | None = None,
+    o_ragged_offset_tensor: Tensor | None = None,
+    stats_ragged_offset_tensor: Tensor | None = None,
+    left_bound: int = 0,
+    right_bound: int = 0,
+    is_infer: bool = False,
+    attn_scale: float | None = None,
+    o_dtype: Any = None,
+    intermediate_data_type: Any = torch.float32,
+    compute_data_type: Any = torch.float32,
+    cudnn_handle: Any = None,
+    stream: Any = None,
+) -> TupleDict:
     """Allocates the results, builds the graph where that was not done yet, and executes: ``o_tensor, stats_tensor``.
 
     ``stats_tensor`` is None with ``is_infer``. The host reads the lengths of sequences, to find the longest. Arguments

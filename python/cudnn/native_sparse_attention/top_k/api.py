@@ -37,9 +37,14 @@ def check_lists(api: Any) -> None:
 
 
 def check_choice(
-    where: str, block_size: int, compress_stride: int, selected_blocks: int, window_size: int, most: int | None = None,
+    where: str,
+    block_size: int,
+    compress_stride: int,
+    selected_blocks: int,
+    window_size: int,
+    most: int | None = None,
     has_lists: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Raises for what operators do not take of blocks, of which ``most`` fit into a list, and of the window. Where a
     call ``has_lists`` of its own, none are chosen.
     """
@@ -99,10 +104,13 @@ class TopKReduction(Compressed):
     title = "top-k reduction"
     uncompiled = ValueError
     tensors = (
-        queries("q", "d"), keys("k", "d"), TensorSpec("lse", AnyRowValues(), ("float32",)),
+        queries("q", "d"),
+        keys("k", "d"),
+        TensorSpec("lse", AnyRowValues(), ("float32",)),
         TensorSpec("topk_scores", Heads("sq", "hk", "count", 4), ("float32",), written=True),
-        TensorSpec("topk_indices", Heads("sq", "hk", "listed", 4), ("int32",), written=True), *OFFSETS,
-    )  # fmt: skip
+        TensorSpec("topk_indices", Heads("sq", "hk", "listed", 4), ("int32",), written=True),
+        *OFFSETS,
+    )
     returns = ("topk_scores", "topk_indices")
     scalars = ("scale_softmax",)
     fixed = ("hq", "hk", "d")
@@ -117,20 +125,39 @@ class TopKReduction(Compressed):
     whole_lists: bool
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_lse: Tensor, sample_topk_scores: Tensor,
-        sample_topk_indices: Tensor, sample_cum_seqlen_q: Tensor | None = None,
-        sample_cum_seqlen_k: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
-        acc_dtype: dtype = torch.float32, k_value: int = 16, selection_block_size: int = 64, compress_stride: int = 32,
-        is_causal: bool = True, mma_tiler_mn: tuple[int, int] = (128, 128), scale_softmax: float | None = None,
-        arch: str | None = None, whole_lists: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_lse: Tensor,
+        sample_topk_scores: Tensor,
+        sample_topk_indices: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = None,
+        max_s_k: int | None = None,
+        acc_dtype: dtype = torch.float32,
+        k_value: int = 16,
+        selection_block_size: int = 64,
+        compress_stride: int = 32,
+        is_causal: bool = True,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        scale_softmax: float | None = None,
+        arch: str | None = None,
+        whole_lists: bool = False,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, lse_tensor: Tensor, topk_scores_tensor: Tensor,
-        topk_indices_tensor: Tensor, cumulative_s_q_tensor: Tensor | None = None,
-        cumulative_s_k_tensor: Tensor | None = None, current_stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        lse_tensor: Tensor,
+        topk_scores_tensor: Tensor,
+        topk_indices_tensor: Tensor,
+        cumulative_s_q_tensor: Tensor | None = None,
+        cumulative_s_k_tensor: Tensor | None = None,
+        current_stream: Any = None,
+    ) -> None:
         """Writes ``topk_scores_tensor`` and ``topk_indices_tensor``. See :attr:`FusedAPI.run`.
 
         Raises:
@@ -138,8 +165,9 @@ class TopKReduction(Compressed):
         """
         ends = (cumulative_s_q_tensor, cumulative_s_k_tensor) if self.packed else (None, None)
         lse = self.taken("lse", lse_tensor)
-        self.run((q_tensor, k_tensor, lse, topk_scores_tensor, topk_indices_tensor, *ends), (None,), current_stream,
-                 None)  # fmt: skip
+        self.run(
+            (q_tensor, k_tensor, lse, topk_scores_tensor, topk_indices_tensor, *ends), (None,), current_stream, None
+        )
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         listed = self.k_value + ALWAYS * self.whole_lists
@@ -159,9 +187,19 @@ class TopKReduction(Compressed):
         hq, hk, d = (sizes[x] for x in ("hq", "hk", "d"))
         two = d <= 128 and hq // hk >= 8 and self.k_value <= 32  # then memory and registers suffice for two CTAs
         configuration = TopKConfiguration(
-            name_of(self.dtype("q")), hq, hk, d, self.k_value, self.selection_block_size, self.compress_stride,
-            self.packed, TILES[d], 2 if two else 3, self.whole_lists, 2 if two else 1,
-        )  # fmt: skip
+            name_of(self.dtype("q")),
+            hq,
+            hk,
+            d,
+            self.k_value,
+            self.selection_block_size,
+            self.compress_stride,
+            self.packed,
+            TILES[d],
+            2 if two else 3,
+            self.whole_lists,
+            2 if two else 1,
+        )
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -170,12 +208,23 @@ class TopKReduction(Compressed):
 
 
 def topk_reduction_wrapper(
-    q_tensor: Tensor, k_tensor: Tensor, lse_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
-    cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
-    acc_dtype: dtype = torch.float32, k_value: int = 16, selection_block_size: int = 64, compress_stride: int = 32,
-    is_causal: bool = True, mma_tiler_mn: tuple[int, int] = (128, 128), scale_softmax: float | None = None,
-    current_stream: Any = None, whole_lists: bool = False,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    lse_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None,
+    max_s_q: int | None = None,
+    max_s_k: int | None = None,
+    acc_dtype: dtype = torch.float32,
+    k_value: int = 16,
+    selection_block_size: int = 64,
+    compress_stride: int = 32,
+    is_causal: bool = True,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    scale_softmax: float | None = None,
+    current_stream: Any = None,
+    whole_lists: bool = False,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``topk_scores_tensor, topk_indices_tensor``. Arguments and errors as those of :class:`TopKReduction`.

@@ -52,9 +52,7 @@ class AttentionBackward(Attention):
     use_deterministic_algorithm: bool = False
     score_mod_bprop: ScoreModifier | None = None
 
-    SCORE_STEPS = (
-        ScoreGraph.scaled, ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.padded
-    )  # fmt: skip
+    SCORE_STEPS = (ScoreGraph.scaled, ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.padded)
     BAND_STEPS = (ScoreGraph.right_bounded, ScoreGraph.left_bounded)
 
     @property
@@ -72,8 +70,11 @@ class AttentionBackward(Attention):
             self.check_shape(f"d{port}", lambda dim, like=like: dim == like.dim, f"dim={like.dim}, as {port}")
             self.outputs[f"d{port}"].fill(like.dim, lambda dims, like=like: strides_like(like.stride, like.dim, dims))
         if "dBias" in self.outputs:
-            self.check_shape("dBias", lambda dim: broadcast([dim, self.score_dim]) == self.score_dim and len(dim) == 4,
-                             f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {self.score_dim}")  # fmt: skip
+            self.check_shape(
+                "dBias",
+                lambda dim: broadcast([dim, self.score_dim]) == self.score_dim and len(dim) == 4,
+                f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {self.score_dim}",
+            )
         if "dSink" in self.outputs:
             self.check_shape("dSink", lambda dim: dim == [1, q[1], 1, 1], f"[1, h_q, 1, 1] = {[1, q[1], 1, 1]}")
         self.infer_extras()

@@ -46,12 +46,21 @@ class AttentionForward(Attention):
 
     STATISTICS = ("Stats", "Max", "Sum_exp")
     MASK_STEPS = (
-        ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.right_bounded, ScoreGraph.left_bounded
-    )  # fmt: skip
+        ScoreGraph.modified,
+        ScoreGraph.biased,
+        ScoreGraph.with_alibi,
+        ScoreGraph.right_bounded,
+        ScoreGraph.left_bounded,
+    )
     SCORE_STEPS = (
-        ScoreGraph.scaled, ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.padded,
-        ScoreGraph.right_bounded, ScoreGraph.left_bounded,
-    )  # fmt: skip
+        ScoreGraph.scaled,
+        ScoreGraph.modified,
+        ScoreGraph.biased,
+        ScoreGraph.with_alibi,
+        ScoreGraph.padded,
+        ScoreGraph.right_bounded,
+        ScoreGraph.left_bounded,
+    )
 
     def infer(self, context: Context) -> None:
         self.check_shapes()

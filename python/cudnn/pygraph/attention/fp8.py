@@ -146,11 +146,19 @@ class AttentionFp8Backward(AttentionBackward):
 
         q, k, v, o, d_o, stats = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
         found = attention_gradients(
-            q, k, v, o, d_o, stats, masks,
+            q,
+            k,
+            v,
+            o,
+            d_o,
+            stats,
+            masks,
             row_scale=_descaled(values, None, "Descale_dO", "Descale_o"),
-            d_weights_scale=_descaled(values, None, "Descale_dO", "Descale_v"), score_scale=score_scale,
-            store_weights=lambda x: stored(x, "Scale_s", "Q"), store_scores=store_scores,
-        )  # fmt: skip
+            d_weights_scale=_descaled(values, None, "Descale_dO", "Descale_v"),
+            score_scale=score_scale,
+            store_weights=lambda x: stored(x, "Scale_s", "Q"),
+            store_scores=store_scores,
+        )
         for port, a, b in (("dQ", "dP", "k"), ("dK", "dP", "q"), ("dV", "s", "dO")):
             total = found[port] * values[f"Descale_{a}"] * values[f"Descale_{b}"]
             results[f"Amax_{port}"] = largest(total)

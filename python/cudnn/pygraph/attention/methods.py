@@ -69,8 +69,9 @@ class AttentionNodes(NodeList[Operand]):
             if tensor is None or (port == "RNG_DUMP" and not node.dropout_probability):
                 continue
             if not isinstance(tensor, Tensor):
-                raise refused(TypeError, where, port, type(tensor).__name__, "a cudnn.tensor",
-                              "make one with graph.tensor()")  # fmt: skip
+                raise refused(
+                    TypeError, where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()"
+                )
             node.outputs[port] = tensor
         return [node.outputs.get(port) for port in ports]
 
@@ -252,8 +253,13 @@ def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bo
         if value is not None and not isinstance(value, bool):
             raise refused(RuntimeError, where, argument, repr(value), "True, False or None", "pass a bool")
     both = is_inference is not None and generate_stats is not None
-    _conflict(where, both and is_inference == generate_stats, "is_inference and generate_stats", f"both {is_inference}",
-              "one of them, since one is the negation of the other")  # fmt: skip
+    _conflict(
+        where,
+        both and is_inference == generate_stats,
+        "is_inference and generate_stats",
+        f"both {is_inference}",
+        "one of them, since one is the negation of the other",
+    )
     return generate_stats is True or is_inference is False
 
 
@@ -269,19 +275,30 @@ def _described(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], di
     _conflict(where, causal and bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them")
     if causal or bottom_right:
         flag = "use_causal_mask" if causal else "use_causal_mask_bottom_right"
-        _conflict(where, right is not None, f"{flag} and diagonal_band_right_bound", f"True and {right}",
-                  "one of them: a causal mask is a right bound of 0")  # fmt: skip
+        _conflict(
+            where,
+            right is not None,
+            f"{flag} and diagonal_band_right_bound",
+            f"True and {right}",
+            "one of them: a causal mask is a right bound of 0",
+        )
         right = 0
         alignment = diagonal_alignment.TOP_LEFT if causal else diagonal_alignment.BOTTOM_RIGHT
     window = given.get("sliding_window_length")
     if window is not None:
-        _conflict(where, left is not None, "sliding_window_length and diagonal_band_left_bound",
-                  f"{window} and {left}", "one of them, they are the same")  # fmt: skip
+        _conflict(
+            where,
+            left is not None,
+            "sliding_window_length and diagonal_band_left_bound",
+            f"{window} and {left}",
+            "one of them, they are the same",
+        )
         left = window
     scale = given["attn_scale"]
     if scale is not None and not isinstance(scale, (int, float, Tensor)):
-        raise refused(TypeError, where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None",
-                      "pass float(x)")  # fmt: skip
+        raise refused(
+            TypeError, where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)"
+        )
     tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
     dropout, probability = _dropout(where, given.get("dropout"))
     inputs: dict[str, Any] = {_port(name): given.get(name) for name in FIRST} | {"Attn_scale": tensor} | dropout
@@ -312,16 +329,27 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
     if len(parts) == 3 and isinstance(parts[0], (int, float)):
         probability = float(parts[0])
         if not 0 <= probability < 1:
-            raise refused(ValueError, where, "dropout", f"a probability of {probability}", "0 or more and less than 1",
-                          "pass the share of weights to drop")  # fmt: skip
+            raise refused(
+                ValueError,
+                where,
+                "dropout",
+                f"a probability of {probability}",
+                "0 or more and less than 1",
+                "pass the share of weights to drop",
+            )
         if probability == 0:
             return {}, 0.0
         if all(tensors[1:]):
             return {"Dropout_seed": parts[1], "Dropout_offset": parts[2]}, probability
     got = ", ".join(type(part).__name__ for part in parts)
-    raise refused(TypeError, where, "dropout", f"({got})",
-                  "(probability, seed tensor, offset tensor), or (mask tensor, scale "
-                  "tensor) and, backward, its inverse", "pass one of these")  # fmt: skip
+    raise refused(
+        TypeError,
+        where,
+        "dropout",
+        f"({got})",
+        "(probability, seed tensor, offset tensor), or (mask tensor, scale tensor) and, backward, its inverse",
+        "pass one of these",
+    )
 
 
 E = TypeVar("E", bound=Enumeration)

@@ -89,9 +89,16 @@ class AttentionMxfp8Backward(AttentionBackward):
         exact = {port: _dequantize(values, port, axis) for port, axis in self.BLOCKS.items()}
         q, k, v, d_o = (exact[port] for port in ("Q", "K", "V", "dO"))
         found = attention_gradients(
-            q, k, v, values["O"], d_o, values["Stats"], self.masks(values), d_o_of_rows=values["dO_f16"],
+            q,
+            k,
+            v,
+            values["O"],
+            d_o,
+            values["Stats"],
+            self.masks(values),
+            d_o_of_rows=values["dO_f16"],
             again=[exact[port] for port in ("Q_T", "K_T", "dO_T")],
-        )  # fmt: skip
+        )
         return {**found, **{f"Amax_{port}": largest(found[port]) for port in ("dQ", "dK", "dV")}}
 
 

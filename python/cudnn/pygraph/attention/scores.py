@@ -31,8 +31,14 @@ ScoreModifier = Callable[..., Tensor]
 BAND_MASK_SINCE = 92100  # cuDNN's own operations for the band mask and the softmax
 MODIFIER_PORT = "Score_mod_"
 EXACT_PORTS = (
-    "Seq_len_q", "Seq_len_kv", "Page_table_K", "Page_table_V", "Dropout_seed", "Dropout_offset", "Block_mask"
-)  # fmt: skip
+    "Seq_len_q",
+    "Seq_len_kv",
+    "Page_table_K",
+    "Page_table_V",
+    "Dropout_seed",
+    "Dropout_offset",
+    "Block_mask",
+)
 OFFSET_TYPES = (data_type.INT32, data_type.INT64)
 
 
@@ -155,15 +161,21 @@ class Attention(Node):
         fits = k[3] == q[3] and (len(pages) > 0 or k[2] == v[2])
         if not fits or any(self.inputs[port].dim[0] != q[0] for port in "KV" if port not in pages):
             raise refused(
-                ValueError, self.where, "Q, K and V", f"dim={q}, dim={k} and dim={v}",
+                ValueError,
+                self.where,
+                "Q, K and V",
+                f"dim={q}, dim={k} and dim={v}",
                 "[b, h_q, s_q, d_qk], [b, h_k, s_kv, d_qk] and [b, h_v, s_kv, d_v]",
-                "give the logical shape batch, heads, sequence, head size; strides say how it lies in memory"
-            )  # fmt: skip
+                "give the logical shape batch, heads, sequence, head size; strides say how it lies in memory",
+            )
         scores = self.score_dim
         for port in ("Bias", "Dropout_mask"):
             if port in self.inputs:
-                self.check_shape(port, lambda dim: broadcast([dim, scores]) == scores and len(dim) == 4,
-                                 f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {scores}")  # fmt: skip
+                self.check_shape(
+                    port,
+                    lambda dim: broadcast([dim, scores]) == scores and len(dim) == 4,
+                    f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {scores}",
+                )
         one_each = [q[0], 1, 1, 1]
         for port in ("Seq_len_q", "Seq_len_kv"):
             if port in self.inputs:
@@ -171,8 +183,11 @@ class Attention(Node):
                 self.check_integers(port, data_type.INT32)
         for port in pages:
             table = f"Page_table_{port}"
-            self.check_shape(table, lambda dim: len(dim) == 4 and dim[0] == q[0] and dim[1] == dim[3] == 1,
-                             f"[b, 1, pages, 1] with b = {q[0]}")  # fmt: skip
+            self.check_shape(
+                table,
+                lambda dim: len(dim) == 4 and dim[0] == q[0] and dim[1] == dim[3] == 1,
+                f"[b, 1, pages, 1] with b = {q[0]}",
+            )
             self.check_integers(table, data_type.INT32)
         for port in ("Attn_scale", "Dropout_seed", "Dropout_offset", "Dropout_scale", "Dropout_scale_inv"):
             if port in self.inputs:
@@ -186,30 +201,52 @@ class Attention(Node):
 
     def _check_offsets(self, tensor: Tensor, offset: Tensor) -> None:
         if offset.dim[:1] != [tensor.dim[0] + 1] or offset.data_type not in (*OFFSET_TYPES, data_type.NOT_SET):
-            raise refused(ValueError, self.where, f"ragged_offset of tensor {tensor.name!r}",
-                          f"{offset.data_type.name} dim={offset.dim}",
-                          f"INT32 or INT64 [b + 1, 1, 1, 1] = {[tensor.dim[0] + 1, 1, 1, 1]}",
-                          "pass the start of every entry in elements, and the end of the last one")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"ragged_offset of tensor {tensor.name!r}",
+                f"{offset.data_type.name} dim={offset.dim}",
+                f"INT32 or INT64 [b + 1, 1, 1, 1] = {[tensor.dim[0] + 1, 1, 1, 1]}",
+                "pass the start of every entry in elements, and the end of the last one",
+            )
 
     def check_integers(self, port: str, *kinds: data_type) -> None:
         """Refuses an input of another type than the integers allowed."""
         tensor = self.inputs[port]
         if tensor.data_type not in (*kinds, data_type.NOT_SET):
-            raise refused(ValueError, self.where, f"{port} (tensor {tensor.name!r})", tensor.data_type.name,
-                          " or ".join(kind.name for kind in kinds), "convert it")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"{port} (tensor {tensor.name!r})",
+                tensor.data_type.name,
+                " or ".join(kind.name for kind in kinds),
+                "convert it",
+            )
 
     def check_shape(self, port: str, fits: Callable[[list[int]], bool], allowed: str) -> None:
         """Refuses an input or output that has a shape, but not a fitting one."""
         tensor = self.inputs.get(port) or self.outputs[port]
         if tensor.dim and not fits(tensor.dim):
-            raise refused(ValueError, self.where, f"{port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed,
-                          "correct its shape")  # fmt: skip
+            raise refused(
+                ValueError,
+                self.where,
+                f"{port} (tensor {tensor.name!r})",
+                f"dim={tensor.dim}",
+                allowed,
+                "correct its shape",
+            )
 
     def check_implementation(self, unified_obstacle: str) -> None:
         """Refuses an implementation that was asked for but cannot be used, cuDNN's one operation for a reason given."""
         if self.implementation is attention_implementation.UNIFIED and unified_obstacle:
-            raise refused(cudnnGraphNotSupportedError, self.where, "implementation", f"UNIFIED, but {unified_obstacle}",
-                          "AUTO or COMPOSITE", "leave it out")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                "implementation",
+                f"UNIFIED, but {unified_obstacle}",
+                "AUTO or COMPOSITE",
+                "leave it out",
+            )
         if self.implementation is attention_implementation.FUSED:
             from cudnn.pygraph import fused_engine  # which loads PyTorch
 
@@ -218,16 +255,22 @@ class Attention(Node):
     def attributes(self) -> dict[str, Any]:
         """As any node's; a function becomes its name, by which a restored graph can refuse to run without it."""
         found = super().attributes()
-        return {key: getattr(value, "__name__", repr(value)) if callable(value) else value
-                for key, value in found.items()}  # fmt: skip
+        return {
+            key: getattr(value, "__name__", repr(value)) if callable(value) else value for key, value in found.items()
+        }
 
     def check_functions(self) -> None:
         """Refuses to go on with the names of functions."""
         for function in self.functions:
             if isinstance(function, str):
-                raise refused(cudnnGraphNotSupportedError, self.where, "score modifier",
-                              f"the name of a Python function, {function!r}, from a serialised graph",
-                              "the function", "build the graph anew with it, or restore its plan")  # fmt: skip
+                raise refused(
+                    cudnnGraphNotSupportedError,
+                    self.where,
+                    "score modifier",
+                    f"the name of a Python function, {function!r}, from a serialised graph",
+                    "the function",
+                    "build the graph anew with it, or restore its plan",
+                )
 
     def record(self, context: Context) -> None:
         """Runs the score modifiers once, to learn what tensors they use and to refuse what they do wrong.
@@ -348,9 +391,14 @@ class Attention(Node):
         """
         tensor = self.inputs[port]
         if tensor.is_virtual:
-            raise refused(cudnnGraphNotSupportedError, self.where, f"input {port} (tensor {tensor.name!r})",
-                          "a virtual tensor", "a tensor in memory",
-                          "call set_output(True) on it and run attention as a graph of its own")  # fmt: skip
+            raise refused(
+                cudnnGraphNotSupportedError,
+                self.where,
+                f"input {port} (tensor {tensor.name!r})",
+                "a virtual tensor",
+                "a tensor in memory",
+                "call set_output(True) on it and run attention as a graph of its own",
+            )
         view = swapped(tensor)
         lowering.alias(view, tensor, axes=[0, 1, 3, 2])
         return view
@@ -419,8 +467,14 @@ class ScoreGraph(SubGraph[Tensor]):
             raise refused(TypeError, self.node.where, "score_mod", repr(modifier), allowed)
         found = modifier(self, scores)
         if not isinstance(found, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise refused(TypeError, self.node.where, "score_mod", f"a function that returned {type(found).__name__}",
-                          "one that returns a cudnn.tensor", "return the result of its last operation")  # fmt: skip
+            raise refused(
+                TypeError,
+                self.node.where,
+                "score_mod",
+                f"a function that returned {type(found).__name__}",
+                "one that returns a cudnn.tensor",
+                "return the result of its last operation",
+            )
         return found if found is scores else self.scores(found)
 
     @staticmethod

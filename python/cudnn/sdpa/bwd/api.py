@@ -70,32 +70,70 @@ class SdpaBackward(Gradients, Attention):
 
     deterministic: bool
     title = "attention, backward"
-    tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
-               row_values(), queries("dq", "d", written=True), keys("dk", "d", written=True),
-               keys("dv", "dv", written=True), *OFFSETS)  # fmt: skip
+    tensors = (
+        queries("q", "d"),
+        keys("k", "d"),
+        keys("v", "dv"),
+        queries("o", "dv"),
+        queries("do", "dv"),
+        row_values(),
+        queries("dq", "d", written=True),
+        keys("dk", "d", written=True),
+        keys("dv", "dv", written=True),
+        *OFFSETS,
+    )
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left", "softcap")
     head_sizes = tuple(TILES)
-    usual_shapes = (*((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048)),
-                    *((1, 64, 4096, *heads) for heads in parts.IN_TURNS))  # fmt: skip
+    usual_shapes = (
+        *((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048)),
+        *((1, 64, 4096, *heads) for heads in parts.IN_TURNS),
+    )
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
-        sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor,
-        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
-        max_s_q: int | None = None, max_s_k: int | None = None, acc_dtype: dtype = torch.float32,
-        mma_tiler_mn: tuple[int, int] = (128, 128), dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
-        is_causal: bool = False, window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None,
-        arch: str | None = None, deterministic: bool = False, top_left: bool = False, softcap: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_do: Tensor,
+        sample_lse: Tensor,
+        sample_dq: Tensor,
+        sample_dk: Tensor,
+        sample_dv: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = None,
+        max_s_k: int | None = None,
+        acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
+        is_causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        scale_softmax: float | None = None,
+        arch: str | None = None,
+        deterministic: bool = False,
+        top_left: bool = False,
+        softcap: float = 0.0,
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor,
-        lse_tensor: Tensor, dq_tensor: Tensor, dk_tensor: Tensor, dv_tensor: Tensor,
-        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
-        scale_softmax: float | None = None, current_stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        do_tensor: Tensor,
+        lse_tensor: Tensor,
+        dq_tensor: Tensor,
+        dk_tensor: Tensor,
+        dv_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None,
+        cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None,
+        current_stream: Any = None,
+    ) -> None:
         """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
@@ -159,12 +197,24 @@ class SdpabwdSm100D256(SdpaBackward):
 
 
 def sdpa_bwd_wrapper_sm100_d256(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
-    cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None,
-    max_s_k: int | None = None, acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
-    dkdv_mma_tiler_mn: tuple[int, int] = (128, 64), is_causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    scale_softmax: float | None = None, current_stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    o_tensor: Tensor,
+    do_tensor: Tensor,
+    lse_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None,
+    max_s_q: int | None = None,
+    max_s_k: int | None = None,
+    acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale_softmax: float | None = None,
+    current_stream: Any = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
 
     Arguments and errors as those of :class:`SdpaBackward`, for heads of 256 elements.

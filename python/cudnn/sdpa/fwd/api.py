@@ -24,36 +24,56 @@ if TYPE_CHECKING:
 EIGHT_BITS = "8 bits"
 TILES = {
     "sm_90a": {
-        (64, 64): (192, 128), (96, 96): (192, 112), (128, 128): (128, 128), (192, 128): (128, 128),
-        (192, 192): (128, 112), (256, 256): (128, 80),
+        (64, 64): (192, 128),
+        (96, 96): (192, 112),
+        (128, 128): (128, 128),
+        (192, 128): (128, 128),
+        (192, 192): (128, 112),
+        (256, 256): (128, 80),
     },
     "sm_100a": {
-        (64, 64): (256, 128), (96, 96): (256, 128), (128, 128): (256, 128), (192, 128): (256, 128),
-        (192, 192): (128, 128), (256, 256): (128, 128),
+        (64, 64): (256, 128),
+        (96, 96): (256, 128),
+        (128, 128): (256, 128),
+        (192, 128): (256, 128),
+        (192, 192): (128, 128),
+        (256, 256): (128, 128),
     },
     EIGHT_BITS: {
-        (64, 64): (192, 160), (96, 96): (128, 128), (128, 128): (128, 192), (192, 128): (128, 160),
-        (192, 192): (128, 96), (256, 256): (128, 64),
+        (64, 64): (192, 160),
+        (96, 96): (128, 128),
+        (128, 128): (128, 192),
+        (192, 128): (128, 160),
+        (192, 192): (128, 96),
+        (256, 256): (128, 64),
     },
-}  # fmt: skip
+}
 """Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200, save for
 8 bits at 96 and values of 192, which were never timed: keys for which registers and shared memory suffice.
 """
 WINDOW_TILES = {
-    ("sm_90a", 64, 64): ((192, 96), 4), ("sm_90a", 96, 96): ((192, 112), 3), ("sm_90a", 192, 192): ((128, 112), 2),
-    ("sm_90a", 256, 256): ((128, 64), 2), (EIGHT_BITS, 64, 64): ((192, 96), 0),
-    (EIGHT_BITS, 128, 128): ((128, 128), 0), (EIGHT_BITS, 192, 128): ((128, 128), 0),
-}  # fmt: skip
+    ("sm_90a", 64, 64): ((192, 96), 4),
+    ("sm_90a", 96, 96): ((192, 112), 3),
+    ("sm_90a", 192, 192): ((128, 112), 2),
+    ("sm_90a", 256, 256): ((128, 64), 2),
+    (EIGHT_BITS, 64, 64): ((192, 96), 0),
+    (EIGHT_BITS, 128, 128): ((128, 128), 0),
+    (EIGHT_BITS, 192, 128): ((128, 128), 0),
+}
 """Those for windows, where they differ, since fewer keys waste less at both edges; and, where warpgroups take only the
 blocks that their own rows need, the buffers of K and V.
 """
 DECODE = {
     "sm_90a": {
-        (64, 64): (128, 4), (96, 96): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (192, 192): (64, 3),
+        (64, 64): (128, 4),
+        (96, 96): (128, 3),
+        (128, 128): (128, 2),
+        (192, 128): (128, 2),
+        (192, 192): (64, 3),
         (256, 256): (64, 2),
     },
     "sm_100a": dict.fromkeys(TILES["sm_100a"], (128, 2)),
-}  # fmt: skip
+}
 """Keys of a tile, and how many tiles are on their way, where CTAs split a sequence's keys."""
 HOLDING = {("sm_90a", kind, 128, 128) for kind in TYPES}
 """Where loops hold their ends in registers, with a causal mask and without other options: what was timed faster so."""
@@ -65,7 +85,7 @@ ALL_TYPES = (*TYPES, "float8_e4m3fn", "float8_e5m2")
 
 def configuration(
     arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any], **options: Any
-) -> ForwardConfiguration:  # fmt: skip
+) -> ForwardConfiguration:
     """What an architecture's kernel is compiled for."""
     draws = arch == "sm_90a" and ends["packed"]  # timed faster so, or as fast
     others = (ends["left"], ends["packed"], ends["top_left"], *options.values())
@@ -136,13 +156,18 @@ class SdpaForward(Attention):
     scale_softmax: float
     num_splits: int
     title = "attention, forward"
-    tensors = (queries("q", "d", types=ALL_TYPES), keys("k", "d", batch="bk", types=ALL_TYPES),
-               keys("v", "dv", batch="bk", types=ALL_TYPES),
-               queries("o", "dv", written=True, same=""), row_values(written=True), *OFFSETS,
-               TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True),
-               TensorSpec("seqlen_k", Contiguous("b", alignment=4), ("int32",), optional=True),
-               TensorSpec("page_table", Contiguous("b", "pages", alignment=4), ("int32",), optional=True),
-               *[TensorSpec(name, HeadValues(), ("float32",), optional=True) for name in DESCALES])  # fmt: skip
+    tensors = (
+        queries("q", "d", types=ALL_TYPES),
+        keys("k", "d", batch="bk", types=ALL_TYPES),
+        keys("v", "dv", batch="bk", types=ALL_TYPES),
+        queries("o", "dv", written=True, same=""),
+        row_values(written=True),
+        *OFFSETS,
+        TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True),
+        TensorSpec("seqlen_k", Contiguous("b", alignment=4), ("int32",), optional=True),
+        TensorSpec("page_table", Contiguous("b", "pages", alignment=4), ("int32",), optional=True),
+        *[TensorSpec(name, HeadValues(), ("float32",), optional=True) for name in DESCALES],
+    )
     counted_by = ("page_table",)
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left", "softcap")
@@ -150,26 +175,55 @@ class SdpaForward(Attention):
     usual_shapes = tuple((1, 1, 128, *heads) for heads in HEADS)
 
     def __init__(
-        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_lse: Tensor,
-        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
-        max_s_q: int | None = None, max_s_k: int | None = None, qk_acc_dtype: dtype = torch.float32,
-        pv_acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128), is_causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None, scale_output: float = 1.0,
-        arch: str | None = None, softcap: float = 0.0, sample_sink: Tensor | None = None,
-        sample_seqlen_k: Tensor | None = None, sample_page_table: Tensor | None = None, num_splits: int = 0,
-        top_left: bool = False, sample_descale_q: Tensor | None = None, sample_descale_k: Tensor | None = None,
+        self,
+        sample_q: Tensor,
+        sample_k: Tensor,
+        sample_v: Tensor,
+        sample_o: Tensor,
+        sample_lse: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = None,
+        max_s_k: int | None = None,
+        qk_acc_dtype: dtype = torch.float32,
+        pv_acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128),
+        is_causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        scale_softmax: float | None = None,
+        scale_output: float = 1.0,
+        arch: str | None = None,
+        softcap: float = 0.0,
+        sample_sink: Tensor | None = None,
+        sample_seqlen_k: Tensor | None = None,
+        sample_page_table: Tensor | None = None,
+        num_splits: int = 0,
+        top_left: bool = False,
+        sample_descale_q: Tensor | None = None,
+        sample_descale_k: Tensor | None = None,
         sample_descale_v: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(locals())
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, lse_tensor: Tensor,
-        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
-        scale_softmax: float | None = None, scale_output: float | None = None, current_stream: Any = None,
-        sink_tensor: Tensor | None = None, seqlen_k_tensor: Tensor | None = None,
-        page_table_tensor: Tensor | None = None, descale_q_tensor: Tensor | None = None,
-        descale_k_tensor: Tensor | None = None, descale_v_tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        q_tensor: Tensor,
+        k_tensor: Tensor,
+        v_tensor: Tensor,
+        o_tensor: Tensor,
+        lse_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None,
+        cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None,
+        scale_output: float | None = None,
+        current_stream: Any = None,
+        sink_tensor: Tensor | None = None,
+        seqlen_k_tensor: Tensor | None = None,
+        page_table_tensor: Tensor | None = None,
+        descale_q_tensor: Tensor | None = None,
+        descale_k_tensor: Tensor | None = None,
+        descale_v_tensor: Tensor | None = None,
+    ) -> None:
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
@@ -252,10 +306,16 @@ class SdpaForward(Attention):
         keys, stages = DECODE[arch][heads]
         rows = 64 if arch == "sm_90a" and share * sizes["sq"] <= FEW else 128
         return DecodeConfiguration(
-            name_of(self.dtype("q")), *heads, (rows, keys), **ends, stages=stages,
-            softcap=self.softcap > 0, sink=self.given("sink"), cached=self.given("seqlen_k"),
+            name_of(self.dtype("q")),
+            *heads,
+            (rows, keys),
+            **ends,
+            stages=stages,
+            softcap=self.softcap > 0,
+            sink=self.given("sink"),
+            cached=self.given("seqlen_k"),
             page=sizes["sk"] if self.given("page_table") else 0,
-        )  # fmt: skip
+        )
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         numbers = tensors["scale_softmax"], tensors["scale_output"], self.softcap
@@ -274,12 +334,22 @@ class SdpafwdSm100D256(SdpaForward):
 
 
 def sdpa_fwd_wrapper_sm100_d256(
-    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
-    cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
-    qk_acc_dtype: dtype = torch.float32, pv_acc_dtype: dtype = torch.float32,
-    mma_tiler_mn: tuple[int, int] = (128, 128), is_causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    scale_softmax: float | None = None, scale_output: float = 1.0, current_stream: Any = None,
-) -> TupleDict:  # fmt: skip
+    q_tensor: Tensor,
+    k_tensor: Tensor,
+    v_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None,
+    max_s_q: int | None = None,
+    max_s_k: int | None = None,
+    qk_acc_dtype: dtype = torch.float32,
+    pv_acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale_softmax: float | None = None,
+    scale_output: float = 1.0,
+    current_stream: Any = None,
+) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
 
     Arguments and errors as those of :class:`SdpaForward`, for heads of 256 elements. Nothing is recorded for autograd.

@@ -33,8 +33,10 @@ def mbarriers() -> list[Case]:
     arrive, by = "mbarrier.arrive.shared.b64 %rd20, [%r1];", "mbarrier.arrive.shared.b64 %rd20, [%r1], "
     expect = "mbarrier.arrive.expect_tx.shared.b64 %rd20, [%r1], "
     sink = "mbarrier.arrive.shared.b64 _, [%r1];"
-    only, done = ("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], ",
-                  "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], ")  # fmt: skip
+    only, done = (
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], ",
+        "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], ",
+    )
     again = "mbarrier.inval.shared.b64 [%r1]; mbarrier.init.shared.b64 [%r1], 1;"
     return [
         phases("arrive.1", 1, [""] + [arrive] * 5),
@@ -69,8 +71,16 @@ def pending_count() -> Case:
         f"st.global.b32 [%rd0+{4 * number}], %r3;"
         for number in range(7)
     ]
-    return Case("mbarrier", "pending_count", "\n".join(lines), (), (np.zeros(7, np.uint32),), block=1, shared=SHARED,
-                refused=True)  # fmt: skip
+    return Case(
+        "mbarrier",
+        "pending_count",
+        "\n".join(lines),
+        (),
+        (np.zeros(7, np.uint32),),
+        block=1,
+        shared=SHARED,
+        refused=True,
+    )
 
 
 def asynchronous_stores() -> Case:

@@ -22,10 +22,38 @@ def _edges(source: str, seed: str) -> Array:
     """Floats around the limits of the integer types and half-way between integers, after the special ones."""
     found = floats(seed, COUNT, 34, 0, source)
     if source in ("f32", "f64"):
-        edges = [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 127.5, 128.0, 255.5, 256.0, -128.5, -129.0, 32767.5,
-                 32768.0, 65535.5, 65536.0, -32769.0, 2147483520.0, 2147483648.0, 4294967040.0, 4294967296.0,
-                 -2147483648.0, -2147483904.0, 9.223371e18, 9.223372036854775808e18, 1.8446742e19,
-                 1.8446744073709552e19, -9.3e18, -1.0]  # fmt: skip
+        edges = [
+            0.5,
+            1.5,
+            2.5,
+            -0.5,
+            -1.5,
+            -2.5,
+            0.49999997,
+            127.5,
+            128.0,
+            255.5,
+            256.0,
+            -128.5,
+            -129.0,
+            32767.5,
+            32768.0,
+            65535.5,
+            65536.0,
+            -32769.0,
+            2147483520.0,
+            2147483648.0,
+            4294967040.0,
+            4294967296.0,
+            -2147483648.0,
+            -2147483904.0,
+            9.223371e18,
+            9.223372036854775808e18,
+            1.8446742e19,
+            1.8446744073709552e19,
+            -9.3e18,
+            -1.0,
+        ]
         dtype = np.float32 if source == "f32" else np.float64
         found[70 : 70 + len(edges)] = np.array(edges, dtype).view(found.dtype)
     return found
@@ -79,8 +107,12 @@ def floats_to_floats() -> list[Case]:
     for text in texts:
         to = title(text).split(".")[-2]
         made.append(elementwise("convert", title(text), text, [every], _OUT[str(_bits(to))], Tolerance(to)))
-    texts = [f"cvt.{way}{form}.{to}.f32 %d, %a;" for to in ("f16", "bf16") for way in ("rn", "rz")
-             for form in ("", ".relu", ".satfinite", ".relu.satfinite")]  # fmt: skip
+    texts = [
+        f"cvt.{way}{form}.{to}.f32 %d, %a;"
+        for to in ("f16", "bf16")
+        for way in ("rn", "rz")
+        for form in ("", ".relu", ".satfinite", ".relu.satfinite")
+    ]
     texts += [f"cvt.{way}.f16.f32 %d, %a;" for way in ("rm", "rp", "rn.ftz", "rn.sat")]
     texts += [f"cvt.{way}.tf32.f32 %d, %a;" for way in ("rna", "rna.satfinite", "rn", "rz", "rn.relu", "rz.relu")]
     texts += [f"cvt.{way}.f32.f32 %d, %a;" for way in ("rni", "rzi", "rmi", "rpi", "sat", "ftz", "rni.sat")]
@@ -90,12 +122,23 @@ def floats_to_floats() -> list[Case]:
         source = floats(title(text), 1024, 18)
         _ties(source, to)
         # The low bits of a tf32 are not part of the format.
-        made.append(elementwise("convert", title(text), text, [source], _OUT[str(_bits(to))], Tolerance(to, 0)
-                                if to != "tf32" else Tolerance("f32")))  # fmt: skip
+        made.append(
+            elementwise(
+                "convert",
+                title(text),
+                text,
+                [source],
+                _OUT[str(_bits(to))],
+                Tolerance(to, 0) if to != "tf32" else Tolerance("f32"),
+            )
+        )
     for way in ("rn", "rz", "rm", "rp"):
         text = f"cvt.{way}.f32.f64 %d, %a;"
-        made.append(elementwise("convert", title(text), text, [floats("f64", COUNT, 140, 0, "f64")], np.uint32,
-                                Tolerance("f32")))  # fmt: skip
+        made.append(
+            elementwise(
+                "convert", title(text), text, [floats("f64", COUNT, 140, 0, "f64")], np.uint32, Tolerance("f32")
+            )
+        )
     return made
 
 

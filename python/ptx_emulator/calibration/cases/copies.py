@@ -43,16 +43,20 @@ def cp_async() -> list[Case]:
               cp.async.{form}.shared.global [%r4], [%rd70], {size}{", %r6" if zero else ""};
               cp.async.commit_group; cp.async.wait_group 0; bar.sync 0; {dump(512, 2)}"""
             name = f"cp.async.{form}.{size}{'.zfill' if zero else ''}"
-            made.append(Case("copies", name, body, (raw("old", 128), raw("new", 128)), (np.zeros(128, np.uint32),),
-                             shared=SHARED))  # fmt: skip
+            made.append(
+                Case(
+                    "copies", name, body, (raw("old", 128), raw("new", 128)), (np.zeros(128, np.uint32),), shared=SHARED
+                )
+            )
     body = f"""{PLACE} @%p1 mbarrier.init.shared.b64 [%r3], 32; bar.sync 0; mad.lo.s32 %r4, %r99, 16, %r1;
       mul.wide.u32 %rd70, %r99, 16; add.s64 %rd70, %rd70, %rd0; cp.async.cg.shared.global [%r4], [%rd70], 16;
       cp.async.mbarrier.arrive.noinc.shared.b64 [%r3]; {WAIT} xor.b32 %r5, %r99, 9; mad.lo.s32 %r5, %r5, 16, %r1;
       sub.s32 %r5, %r5, %r4; add.s32 %r5, %r5, %r1; sub.s32 %r5, %r5, %r1; add.s32 %r4, %r4, %r5;
       ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r4]; mul.wide.u32 %rd70, %r99, 16; add.s64 %rd70, %rd70, %rd1;
       st.global.v4.b32 [%rd70], {{%r10, %r11, %r12, %r13}};"""
-    made.append(Case("copies", "cp.async.mbarrier", body, (raw("noinc", 128),), (np.zeros(128, np.uint32),),
-                     shared=SHARED))  # fmt: skip
+    made.append(
+        Case("copies", "cp.async.mbarrier", body, (raw("noinc", 128),), (np.zeros(128, np.uint32),), shared=SHARED)
+    )
     return made
 
 
@@ -80,14 +84,30 @@ def bulk() -> list[Case]:
     return [
         Case("copies", "bulk.load", load, (raw("bulk old", 256), raw("bulk new", 256)), (one,), shared=SHARED),
         Case("copies", "bulk.store", store, (raw("bulk from", 256),), (one,), shared=SHARED),
-        Case("copies", "bulk.cluster", across, (raw("bulk pair", 512),), (np.zeros(512, np.uint32),), grid=2, cluster=2,
-             shared=SHARED),
+        Case(
+            "copies",
+            "bulk.cluster",
+            across,
+            (raw("bulk pair", 512),),
+            (np.zeros(512, np.uint32),),
+            grid=2,
+            cluster=2,
+            shared=SHARED,
+        ),
         Case("copies", "bulk.multicast", multicast, (raw("bulk all", 256),), (four,), grid=4, cluster=4, shared=SHARED),
-    ]  # fmt: skip
+    ]
 
 
-REDUCTIONS = {"u32": "add min max inc dec and or xor", "s32": "add min max", "u64": "add min max and or xor",
-              "s64": "min max", "f16": "add min max", "bf16": "add min max", "f32": "add", "f64": "add"}  # fmt: skip
+REDUCTIONS = {
+    "u32": "add min max inc dec and or xor",
+    "s32": "add min max",
+    "u64": "add min max and or xor",
+    "s64": "min max",
+    "f16": "add min max",
+    "bf16": "add min max",
+    "f32": "add",
+    "f64": "add",
+}
 
 
 def values(kind: str, count: int, name: str) -> tuple[Any, Any, Tolerance]:
@@ -109,8 +129,9 @@ def reductions() -> list[Case]:
             wire = f"b{8 * size}" if op in ("and", "or", "xor") else kind
             body = f"""{PLACE} {fill(1024, 0)} @!%p1 bra E;
               cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}{noftz}.{wire} [%rd1], [%r1], 1024; {DRAIN} E:"""
-            made.append(Case("copies", f"bulk.reduce.{op}{noftz}.{kind}", body, (source,), (target,), tolerance,
-                             shared=SHARED))  # fmt: skip
+            made.append(
+                Case("copies", f"bulk.reduce.{op}{noftz}.{kind}", body, (source,), (target,), tolerance, shared=SHARED)
+            )
     return made
 
 

@@ -23,21 +23,51 @@ def _sources(text: str, kind: str, count: int = COUNT, exponents: int = 12) -> l
 
 
 def single() -> list[Case]:
-    texts = [f"{op}{way}{ftz}{sat}.f32{TWO}" for op in ("add", "mul") for way in (".rn", ".rz", ".rm", ".rp")
-             for ftz in ("", ".ftz") for sat in ("", ".sat")]  # fmt: skip
+    texts = [
+        f"{op}{way}{ftz}{sat}.f32{TWO}"
+        for op in ("add", "mul")
+        for way in (".rn", ".rz", ".rm", ".rp")
+        for ftz in ("", ".ftz")
+        for sat in ("", ".sat")
+    ]
     texts += [f"sub{ftz}.f32{TWO}" for ftz in (".rn", ".rn.ftz", ".rn.sat", ".rz")]
-    texts += [f"fma{way}{ftz}{sat}.f32{THREE}" for way in (".rn", ".rz", ".rm", ".rp")
-              for ftz in ("", ".ftz") for sat in ("", ".sat")]  # fmt: skip
-    texts += [f"{op}{form}.f32{TWO}" for op in ("min", "max")
-              for form in ("", ".ftz", ".NaN", ".ftz.NaN", ".xorsign.abs", ".NaN.xorsign.abs")]  # fmt: skip
+    texts += [
+        f"fma{way}{ftz}{sat}.f32{THREE}"
+        for way in (".rn", ".rz", ".rm", ".rp")
+        for ftz in ("", ".ftz")
+        for sat in ("", ".sat")
+    ]
+    texts += [
+        f"{op}{form}.f32{TWO}"
+        for op in ("min", "max")
+        for form in ("", ".ftz", ".NaN", ".ftz.NaN", ".xorsign.abs", ".NaN.xorsign.abs")
+    ]
     texts += [f"{op}{ftz}.f32 %d, %a;" for op in ("abs", "neg") for ftz in ("", ".ftz")]
-    texts += [f"copysign.f32{TWO}", f"div.rn.f32{TWO}", f"div.rn.ftz.f32{TWO}", "sqrt.rn.f32 %d, %a;",
-              "sqrt.rn.ftz.f32 %d, %a;", "rcp.rn.f32 %d, %a;", "rcp.rn.ftz.f32 %d, %a;", f"div.rz.f32{TWO}",
-              "sqrt.rz.f32 %d, %a;", "rcp.rp.f32 %d, %a;"]  # fmt: skip
+    texts += [
+        f"copysign.f32{TWO}",
+        f"div.rn.f32{TWO}",
+        f"div.rn.ftz.f32{TWO}",
+        "sqrt.rn.f32 %d, %a;",
+        "sqrt.rn.ftz.f32 %d, %a;",
+        "rcp.rn.f32 %d, %a;",
+        "rcp.rn.ftz.f32 %d, %a;",
+        f"div.rz.f32{TWO}",
+        "sqrt.rz.f32 %d, %a;",
+        "rcp.rp.f32 %d, %a;",
+    ]
     # Every float's own exponent range: sums cancel, products overflow and underflow.
     refused = {f"div.rz.f32{TWO}", "sqrt.rz.f32 %d, %a;", "rcp.rp.f32 %d, %a;"}
-    return [_case("f32", text, "f32", _sources(text, "f32", exponents=70 if text[0] in "mf" else 12), np.uint32,
-                  refused=text in refused) for text in texts]  # fmt: skip
+    return [
+        _case(
+            "f32",
+            text,
+            "f32",
+            _sources(text, "f32", exponents=70 if text[0] in "mf" else 12),
+            np.uint32,
+            refused=text in refused,
+        )
+        for text in texts
+    ]
 
 
 # As seen on an H200. PTX ISA states bounds for these functions, not bits.
@@ -81,8 +111,16 @@ def functions() -> list[Case]:
         made.append(_case("functions", f"{name} %d, %a;", kind, [every], np.uint16, tolerance=Tolerance(kind, 1)))
     for name in ("ex2.approx.f16x2", "tanh.approx.bf16x2"):
         kind = name.rsplit(".", 1)[1].removesuffix("x2")
-        made.append(_case("functions", f"{name} %d, %a;", kind, [floats(name, 1024, 3, 0, kind).view(np.uint32)],
-                          np.uint32, tolerance=Tolerance(kind, 1)))  # fmt: skip
+        made.append(
+            _case(
+                "functions",
+                f"{name} %d, %a;",
+                kind,
+                [floats(name, 1024, 3, 0, kind).view(np.uint32)],
+                np.uint32,
+                tolerance=Tolerance(kind, 1),
+            )
+        )
     return made
 
 

@@ -44,9 +44,10 @@ def arithmetic() -> list[Case]:
         *(f"shf.{way}.{how}.b32{three}" for way in "lr" for how in ("wrap", "clamp")),
         f"prmt.b32{three}",
         *(f"dp4a.{a}.{b}{three}" for a in ("s32", "u32") for b in ("s32", "u32")),
-        f"slct.u32.s32{three}", f"slct.b32.f32{three}",
+        f"slct.u32.s32{three}",
+        f"slct.b32.f32{three}",
         *_types("brev.TYPE %d, %a;", "b32 b64"),
-    ]  # fmt: skip
+    ]
     made = []
     for text in texts:
         name = title(text)
@@ -70,16 +71,37 @@ def mixed_widths() -> list[Case]:
     for kind in ("u16", "s16", "u32", "s32"):
         bits = int(kind[1:])
         sources = [words(f"wide {kind}", COUNT, bits, i) for i in (0, 1)]
-        made.append(elementwise("integer", f"mul.wide.{kind}", f"mul.wide.{kind} %d, %a, %b;", sources,
-                                _DTYPE[2 * bits]))  # fmt: skip
-        made.append(elementwise("integer", f"mad.wide.{kind}", f"mad.wide.{kind} %d, %a, %b, %c;",
-                                [*sources, words("addend", COUNT, 2 * bits, 2)], _DTYPE[2 * bits]))  # fmt: skip
+        made.append(
+            elementwise("integer", f"mul.wide.{kind}", f"mul.wide.{kind} %d, %a, %b;", sources, _DTYPE[2 * bits])
+        )
+        made.append(
+            elementwise(
+                "integer",
+                f"mad.wide.{kind}",
+                f"mad.wide.{kind} %d, %a, %b, %c;",
+                [*sources, words("addend", COUNT, 2 * bits, 2)],
+                _DTYPE[2 * bits],
+            )
+        )
     for name in ("shl.b16", "shr.u16", "shr.s16", "shl.b32", "shr.u32", "shr.s32", "shl.b64", "shr.u64", "shr.s64"):
         bits = int(name[-2:])
-        made.append(elementwise("integer", name, f"{name} %d, %a, %b;", [words(name, COUNT, bits), _few(name, 80)],
-                                _DTYPE[bits]))  # fmt: skip
-    for name in ("popc.b32", "popc.b64", "clz.b32", "clz.b64", "bfind.u32", "bfind.s32", "bfind.u64", "bfind.s64",
-                 "bfind.shiftamt.u32", "bfind.shiftamt.s32"):  # fmt: skip
+        made.append(
+            elementwise(
+                "integer", name, f"{name} %d, %a, %b;", [words(name, COUNT, bits), _few(name, 80)], _DTYPE[bits]
+            )
+        )
+    for name in (
+        "popc.b32",
+        "popc.b64",
+        "clz.b32",
+        "clz.b64",
+        "bfind.u32",
+        "bfind.s32",
+        "bfind.u64",
+        "bfind.s64",
+        "bfind.shiftamt.u32",
+        "bfind.shiftamt.s32",
+    ):
         bits = int(name[-2:])
         source = words(name, COUNT, bits)
         source[100:] >>= np.arange(COUNT - 100).astype(source.dtype) % source.dtype.type(bits)
@@ -129,8 +151,9 @@ def own_cells(op: str, kind: str, space: str) -> Case:
     wide, tolerance = _DTYPE[bits], BITS
     if kind[0] in "fb" and kind not in ("b32", "b64"):
         scalar = kind.removesuffix("x2")
-        cells, values = (floats(f"atom {kind}", 256 * (2 if kind.endswith("x2") else 1), 2, i, scalar).view(wide)
-                         for i in (0, 1))  # fmt: skip
+        cells, values = (
+            floats(f"atom {kind}", 256 * (2 if kind.endswith("x2") else 1), 2, i, scalar).view(wide) for i in (0, 1)
+        )
         tolerance = Tolerance(scalar)
     else:
         cells, values = (words(f"atom {kind}", 256, bits, i) for i in (0, 1))
@@ -149,8 +172,9 @@ def own_cells(op: str, kind: str, space: str) -> Case:
       add.s64 %rd70, %rd70, %rd0; ld.global.b{bits} {register}10, [%rd70]; mov.b{bits} {register}11, {register}10;
       {move} atom.{space}.{name} {register}12, {address}, {register}10{extra}; {back}
       st.global.b{bits} [%rd72], {register}12;"""
-    return Case("atomic", f"{space}.{name}", body, (values,), (cells, np.zeros(256, wide)), tolerance, block=256,
-                shared=shared)  # fmt: skip
+    return Case(
+        "atomic", f"{space}.{name}", body, (values,), (cells, np.zeros(256, wide)), tolerance, block=256, shared=shared
+    )
 
 
 def one_cell(op: str, kind: str, start: Any, value: str) -> Case:
@@ -182,8 +206,9 @@ def atomics() -> list[Case]:
     ]
     for form, count in (("v2.f32", 2), ("v4.f32", 4), ("v2.f16x2", 2), ("v4.bf16x2", 4)):
         kind = form[3:].removesuffix("x2")
-        cells, values = (floats(f"red {form}", 32 * count * (2 if "x2" in form else 1), 2, i, kind).view(np.uint32)
-                         for i in (0, 1))  # fmt: skip
+        cells, values = (
+            floats(f"red {form}", 32 * count * (2 if "x2" in form else 1), 2, i, kind).view(np.uint32) for i in (0, 1)
+        )
         loads = ", ".join(f"%r{10 + i}" for i in range(count))
         noftz = ".noftz" if "x2" in form else ""
         body = f"""mul.wide.u32 %rd70, %r99, {4 * count}; add.s64 %rd71, %rd70, %rd1; add.s64 %rd70, %rd70, %rd0;
@@ -194,9 +219,27 @@ def atomics() -> list[Case]:
 
 
 def special_registers() -> list[Case]:
-    names = ["tid.x", "tid.y", "tid.z", "ntid.x", "ctaid.x", "ctaid.y", "nctaid.x", "laneid", "lanemask_eq",
-             "lanemask_lt", "lanemask_le", "lanemask_gt", "lanemask_ge", "cluster_ctarank", "cluster_nctarank",
-             "cluster_ctaid.x", "cluster_nctaid.x", "clusterid.x", "nclusterid.x"]  # fmt: skip
+    names = [
+        "tid.x",
+        "tid.y",
+        "tid.z",
+        "ntid.x",
+        "ctaid.x",
+        "ctaid.y",
+        "nctaid.x",
+        "laneid",
+        "lanemask_eq",
+        "lanemask_lt",
+        "lanemask_le",
+        "lanemask_gt",
+        "lanemask_ge",
+        "cluster_ctarank",
+        "cluster_nctarank",
+        "cluster_ctaid.x",
+        "cluster_nctaid.x",
+        "clusterid.x",
+        "nclusterid.x",
+    ]
     lines = "\n".join(f"mov.u32 %r{10 + i}, %{name};" for i, name in enumerate(names))
     body = f"""{lines} mov.u32 %r5, %ctaid.x; mad.lo.s32 %r99, %r5, 64, %r99;
       {store_words("%r", 10, len(names), 0)}"""
@@ -217,14 +260,26 @@ def local_and_sign() -> list[Case]:
 def rare() -> list[Case]:
     """What compilers seldom emit and the emulator does not know."""
     three, two = " %d, %a, %b, %c;", " %d, %a, %b;"
-    texts = [*(f"mul24.{part}.{kind}{two}" for part in ("lo", "hi") for kind in ("u32", "s32")), f"mad24.lo.u32{three}",
-             *(f"mad.hi.{kind}{three}" for kind in ("u32", "s32")), *(f"sad.{kind}{three}" for kind in ("u32", "s32")),
-             *(f"dp2a.{part}.s32.u32{three}" for part in ("lo", "hi")), f"bmsk.clamp.b32{two}", f"bmsk.wrap.b32{two}",
-             *(f"prmt.b32.{mode}{three}" for mode in ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")),
-             f"szext.clamp.s32{two}", f"set.lt.u32.s32{two}",
-             "add.cc.u32 %d, %a, %b; addc.u32 %d, %c, %d;", "sub.cc.u32 %d, %a, %b; subc.u32 %d, %c, %d;"]  # fmt: skip
-    return [elementwise("integer", title(text), text, [words(title(text), COUNT, 32, i) for i in range(3)], np.uint32,
-                        refused=True) for text in texts]  # fmt: skip
+    texts = [
+        *(f"mul24.{part}.{kind}{two}" for part in ("lo", "hi") for kind in ("u32", "s32")),
+        f"mad24.lo.u32{three}",
+        *(f"mad.hi.{kind}{three}" for kind in ("u32", "s32")),
+        *(f"sad.{kind}{three}" for kind in ("u32", "s32")),
+        *(f"dp2a.{part}.s32.u32{three}" for part in ("lo", "hi")),
+        f"bmsk.clamp.b32{two}",
+        f"bmsk.wrap.b32{two}",
+        *(f"prmt.b32.{mode}{three}" for mode in ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")),
+        f"szext.clamp.s32{two}",
+        f"set.lt.u32.s32{two}",
+        "add.cc.u32 %d, %a, %b; addc.u32 %d, %c, %d;",
+        "sub.cc.u32 %d, %a, %b; subc.u32 %d, %c, %d;",
+    ]
+    return [
+        elementwise(
+            "integer", title(text), text, [words(title(text), COUNT, 32, i) for i in range(3)], np.uint32, refused=True
+        )
+        for text in texts
+    ]
 
 
 def cases() -> list[Case]:

@@ -54,8 +54,11 @@ def random_operand(name: str, kind: str, words: int) -> Array:
     found = (bits & np.uint64((1 << fraction) - 1)) | (bits >> np.uint64(60)) % np.uint64(5) + np.uint64(bias - 4) << (
         np.uint64(fraction)
     )
-    return (found | (bits >> np.uint64(59) & np.uint64(1)) << np.uint64(8 * size - 1)).astype(
-        _UNSIGNED[size]).view(np.uint32)  # fmt: skip
+    return (
+        (found | (bits >> np.uint64(59) & np.uint64(1)) << np.uint64(8 * size - 1))
+        .astype(_UNSIGNED[size])
+        .view(np.uint32)
+    )
 
 
 def loads_and_stores() -> list[Case]:
@@ -73,28 +76,57 @@ def loads_and_stores() -> list[Case]:
             body = f"""{rows} {fill(1024, 0)} {load_words("%r", 10, count, 1)} bar.warp.sync -1;
               stmatrix.sync.aligned.{form}.shared.b16 [%r5], {registers("%r", 10, count)}; bar.warp.sync -1;
               {dump(1024, 2)}"""
-            made.append(Case("stmatrix", form, body, (source, raw("fragments", 32 * count)),
-                             (np.zeros(256, np.uint32),), shared=SHARED))  # fmt: skip
+            made.append(
+                Case(
+                    "stmatrix",
+                    form,
+                    body,
+                    (source, raw("fragments", 32 * count)),
+                    (np.zeros(256, np.uint32),),
+                    shared=SHARED,
+                )
+            )
     blackwell = ("sm_100a",)
     for count in (1, 2):
         form = f"m16n16.x{count}.trans"
         body = f"""{rows} {fill(1024, 0)}
           ldmatrix.sync.aligned.{form}.shared.b8 {registers("%r", 10, 2 * count)}, [%r5];
           {store_words("%r", 10, 2 * count, 1)}"""
-        made.append(Case("ldmatrix", form, body, (source,), (np.zeros(64 * count, np.uint32),), archs=blackwell,
-                         shared=SHARED))  # fmt: skip
+        made.append(
+            Case("ldmatrix", form, body, (source,), (np.zeros(64 * count, np.uint32),), archs=blackwell, shared=SHARED)
+        )
     for count in (1, 2, 4):
         form = f"m16n8.x{count}.trans"
         body = f"""{rows} {fill(1024, 0)} {load_words("%r", 10, count, 1)} bar.warp.sync -1;
           stmatrix.sync.aligned.{form}.shared.b8 [%r5], {registers("%r", 10, count)}; bar.warp.sync -1;
           {dump(1024, 2)}"""
-        made.append(Case("stmatrix", form, body, (source, raw("fragments", 32 * count)), (np.zeros(256, np.uint32),),
-                         archs=blackwell, shared=SHARED))  # fmt: skip
+        made.append(
+            Case(
+                "stmatrix",
+                form,
+                body,
+                (source, raw("fragments", 32 * count)),
+                (np.zeros(256, np.uint32),),
+                archs=blackwell,
+                shared=SHARED,
+            )
+        )
     return made
 
 
-def mma(shape: str, to: str, left: str, right: str, name: str, a: Array, b: Array, c: Array, tolerance: Tolerance,
-        form: str = "", refused: bool = False) -> Case:  # fmt: skip
+def mma(
+    shape: str,
+    to: str,
+    left: str,
+    right: str,
+    name: str,
+    a: Array,
+    b: Array,
+    c: Array,
+    tolerance: Tolerance,
+    form: str = "",
+    refused: bool = False,
+) -> Case:
     """One mma.sync of a warp; fragments come from memory word by word."""
     words = [len(x) // 32 for x in (a, b, c)]
     body = f"""{load_words("%r", 10, words[0], 0)} {load_words("%r", 20, words[1], 1)}
@@ -102,16 +134,35 @@ def mma(shape: str, to: str, left: str, right: str, name: str, a: Array, b: Arra
       mma.sync.aligned.{shape}.row.col{form}.{to}.{left}.{right}.{to} {registers("%r", 40, words[2])},
         {registers("%r", 10, words[0])}, {registers("%r", 20, words[1])}, {registers("%r", 30, words[2])};
       {store_words("%r", 40, words[2], 3)}"""
-    return Case("mma.sync", f"{shape}.{to}.{left}.{right}{form} {name}", body, (a, b, c),
-                (np.zeros(len(c), np.uint32),), tolerance, refused=refused)  # fmt: skip
+    return Case(
+        "mma.sync",
+        f"{shape}.{to}.{left}.{right}{form} {name}",
+        body,
+        (a, b, c),
+        (np.zeros(len(c), np.uint32),),
+        tolerance,
+        refused=refused,
+    )
 
 
-SHAPES = [("m16n8k16", "f32", "f16", "f16"), ("m16n8k8", "f32", "f16", "f16"), ("m16n8k16", "f16", "f16", "f16"),
-          ("m16n8k8", "f16", "f16", "f16"), ("m16n8k16", "f32", "bf16", "bf16"), ("m16n8k8", "f32", "bf16", "bf16"),
-          ("m16n8k8", "f32", "tf32", "tf32"), ("m16n8k4", "f32", "tf32", "tf32"), ("m16n8k32", "f32", "e4m3", "e4m3"),
-          ("m16n8k32", "f32", "e5m2", "e5m2"), ("m16n8k32", "f32", "e4m3", "e5m2"), ("m16n8k32", "s32", "s8", "s8"),
-          ("m16n8k32", "s32", "u8", "u8"), ("m16n8k32", "s32", "s8", "u8"), ("m16n8k32", "s32", "u8", "s8"),
-          ("m16n8k16", "s32", "s8", "s8")]  # fmt: skip
+SHAPES = [
+    ("m16n8k16", "f32", "f16", "f16"),
+    ("m16n8k8", "f32", "f16", "f16"),
+    ("m16n8k16", "f16", "f16", "f16"),
+    ("m16n8k8", "f16", "f16", "f16"),
+    ("m16n8k16", "f32", "bf16", "bf16"),
+    ("m16n8k8", "f32", "bf16", "bf16"),
+    ("m16n8k8", "f32", "tf32", "tf32"),
+    ("m16n8k4", "f32", "tf32", "tf32"),
+    ("m16n8k32", "f32", "e4m3", "e4m3"),
+    ("m16n8k32", "f32", "e5m2", "e5m2"),
+    ("m16n8k32", "f32", "e4m3", "e5m2"),
+    ("m16n8k32", "s32", "s8", "s8"),
+    ("m16n8k32", "s32", "u8", "u8"),
+    ("m16n8k32", "s32", "s8", "u8"),
+    ("m16n8k32", "s32", "u8", "s8"),
+    ("m16n8k16", "s32", "s8", "s8"),
+]
 
 
 def products() -> list[Case]:
@@ -120,16 +171,41 @@ def products() -> list[Case]:
         k = int(shape.split("k")[1])
         sizes = [16 * k * SIZE[left] // 4, 8 * k * SIZE[right] // 4, 128 if to != "f16" else 64]
         values = to if to != "s32" else "bits"
-        c = {"f32": np.arange(-64, 64).astype(np.float32).view(np.uint32), "s32": np.arange(-64, 64).astype(np.int32)
-             .view(np.uint32), "f16": np.arange(-64, 64).astype(np.float16).view(np.uint32)}[to]  # fmt: skip
+        c = {
+            "f32": np.arange(-64, 64).astype(np.float32).view(np.uint32),
+            "s32": np.arange(-64, 64).astype(np.int32).view(np.uint32),
+            "f16": np.arange(-64, 64).astype(np.float16).view(np.uint32),
+        }[to]
         seed = f"{shape}{to}"
-        made.append(mma(shape, to, left, right, "integers", small(seed + "a", left, sizes[0]),
-                        small(seed + "b", right, sizes[1]), c, Tolerance(values)))  # fmt: skip
+        made.append(
+            mma(
+                shape,
+                to,
+                left,
+                right,
+                "integers",
+                small(seed + "a", left, sizes[0]),
+                small(seed + "b", right, sizes[1]),
+                c,
+                Tolerance(values),
+            )
+        )
         addend = c if to == "s32" else floats(seed, 128, 2, 2, to)[:128].view(np.uint32)
         if to != "s32":
             addend = np.where(np.arange(len(addend)) < 64, c, addend) if to == "f32" else c
-        made.append(mma(shape, to, left, right, "random", random_operand(seed + "a", left, sizes[0]),
-                        random_operand(seed + "b", right, sizes[1]), addend, Tolerance(values)))  # fmt: skip
+        made.append(
+            mma(
+                shape,
+                to,
+                left,
+                right,
+                "random",
+                random_operand(seed + "a", left, sizes[0]),
+                random_operand(seed + "b", right, sizes[1]),
+                addend,
+                Tolerance(values),
+            )
+        )
     large = np.full(128, 2**31 - 1000, np.int32).view(np.uint32)
     made += [
         mma(
@@ -150,8 +226,9 @@ def products() -> list[Case]:
     for kind in ("bf16", "f16"):
         special = floats("mma special", 256, 3, 0, kind).view(np.uint32)[:128]
         other = floats("mma special", 128, 3, 1, kind).view(np.uint32)[:64]
-        made.append(mma("m16n8k16", "f32", kind, kind, "special", special, other, np.zeros(128, np.uint32),
-                        Tolerance("f32")))  # fmt: skip
+        made.append(
+            mma("m16n8k16", "f32", kind, kind, "special", special, other, np.zeros(128, np.uint32), Tolerance("f32"))
+        )
     return made
 
 

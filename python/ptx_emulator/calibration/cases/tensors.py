@@ -39,8 +39,9 @@ def loads(name: str, m: Map, places: list[tuple[int, ...]], source: Any, step: i
     body = f"""{INIT} {fill(size, 0)} @!%p1 bra W; {targets}
       mbarrier.arrive.expect_tx.shared.b64 %rd20, [%r3], {m.box_bytes * len(places)}; {copies}
       W: {WAIT} {dump(size, 2)}"""
-    return Case("tma.load", name, body, (old, source), (np.zeros(size // 4, np.uint32),), shared=SHARED, maps=(m,),
-                **options)  # fmt: skip
+    return Case(
+        "tma.load", name, body, (old, source), (np.zeros(size // 4, np.uint32),), shared=SHARED, maps=(m,), **options
+    )
 
 
 def swizzles() -> list[Case]:
@@ -69,11 +70,17 @@ def ranks() -> list[Case]:
         ((30, 20), (64,), (16, 8), [(0, 0), (24, 16), (-8, -3), (40, 4)]),
         ((14, 7, 5), (32, 256), (8, 4, 3), [(0, 0, 0), (8, 4, 3), (-8, -1, -1), (0, 0, 7)]),
         ((14, 7, 5, 3), (32, 256, 1280), (16, 3, 2, 2), [(0, 0, 0, 0), (8, 5, 4, 2), (-8, -1, -1, -1)]),
-        ((14, 5, 3, 3, 3), (32, 160, 480, 1440), (16, 2, 2, 2, 2), [(0, 0, 0, 0, 0), (8, 4, 2, 2, 2),
-                                                                  (-8, -1, -1, -1, -1)]),
-    ]  # fmt: skip
-    made = [loads(f"rank{len(sizes)}", Map(1, "u16", sizes, strides, box), places, source)
-            for sizes, strides, box, places in shapes]  # fmt: skip
+        (
+            (14, 5, 3, 3, 3),
+            (32, 160, 480, 1440),
+            (16, 2, 2, 2, 2),
+            [(0, 0, 0, 0, 0), (8, 4, 2, 2, 2), (-8, -1, -1, -1, -1)],
+        ),
+    ]
+    made = [
+        loads(f"rank{len(sizes)}", Map(1, "u16", sizes, strides, box), places, source)
+        for sizes, strides, box, places in shapes
+    ]
     # Strides need not be those of a packed tensor: rows that overlap, and a dimension that stands still.
     made.append(loads("overlap", Map(1, "f32", (16, 20, 4), (16, 16), (16, 8, 3)), [(0, 5, 1)], source))
     values_ = floats("tma floats", 4096, 100)
@@ -115,8 +122,19 @@ def multicast() -> list[Case]:
           cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
             [%r9], [%rd80, {{0, %r7}}], [%r3], %h1;
           W: {wait} {dump(2048, 5)} {joined}"""
-        made.append(Case("tma.load", f"multicast.{name}", body, (raw("cast", 2048),), (np.zeros(1024, np.uint32),),
-                         grid=2, cluster=2, shared=SHARED, maps=(m,)))  # fmt: skip
+        made.append(
+            Case(
+                "tma.load",
+                f"multicast.{name}",
+                body,
+                (raw("cast", 2048),),
+                (np.zeros(1024, np.uint32),),
+                grid=2,
+                cluster=2,
+                shared=SHARED,
+                maps=(m,),
+            )
+        )
     return made
 
 
@@ -135,8 +153,16 @@ def stores() -> list[Case]:
         if swizzle:
             m = Map(1, "u16", (48, 28), (128,), (swizzle // 4, 16), swizzle)
             made.append(_store(f"narrow.swizzle{swizzle}", m, [(8, 2)], "", raw("tile", 1024), raw("under", 1024)))
-    made.append(_store("rank3", Map(1, "u16", (24, 7, 5), (64, 512), (16, 4, 3)), [(16, 5, 4), (0, 2, 1)], "",
-                       raw("tile", 1024), raw("under", 1024)))  # fmt: skip
+    made.append(
+        _store(
+            "rank3",
+            Map(1, "u16", (24, 7, 5), (64, 512), (16, 4, 3)),
+            [(16, 5, 4), (0, 2, 1)],
+            "",
+            raw("tile", 1024),
+            raw("under", 1024),
+        )
+    )
     for kind, operations in REDUCTIONS.items():
         size = TYPES[kind][2]
         for op in operations.split():
@@ -161,13 +187,25 @@ def _store(
     step = -(-m.box_bytes // 1024) * 1024
     lines = []
     for i, place in enumerate(places):
-        opcode = f"cp.reduce.async.bulk.tensor.{len(place)}d.global.shared::cta{op}.tile" if op else (
-            f"cp.async.bulk.tensor.{len(place)}d.global.shared::cta.tile")  # fmt: skip
-        lines.append(f"add.s32 %r20, %r1, {i * step}; {opcode}.bulk_group [%rd80, {{{_coordinates(place)}}}], [%r20]; "
-                     f"{DRAIN}")  # fmt: skip
+        opcode = (
+            f"cp.reduce.async.bulk.tensor.{len(place)}d.global.shared::cta{op}.tile"
+            if op
+            else (f"cp.async.bulk.tensor.{len(place)}d.global.shared::cta.tile")
+        )
+        lines.append(
+            f"add.s32 %r20, %r1, {i * step}; {opcode}.bulk_group [%rd80, {{{_coordinates(place)}}}], [%r20]; {DRAIN}"
+        )
     body = f"{PLACE} {fill(4096, 0)} @!%p1 bra E; {' '.join(lines)} E:"
-    return Case("tma.reduce" if op else "tma.store", name, body, (tile,), (target,), tolerance or Tolerance(),
-                shared=SHARED, maps=(m,))  # fmt: skip
+    return Case(
+        "tma.reduce" if op else "tma.store",
+        name,
+        body,
+        (tile,),
+        (target,),
+        tolerance or Tolerance(),
+        shared=SHARED,
+        maps=(m,),
+    )
 
 
 def edits() -> list[Case]:
@@ -176,15 +214,17 @@ def edits() -> list[Case]:
     size = 2048
     change: dict[str, list[str]] = {
         "global_address": ["tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r5], %rd6;"],
-        "global_dim": ["tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r5], 0, 10;",
-                       "tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r5], 1, 5;"],
+        "global_dim": [
+            "tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r5], 0, 10;",
+            "tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r5], 1, 5;",
+        ],
         "global_stride": ["tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r5], 0, 96;"],
         "box_dim": ["tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%r5], 1, 12;"],
         "rank": ["tensormap.replace.tile.rank.shared::cta.b1024.b32 [%r5], 1;"],
         "swizzle_mode": ["tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%r5], 1;"],
         "elemtype": ["tensormap.replace.tile.elemtype.shared::cta.b1024.b32 [%r5], 10;"],
         "fill_mode": ["tensormap.replace.tile.fill_mode.shared::cta.b1024.b32 [%r5], 1;"],
-    }  # fmt: skip
+    }
     refused = {"rank", "swizzle_mode", "elemtype", "fill_mode"}
     for name, lines in change.items():
         rows = 12 if name == "box_dim" else 8
@@ -201,9 +241,18 @@ def edits() -> list[Case]:
           cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
             [%r1], [%rd3, {{8, 2}}], [%r3];
           W: {WAIT} {dump(size, 2)} mov.b32 %r7, 0; add.s64 %rd7, %rd3, %rd5; st.global.b32 [%rd7], %r7;"""
-        made.append(Case("tma.edit", name, body, (raw("edit old", size // 4), raw("edit", 1024)),
-                         (np.zeros(size // 4, np.uint32), np.zeros(32, np.uint32)), shared=shared, maps=(m,),
-                         refused=name in refused))  # fmt: skip
+        made.append(
+            Case(
+                "tma.edit",
+                name,
+                body,
+                (raw("edit old", size // 4), raw("edit", 1024)),
+                (np.zeros(size // 4, np.uint32), np.zeros(32, np.uint32)),
+                shared=shared,
+                maps=(m,),
+                refused=name in refused,
+            )
+        )
     made.append(in_global())
     return made
 
@@ -220,8 +269,15 @@ def in_global() -> Case:
       cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd2, {{4, 2}}], [%r3];
       W: {WAIT} mad.lo.s32 %r80, %r99, 4, %r1; ld.shared.b32 %r81, [%r80]; add.s64 %rd7, %rd1, %rd5;
       st.global.b32 [%rd7], %r81; mov.b32 %r7, 0; add.s64 %rd7, %rd2, %rd5; st.global.b32 [%rd7], %r7;"""
-    return Case("tma.edit", "in global memory", body, (raw("global edit", 1024),),
-                (np.zeros(32, np.uint32), np.zeros(32, np.uint32)), shared=SHARED, maps=(m,))  # fmt: skip
+    return Case(
+        "tma.edit",
+        "in global memory",
+        body,
+        (raw("global edit", 1024),),
+        (np.zeros(32, np.uint32), np.zeros(32, np.uint32)),
+        shared=SHARED,
+        maps=(m,),
+    )
 
 
 def encodings() -> list[Case]:
@@ -240,8 +296,10 @@ def encodings() -> list[Case]:
     maps["element_strides"] = Map(-1, "bf16", **square, steps=(1, 2))
     body = """mul.wide.u32 %rd70, %r99, 4; add.s64 %rd71, %rd80, %rd70; ld.b32 %r1, [%rd71]; add.s64 %rd71, %rd0, %rd70;
       st.global.b32 [%rd71], %r1;"""
-    return [Case("tensormap", name, body, (), (np.zeros(32, np.uint32),), maps=(replace(m, offset=0x7F5432100000),))
-            for name, m in maps.items()]  # fmt: skip
+    return [
+        Case("tensormap", name, body, (), (np.zeros(32, np.uint32),), maps=(replace(m, offset=0x7F5432100000),))
+        for name, m in maps.items()
+    ]
 
 
 def cases() -> list[Case]:

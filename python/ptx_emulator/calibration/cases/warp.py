@@ -32,8 +32,9 @@ def votes() -> list[Case]:
     few = values % np.uint32(5)
     few[:32] = 7
     made.append(elementwise("warp", "match.any.b32", "match.any.sync.b32 %d, %a, -1;", [few], np.uint32))
-    made.append(elementwise("warp", "match.any.b64", "match.any.sync.b64 %d, %a, -1;", [few.astype(np.uint64) << 33],
-                            np.uint32))  # fmt: skip
+    made.append(
+        elementwise("warp", "match.any.b64", "match.any.sync.b64 %d, %a, -1;", [few.astype(np.uint64) << 33], np.uint32)
+    )
     code = "match.all.sync.b32 %d|%p1, %a, -1; @%p1 xor.b32 %d, %d, 0x0F0F0F0F;"
     made.append(elementwise("warp", "match.all.b32", code, [few], np.uint32))
     made += [
@@ -42,8 +43,11 @@ def votes() -> list[Case]:
     ]
     for op in ("min", "max.abs", "max.NaN"):
         code = f"redux.sync.{op}.f32 %d, %a, -1;"
-        made.append(elementwise("warp", f"redux.{op}.f32", code, [floats(op, COUNT, 8)], np.uint32, Tolerance("f32"),
-                                archs=("sm_100a",)))  # fmt: skip
+        made.append(
+            elementwise(
+                "warp", f"redux.{op}.f32", code, [floats(op, COUNT, 8)], np.uint32, Tolerance("f32"), archs=("sm_100a",)
+            )
+        )
     return made
 
 

@@ -31,10 +31,20 @@ def _strides(mode: str, k_major: bool, extent: int) -> tuple[int, int]:
 
 
 def multiply(
-    name: str, kinds: tuple[str, str, str], n: int, image: tuple[Array, Array], *,
-    mode: tuple[str, str] = ("none", "none"), majors: str = "kk", in_registers: bool = False, scale_d: str = "p",
-    signs: tuple[int, int] = (1, 1), steps: int = 1, advance: tuple[int, int] = (0, 0), addend: Array | None = None,
-) -> Case:  # fmt: skip
+    name: str,
+    kinds: tuple[str, str, str],
+    n: int,
+    image: tuple[Array, Array],
+    *,
+    mode: tuple[str, str] = ("none", "none"),
+    majors: str = "kk",
+    in_registers: bool = False,
+    scale_d: str = "p",
+    signs: tuple[int, int] = (1, 1),
+    steps: int = 1,
+    advance: tuple[int, int] = (0, 0),
+    addend: Array | None = None,
+) -> Case:
     """D = A B + D for 64 x n; `majors` says whether A and B are K-major ("k") or not ("m"). `steps` multiplications in
     a row, whose descriptors advance by `advance` bytes."""
     to, left, right = kinds
@@ -52,8 +62,10 @@ def multiply(
     for operand, register in ((0, "%r1"), (1, "%r2")):
         strides = _strides(mode[operand], majors[operand] == "k", 64 if operand == 0 else n)
         place = f"%rd{10 + operand}"
-        lines.append(f"and.b32 %r3, {register}, 0x3FFFF; shr.u32 %r3, %r3, 4; cvt.u64.u32 {place}, %r3; "
-                     f"or.b64 {place}, {place}, {_descriptor(mode[operand], *strides)};")  # fmt: skip
+        lines.append(
+            f"and.b32 %r3, {register}, 0x3FFFF; shr.u32 %r3, %r3, 4; cvt.u64.u32 {place}, %r3; "
+            f"or.b64 {place}, {place}, {_descriptor(mode[operand], *strides)};"
+        )
     lines.append("wgmma.fence.sync.aligned;")
     transposed = f", {int(majors[0] != 'k')}, {int(majors[1] != 'k')}"
     if in_registers:
@@ -62,8 +74,10 @@ def multiply(
         a = registers("%r", 10, 4) if in_registers else "%rd10"
         predicate = {"p": "%p5", "p0": "%p6"}[scale_d]
         rest = "" if to == "s32" else f", {signs[0]}, {signs[1]}" + (transposed if left in ("f16", "bf16") else "")
-        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{to}.{left}.{right} {registers('%r', 100, count)}, "
-                     f"{a}, %rd11, {predicate}{rest};")  # fmt: skip
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{to}.{left}.{right} {registers('%r', 100, count)}, "
+            f"{a}, %rd11, {predicate}{rest};"
+        )
         if step + 1 < steps:
             lines += [f"add.s64 %rd{10 + i}, %rd{10 + i}, {advance[i] >> 4};" for i in (0, 1)]
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
@@ -74,10 +88,17 @@ def multiply(
         width = {"f32": np.float32, "s32": np.int32, "f16": np.float16}[to]
         addend = (np.arange(128 * count * (2 if to == "f16" else 1)) % 61 - 30).astype(width).view(np.uint32)
     shared = f".shared .align 1024 .b8 image[{A_BYTES + B_BYTES}];"
-    return Case("wgmma", f"{left}{'' if left == right else '.' + right}.{to} {name}", "\n".join(lines),
-                (*image, addend), (np.zeros(128 * count, np.uint32),),
-                Tolerance("bits" if to == "s32" else to), archs=HOPPER, block=128,
-                shared=shared)  # fmt: skip
+    return Case(
+        "wgmma",
+        f"{left}{'' if left == right else '.' + right}.{to} {name}",
+        "\n".join(lines),
+        (*image, addend),
+        (np.zeros(128 * count, np.uint32),),
+        Tolerance("bits" if to == "s32" else to),
+        archs=HOPPER,
+        block=128,
+        shared=shared,
+    )
 
 
 def images(left: str, right: str) -> tuple[Array, Array]:
@@ -91,13 +112,27 @@ def layouts() -> list[Case]:
             for mode in MODES:
                 # An MN-major operand of a swizzle wider than B's columns: N must fill the swizzle's row.
                 n = 16 if majors[1] == "k" else max(16, SPAN[mode] // 2)
-                made.append(multiply(f"{majors} {mode}", (to, kind, kind), n, images(kind, kind), mode=(mode, mode),
-                                     majors=majors))  # fmt: skip
-    made.append(multiply("km sw128 n96", ("f32", "bf16", "bf16"), 192, images("bf16", "bf16"), mode=("sw64", "sw128"),
-                         majors="km"))  # fmt: skip
-    for kinds in (("f32", "tf32", "tf32"), ("f32", "e4m3", "e4m3"), ("f32", "e5m2", "e5m2"), ("f32", "e4m3", "e5m2"),
-                  ("f32", "e5m2", "e4m3"), ("s32", "s8", "s8"), ("s32", "u8", "u8"), ("s32", "s8", "u8"),
-                  ("s32", "u8", "s8")):  # fmt: skip
+                made.append(
+                    multiply(
+                        f"{majors} {mode}", (to, kind, kind), n, images(kind, kind), mode=(mode, mode), majors=majors
+                    )
+                )
+    made.append(
+        multiply(
+            "km sw128 n96", ("f32", "bf16", "bf16"), 192, images("bf16", "bf16"), mode=("sw64", "sw128"), majors="km"
+        )
+    )
+    for kinds in (
+        ("f32", "tf32", "tf32"),
+        ("f32", "e4m3", "e4m3"),
+        ("f32", "e5m2", "e5m2"),
+        ("f32", "e4m3", "e5m2"),
+        ("f32", "e5m2", "e4m3"),
+        ("s32", "s8", "s8"),
+        ("s32", "u8", "u8"),
+        ("s32", "s8", "u8"),
+        ("s32", "u8", "s8"),
+    ):
         made += [multiply(f"kk {mode}", kinds, 16, images(*kinds[1:]), mode=(mode, mode)) for mode in MODES]
     made += [
         multiply("kk sw64", ("f16", kind, kind), 32, images(kind, kind), mode=("sw64", "sw64"))
@@ -124,10 +159,23 @@ def variants() -> list[Case]:
                 for signs in ((-1, 1), (1, -1), (-1, -1))
             ]
     pair = images("f16", "f16")
-    made.append(multiply("registers mm", ("f32", "f16", "f16"), 64, pair, mode=("none", "sw128"), majors="km",
-                         in_registers=True))  # fmt: skip
-    made.append(multiply("four steps registers", ("f32", "f16", "f16"), 32, pair, mode=("none", "sw128"), steps=4,
-                         advance=(0, 32), in_registers=True))  # fmt: skip
+    made.append(
+        multiply(
+            "registers mm", ("f32", "f16", "f16"), 64, pair, mode=("none", "sw128"), majors="km", in_registers=True
+        )
+    )
+    made.append(
+        multiply(
+            "four steps registers",
+            ("f32", "f16", "f16"),
+            32,
+            pair,
+            mode=("none", "sw128"),
+            steps=4,
+            advance=(0, 32),
+            in_registers=True,
+        )
+    )
     made.append(multiply("f16 no addend", ("f16", "f16", "f16"), 64, pair, mode=("sw32", "sw32"), scale_d="p0"))
     return made
 
@@ -140,8 +188,18 @@ def random_data() -> list[Case]:
     for to, kind, steps in forms:
         pair = (random_operand("image a", kind, A_BYTES // 4), random_operand("image b", kind, B_BYTES // 4))
         n, addend = (16, np.zeros(128 * 8, np.uint32)) if to == "f32" else (32, None)
-        made.append(multiply(f"random {steps}", (to, kind, kind), n, pair, mode=("sw128", "sw128"), steps=steps,
-                             advance=(32, 32), addend=addend))  # fmt: skip
+        made.append(
+            multiply(
+                f"random {steps}",
+                (to, kind, kind),
+                n,
+                pair,
+                mode=("sw128", "sw128"),
+                steps=steps,
+                advance=(32, 32),
+                addend=addend,
+            )
+        )
     return made
 
 
