@@ -125,14 +125,6 @@ PLAN_CUDA_GRAPHS = Setting(
     "Whether calls of a graph whose tensors lie where they lay before launch a CUDA graph that the plan keeps, instead "
     "of calling cuDNN. Read at a graph's first call with tensors of a kind.",
 )
-FUSED_CUDA_GRAPHS = Setting(
-    "CUDNN_FUSED_CUDA_GRAPHS",
-    "1 or 0",
-    _flag,
-    True,
-    "Whether calls of a fused API whose tensors lie where they lay before launch a CUDA graph of the kernel that is "
-    "kept for them. Read when its object is compiled.",
-)
 CLUSTER_OVERLAP_MARGIN = Setting(
     "CUDNNFE_CLUSTER_OVERLAP_MARGIN",
     "a number, 0 or more",
@@ -189,7 +181,6 @@ SETTINGS = (
     SYSTEM_KERNEL_CACHE,
     EMULATE,
     PLAN_CUDA_GRAPHS,
-    FUSED_CUDA_GRAPHS,
     CLUSTER_OVERLAP_MARGIN,
     GEMM_DYNAMIC_M,
     GEMM_DYNAMIC_MNKL,

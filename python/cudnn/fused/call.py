@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn import launch, settings
-from cudnn.alike import current_device, like
-from cudnn.backend import cuda_graph
-from cudnn.backend.handle import Lane
+from cudnn.alike import like
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.signature import workspace_size
@@ -62,10 +58,8 @@ def run(tensors, scalars, stream, workspace):
         {values}
         stream = current_stream(index) if stream is None else raw_stream(stream, index)
         {allocated}
-        {replay}
         limit = layout.limit
         kernel({arguments})
-        {keep}
     except (TypeError, ValueError, AttributeError, RuntimeError):
         again = otherwise(tensors, scalars)
         if again is None:
@@ -78,106 +72,10 @@ _CHECKED = """
     elif type(s{i}) is not {kind} or s{i} - s{i} != 0:
         s{i} = number({name!r}, s{i})
 """
-_REPLAY = """
-        table = layout.mine.table
-        if table.rest:
-            table.rest -= 1
-            found = once
-        else:
-            key = (stream, scalars, {addresses})
-            found = table.calls.get(key)
-            if found is None:
-                found = table.note(key, index)
-            elif found.graph is None:
-                found.calls += 1
-                found.used = True
-        if found.graph is not None:
-            lane = found.lane
-            if (
-                (stream or current_device is None or current_device() == index)
-                and not is_capturing(lane.queue, lane.capture_result) and not lane.capturing.value
-            ):
-                found.used = True
-                status = launch_graph(found.graph, lane.queue)
-                if not status:
-                    return
-                found.lose_graph(title, status)
-"""
-_KEEP = """
-        if found.calls == calls_before_graph:
-            keep(found, [{arguments}])
-"""
 _ALLOCATED = """
         if workspace is None:
             workspace = allocated(layout.bytes, stream, t0)
 """
-
-
-class Repeated(cuda_graph.Kept):
-    """A call of this thread that comes again, on a stream."""
-
-    __slots__ = ("lane",)
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__()
-        self.lane = lane
-
-
-class Table:
-    """The calls of a thread, with tensors of a layout, that may come again: by stream, numbers and addresses.
-
-    Attributes:
-        rest: How many calls go by before one is looked up again: where none comes again, looking is lost time.
-    """
-
-    MAX_CALLS = 64  # a training step cycles through fewer sets of buffers
-    MAX_MISSES = (
-        512  # calls with others, where there are as many as may be, until those that no longer come are dropped
-    )
-    CALLS_AT_REST = 8192
-
-    def __init__(self) -> None:
-        self.calls: dict[tuple[Any, ...], Repeated] = {}
-        self.misses = self.rest = 0
-
-    def note(self, key: tuple[Any, ...], index: int) -> Repeated:
-        """Counts a call whose key is new from now on."""
-        if 0 in key[1]:  # as a key, -0.0 is the same number
-            return once
-        if len(self.calls) < self.MAX_CALLS:
-            found = self.calls[key] = Repeated(lanes.find(index, key[0]))
-            return found
-        self.misses += 1
-        if self.misses == self.MAX_MISSES:
-            self.make_room()
-        return once
-
-    def make_room(self) -> None:
-        """Drops the calls that did not come again since it was last looked, and their CUDA graphs. Rests if none ever
-        did.
-        """
-        self.misses = 0
-        if not any(found.calls for found in self.calls.values()):
-            self.rest = self.CALLS_AT_REST
-        for key, found in list(self.calls.items()):
-            if not found.used:
-                del self.calls[key]
-                found.drop_graph()
-            found.used = False
-
-    def forget(self) -> None:
-        """Drops the calls, and their CUDA graphs."""
-        while self.calls:
-            self.calls.popitem()[1].drop_graph()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            self.forget()
-
-
-class _Mine(threading.local):
-    def __init__(self) -> None:
-        self.table = Table()
 
 
 class Layout:
@@ -189,32 +87,11 @@ class Layout:
         limit: How many of its multiprocessors the kernel may use.
         bytes: The size of their workspace.
         workspace: A weak reference to the caller's workspace that was checked last.
-        mine: The ``table`` of this thread.
     """
 
     def __init__(self, alike: Callable[..., bool], index: int, limit: int, size: int) -> None:
         self.alike, self.index, self.limit, self.bytes = alike, index, limit, size
         self.workspace: Callable[[], Any] = _none
-        self.mine = _Mine()
-
-
-class Lanes(threading.local):
-    """A thread's streams, and the CUDA graphs that are kept for all objects' calls in it."""
-
-    def __init__(self) -> None:
-        self.by_stream: dict[tuple[int, int], Lane] = {}
-        self.kept: dict[Any, Any] = {}
-
-    def find(self, device: int, stream: int) -> Lane:
-        """The lane of a stream of a device."""
-        if (device, stream) not in self.by_stream:
-            self.by_stream[device, stream] = Lane(device, stream, self.kept)
-        return self.by_stream[device, stream]
-
-
-lanes = Lanes()
-once = Repeated(Lane(-1, 0, {}))
-"""Stands for calls that are not counted."""
 
 
 class Call:
@@ -223,9 +100,6 @@ class Call:
     Tensors are checked where their types, shapes or strides are not those of a call before; so is the workspace, and
     that tensors without a sample are None. The kernel itself checks addresses, and raises before it writes anything but
     the workspace. One value remembers all, since several threads may use an object.
-
-    Where it is to keep CUDA graphs, calls whose tensors and workspace lie where they lay before, on the same stream and
-    with the same numbers, launch one of the kernel, which reads and writes what lies there now. Each thread has its.
     """
 
     MAX_LAYOUTS = 16
@@ -238,7 +112,6 @@ class Call:
         self.present = [i for i, name in enumerate(api.names) if api.given(name) and name not in api.unused()]
         self.layouts: list[Layout] = []  # that calls had, the last ones first
         self.validates = api.validates
-        self.keeps_graphs = settings.FUSED_CUDA_GRAPHS.get() and torch.cuda.is_available()
         self.run = self._written_out()
 
     def _written_out(self) -> Callable[..., None]:
@@ -253,8 +126,6 @@ class Call:
         absent = [f"t{i}" for i, name in enumerate(api.names) if not api.given(name)]
         numbers = [f"s{i}" for i in range(len(api.scalars))]
         prepares = any(slot.name == "workspace" for slot in self.plan.slots)
-        arguments, replays = _arguments(api, self.plan), self.keeps_graphs
-        addresses = [f"{name}.data_ptr()" for name in [*present, *["workspace"] * prepares]]
         source = _TEMPLATE.format(
             refitted="tensors = refitted(tensors)" if self.refits or self.viewing else "",
             names=", ".join(names),
@@ -264,9 +135,7 @@ class Call:
             numbers=f"{', '.join(numbers)}, = scalars" if numbers else "",
             checked="".join(_checked(api, i, name) for i, name in enumerate(api.scalars)).strip(),
             allocated=_ALLOCATED.strip() if prepares else "",
-            replay=_REPLAY.format(addresses=", ".join(addresses)).strip() if replays else "",
-            keep=_KEEP.format(arguments=arguments).strip() if replays else "",
-            arguments=arguments,
+            arguments=_arguments(api, self.plan),
         )
         scope: dict[str, Any] = {
             "kernel": self.kernel,
@@ -282,13 +151,6 @@ class Call:
             "raw_stream": launch.raw_stream,
             "allocated": self._allocated,
             "otherwise": self._otherwise,
-            "keep": self._keep,
-            "calls_before_graph": Repeated.CALLS_BEFORE_GRAPH,
-            "current_device": replays and current_device(),
-            "is_capturing": replays and cuda_graph.unchecked("cuStreamIsCapturing"),
-            "once": once,
-            "launch_graph": replays and cuda_graph.unchecked("cuGraphLaunch"),
-            "title": api._title(),
         }
         exec(compile(source, __file__, "exec"), scope)
         return scope["run"]
@@ -355,17 +217,6 @@ class Call:
             found.workspace = weakref.ref(workspace)
         return found
 
-    def _keep(self, found: Repeated, arguments: list[Any]) -> None:
-        """Makes the CUDA graph of a call, if it is time."""
-        place = next(i for i, slot in enumerate(self.plan.slots) if slot.name == "stream")
-
-        def call(stream: int) -> None:
-            self.kernel(*arguments[:place], stream, *arguments[place + 1 :])
-
-        title = self.api._title()
-        if found.keep_graph(found.lane, title, lambda graph: cuda_graph.record(found.lane, graph, call)):
-            say_kept(title)
-
     def _allocated(self, size: int, stream: int, first: Any) -> Any:
         """Memory of this call, which PyTorch's allocator knows to be used on ``stream``."""
         with on_stream(stream, first):
@@ -396,12 +247,6 @@ def _checked(api: FusedAPI, i: int, name: str) -> str:
 def say(name: str, notice: str) -> None:
     """Says something of an API in the log, once."""
     settings.configure_logging().warning("%s: %s", name, notice)
-
-
-@functools.cache
-def say_kept(name: str) -> None:
-    """Says in the log, once for each API, that its calls launch CUDA graphs."""
-    settings.configure_logging().info("%s: calls that come again launch a CUDA graph from now on", name)
 
 
 def _none() -> None:
