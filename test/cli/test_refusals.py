@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cudnn import bench, registry
+from cudnn import bench
 from cudnn.cli import programs
 from support.cli import invoke, words
 
@@ -22,11 +22,6 @@ REFUSED = {
         (["gemm_amax", "--routing", "zipf"], "got 'zipf'; allowed: uniform."),
         (["--from-csv", "missing.csv"], "missing.csv"),
         (["--from-csv", __file__], "no CSV file of `cudnn bench`"),
-        (["rmsnorm_rht_amax", "--model"], "allowed: " + ", ".join(registry.gemms())),
-        (["gemm_amax", "--model", "--csv", "x.csv"], "got --csv or --plot; allowed: neither"),
-        (["gemm_amax", "--clock", "1500"], "got 1500; allowed: a positive number, with --model"),
-        (["gemm_amax", "--model", "--clock", "-1"], "got -1; allowed: a positive number, with --model"),
-        (["--model", "--from-csv", "x.csv", "--clock", "9"], "got 9; allowed: a positive number"),
         (["gemm_swiglu", "--ranks", "2"], "allowed: 2 to 16, with moe, --quick"),
         (["moe", "--ranks", "1"], "allowed: 2 to 16, with moe, --quick"),
         (["moe", "--ranks", "2", "--all"], "allowed: 2 to 16, with moe, --quick"),
@@ -45,7 +40,7 @@ REFUSED = {
         ([], "allowed: a file or --example, one of the two"),
         (["program.py", "--example", "conv"], "one of the two"),
         (["--example", "rope"], "got 'rope'; allowed: attention, conv, matmul, rmsnorm"),
-        (["--example", "conv", "--format", "png"], "got 'png'; allowed: text, mermaid, svg"),
+        (["--example", "conv", "--format", "png"], "got 'png'; allowed: text, svg"),
         (["absent.py"], "got 'absent.py'; allowed: a file that exists"),
     ],
 }

@@ -171,13 +171,3 @@ def source_module(place: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def epilogues(api: type[DenseGemm], dtype: str) -> Mapping[str, tuple[Any, ...]]:
-    """What the candidates of an API do to the accumulator, by the names that the benchmark gives them."""
-    kind = OPERAND_TYPES[dtype]
-    found = {api.__name__: operations(api, kind)}
-    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
-    if optional:
-        found[f"{api.__name__}, no {optional[0]}"] = operations(api, kind, keep=False)
-    return found

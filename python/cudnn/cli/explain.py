@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 """Names, and the graphs of ``cudnn demo`` that they stand for."""
 
-FORMATS = ("text", "mermaid", "svg")
+FORMATS = ("text", "svg")
 
 
 def main(
@@ -40,7 +40,7 @@ def main(
         ),
     ] = "",
     example: Annotated[str, typer.Option(help=f"A built-in graph instead: {', '.join(EXAMPLES)}.")] = "",
-    form: Annotated[str, typer.Option("--format", help="text, mermaid or svg.")] = "text",
+    form: Annotated[str, typer.Option("--format", help="text or svg.")] = "text",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of printing.")] = None,
     device_properties: Annotated[
         Path | None,

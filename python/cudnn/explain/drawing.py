@@ -1,4 +1,4 @@
-"""What both drawings show: boxes for nodes and tensors, arrows between them, and a caption."""
+"""What the drawing shows: boxes for nodes and tensors, arrows between them, and a caption."""
 
 from __future__ import annotations
 

@@ -143,12 +143,6 @@ class Explanation:
 
         return render(self)
 
-    def mermaid(self) -> str:
-        """The graph as a Mermaid flowchart: pages on GitHub and many editors draw it."""
-        from cudnn.explain.mermaid import render
-
-        return render(self)
-
     def svg(self) -> str:
         """The graph as a drawing, one SVG element."""
         from cudnn.explain.svg import render
