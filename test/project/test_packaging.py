@@ -54,3 +54,9 @@ def test_pins_satisfy_the_requirements() -> None:
 def test_pins_name_no_machine() -> None:
     text = (ROOT / "constraints.txt").read_text()
     assert not re.search(r"://|file:|@ |^-", text, re.MULTILINE)
+
+
+def test_hooks_run_the_pinned_ruff() -> None:
+    (pin,) = (next(iter(pin.specifier)).version for pin in PINS if pin.name == "ruff")
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.findall(r"ruff-pre-commit\n    rev: v(\S+)$", hooks, re.MULTILINE) == [pin]
