@@ -118,7 +118,7 @@ def _selftest(
     full: Annotated[bool, typer.Option("--full", help="Every variant of the GEMMs, not a sample.")] = False,
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON.")] = "",
 ) -> None:
-    """Try microkernels and fused GEMMs on this GPU and print a report to send. Exit code 1 if anything is wrong."""
+    """Try the fused GEMMs on this GPU and print a report to send. Exit code 1 if anything is wrong."""
     from cudnn.cli import selftest
     from cudnn.launch import device_architecture
     from cudnn.launch.warm import architectures

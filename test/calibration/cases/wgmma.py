@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx_emulator.calibration.case import HOPPER, Case, Tolerance, load_words, registers
-from ptx_emulator.calibration.cases.copies import fill
-from ptx_emulator.calibration.cases.matrices import SIZE, random_operand, small
+from calibration.case import HOPPER, Case, Tolerance, load_words, registers
+from calibration.cases.copies import fill
+from calibration.cases.matrices import SIZE, random_operand, small
 from ptx_emulator.numerics import Array
 
 MODES = {"none": 0, "sw128": 1, "sw64": 2, "sw32": 3}

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import Case, Tolerance, floats, raw
-from ptx_emulator.calibration.cases.copies import DRAIN, INIT, PLACE, REDUCTIONS, WAIT, dump, fill, values
-from ptx_emulator.calibration.maps import TYPES, Map
+from calibration.case import Case, Tolerance, floats, raw
+from calibration.cases.copies import DRAIN, INIT, PLACE, REDUCTIONS, WAIT, dump, fill, values
+from calibration.maps import TYPES, Map
 
 TILE = 8192
 SHARED = f".shared .align 1024 .b8 buffer[{TILE}]; .shared .align 8 .b64 bar;"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import (
+from calibration.case import (
     Case,
     Tolerance,
     floats,
@@ -16,7 +16,7 @@ from ptx_emulator.calibration.case import (
     registers,
     store_words,
 )
-from ptx_emulator.calibration.cases.copies import PLACE, SHARED, dump, fill
+from calibration.cases.copies import PLACE, SHARED, dump, fill
 from ptx_emulator.numerics import Array
 
 # Codes of small integers, whose products and sums are exact: -3..3 (0..3 where there is no sign).

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import Case, Tolerance, elementwise, floats, title, words
+from calibration.case import Case, Tolerance, elementwise, floats, title, words
 from ptx_emulator.numerics import Array
 
 COUNT = 256

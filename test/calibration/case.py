@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.maps import Map
+from calibration.maps import Map
 from ptx_emulator.numerics import Array
 
 GENERAL = ("sm_90a", "sm_100a")

@@ -1,4 +1,4 @@
-"""The command `python -m ptx_emulator.calibration`."""
+"""The command `python -m calibration`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator import calibration
-from ptx_emulator.calibration import Case, Difference, Golden
+import calibration
+from calibration import Case, Difference, Golden
 from ptx_emulator.errors import EmulatorError, UnsupportedPTX
 
 
@@ -112,10 +112,10 @@ def on_gpu(cases: list[Case], arch: str, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ptx_emulator.calibration", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m calibration", description=__doc__)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases by name, such as 'wgmma/*'")
-    parser.add_argument("--golden", type=Path, help="a GPU's results; the package's own file if left out")
+    parser.add_argument("--golden", type=Path, help="a GPU's results; those kept here if left out")
     parser.add_argument("--missing", action="store_true", help="only cases of which the file has no results")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--gpu", action="store_true", help="run on this machine's GPU")
@@ -126,7 +126,7 @@ def main() -> int:
     options = parser.parse_args()
     cases = [c for c in calibration.cases(options.arch) if any(fnmatch.fnmatch(c.id, name) for name in options.only)]
     if options.serve:
-        from ptx_emulator.calibration.gpu import serve
+        from calibration.gpu import serve
 
         known = {c.id: c for c in cases}
         serve([known[line] for line in sys.stdin.read().splitlines()], options.arch, options.serve)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import Case, Tolerance, floats, raw, words
+from calibration.case import Case, Tolerance, floats, raw, words
 
 SHARED = ".shared .align 1024 .b8 buffer[4096]; .shared .align 8 .b64 bar;"
 PLACE = "mov.u32 %r1, buffer; mov.u32 %r3, bar; setp.eq.s32 %p1, %r99, 0;"

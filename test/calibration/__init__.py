@@ -1,15 +1,15 @@
 """Microkernels that run in the emulator and on a GPU, and results of GPUs to hold the emulator to.
 
-    python -m ptx_emulator.calibration                       # the emulator against the file of an H200's results
-    python -m ptx_emulator.calibration --gpu --write FILE    # this machine's GPU; needs cuda-bindings
+    PYTHONPATH=test python -m calibration                       # the emulator against the file of an H200's results
+    PYTHONPATH=test python -m calibration --gpu --write FILE    # this machine's GPU; needs cuda-bindings
 
 It depends on nothing but numpy.
 """
 
-from ptx_emulator.calibration.case import Case, Tolerance
-from ptx_emulator.calibration.cases import cases
-from ptx_emulator.calibration.emulated import run_emulated
-from ptx_emulator.calibration.golden import (
+from calibration.case import Case, Tolerance
+from calibration.cases import cases
+from calibration.emulated import run_emulated
+from calibration.golden import (
     Difference,
     Golden,
     Kept,
@@ -21,7 +21,7 @@ from ptx_emulator.calibration.golden import (
     path,
     save,
 )
-from ptx_emulator.calibration.gpu import Device, GPUError, run_all, run_on_gpu
+from calibration.gpu import Device, GPUError, run_all, run_on_gpu
 
 __all__ = [
     "Case",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ptx_emulator.calibration.case import Case
-from ptx_emulator.calibration.cases import (
+from calibration.case import Case
+from calibration.cases import (
     barriers,
     conversion,
     copies,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ptx_emulator.calibration.case import Case, raw, store_words
+from calibration.case import Case, raw, store_words
 
 SHARED = ".shared .align 16 .b8 buffer[1024]; .shared .align 8 .b64 bar[2];"
 INIT = "mov.u32 %r1, bar; mov.u32 %r2, buffer; setp.eq.s32 %p1, %r99, 0;"

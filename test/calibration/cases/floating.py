@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import FLOATS, Case, Tolerance, elementwise, floats, title
+from calibration.case import FLOATS, Case, Tolerance, elementwise, floats, title
 from ptx_emulator.numerics import Array
 
 COUNT = 384

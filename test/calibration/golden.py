@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ptx_emulator.calibration.case import FLOATS, Tolerance
+from calibration.case import FLOATS, Tolerance
 from ptx_emulator.numerics import Array
 
 FULL, SAMPLES = 8192, 512

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import Case
-from ptx_emulator.calibration.maps import PROMOTIONS, SWIZZLES, TYPES, Map, base
+from calibration.case import Case
+from calibration.maps import PROMOTIONS, SWIZZLES, TYPES, Map, base
 from ptx_emulator.numerics import Array
 
 LIMIT = 15.0  # seconds for one case, the compilation included
@@ -177,9 +178,10 @@ def run_all(cases: list[Case], arch: str) -> tuple[dict[str, list[Array]], dict[
 
 def _child(cases: list[Case], arch: str, folder: Path, errors: dict[str, str], device: dict[str, str]) -> int:
     """Runs cases until one ends the process; how many are done with, the last of them perhaps in error."""
-    command = [sys.executable, "-m", "ptx_emulator.calibration", "--serve", str(folder), "--arch", arch]
+    command = [sys.executable, "-m", "calibration", "--serve", str(folder), "--arch", arch]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert child.stdin is not None and child.stdout is not None  # noqa: PT018
     child.stdin.write("\n".join(c.id for c in cases))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx_emulator.calibration.case import Case, Tolerance, elementwise, floats, integers, raw, words
+from calibration.case import Case, Tolerance, elementwise, floats, integers, raw, words
 
 COUNT = 128
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import ptx_emulator
-from ptx_emulator.calibration.case import Case
-from ptx_emulator.calibration.maps import base, encode
+from calibration.case import Case
+from calibration.maps import base, encode
 from ptx_emulator.numerics import Array
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.calibration.case import (
+from calibration.case import (
     BITS,
     Case,
     Tolerance,
