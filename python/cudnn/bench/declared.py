@@ -45,10 +45,9 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
     )
 
 
-def operations(api: Any, kind: OperandType, keep: bool = True) -> Any:
-    """The epilogue for operands of a type; without ``keep``, without the results that are optional."""
-    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
-    tensors = blank(api, (256, 256, 256, 1), kind, "meta", without=() if keep else optional)
+def operations(api: Any, kind: OperandType) -> Any:
+    """The epilogue for operands of a type, with all results."""
+    tensors = blank(api, (256, 256, 256, 1), kind, "meta")
     options = {"sf_vec_size": kind.vector} if kind.scale else {}
     return api(**api.samples(tensors), **options).operations()
 
