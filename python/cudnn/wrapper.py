@@ -556,7 +556,7 @@ class Graph(Operations):
                 self._register(name, tensors[uid])
             for uid, number in known["values"]:
                 kind = _cudnn_to_torch_data_type(tensors[uid].data_type)
-                self._values[tensors[uid]] = torch.tensor(number, dtype=kind)
+                self._values[tensors[uid]] = torch.tensor(number, dtype=kind, device="cpu")
             order = [conforming(known.get(what), list[int] | None, what) for what in ("inputs", "outputs")]
         for node in graph.nodes:
             for port, tensor in node.inputs.items():

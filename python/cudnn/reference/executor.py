@@ -169,7 +169,7 @@ class ReferenceProgram:
         if in_place and _axes(output) == _axes(tensor):
             return False
         start = min(first, second)
-        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool)
+        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool, device="cpu")
         elements(taken, first - start, output).fill_(True)
         return bool(elements(taken, second - start, tensor).any())
 
