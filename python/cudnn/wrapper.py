@@ -21,6 +21,7 @@ from cudnn.pygraph.node import NOT_SET
 from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.serialization import refusing
 from cudnn.pygraph.tensor import Tensor
+from cudnn.strided import readable
 
 if TYPE_CHECKING:
     from cudnn.explain.model import Explanation
@@ -593,7 +594,7 @@ def _device_of(array: Any) -> Any:
 
 
 def _number(array: Any) -> int | float:
-    return (array if _is_torch_tensor(array) else torch.from_dlpack(array)).item()
+    return (array if _is_torch_tensor(array) else torch.from_dlpack(readable(array))).item()
 
 
 def _shown(key: Any) -> str:

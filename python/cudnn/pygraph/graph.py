@@ -41,6 +41,7 @@ from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid, not_overridable
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
+from cudnn.strided import check_resolved
 
 if TYPE_CHECKING:
     from cudnn.explain.model import Explanation
@@ -264,6 +265,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             self._all_tensors(),
             self._device(),
             self._override_shape,
+            self._outputs(),
             self._pools(),
             before,
             self._any_address(),
@@ -333,6 +335,9 @@ class pygraph(Methods[Tensor]):  # noqa: N801
 
     def _pools(self) -> set[int | None]:
         return {node.inputs[port].uid for node in self.nodes for port in node.pool_ports}
+
+    def _outputs(self) -> set[int]:
+        return {tensor.get_uid() for node in self.nodes for tensor in node.outputs.values()}
 
     def _forget_program(self) -> None:
         self._program = self._operation_graph = None
@@ -750,6 +755,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     @staticmethod
     def _get_data_ptr(data: Any) -> int:
         """The address of a PyTorch or DLPack tensor's first element, or an address as it is."""
+        check_resolved("_get_data_ptr", "data", data)
         return address_of(data)
 
     # Descriptions.
@@ -839,6 +845,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             self._all_tensors(),
             handle.device,
             restored.override_shape,
+            self._outputs(),
             self._pools(),
             before,
             self._any_address(),

@@ -15,6 +15,7 @@ from cudnn.errors import refused
 from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
 from cudnn.pygraph.arrays import span_bytes, tiles
+from cudnn.strided import readable
 
 if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
@@ -62,7 +63,7 @@ def rounded(value: Any, kind: data_type, where: str) -> Any:
 def memory(data: Any, nbytes: int, where: str) -> Any:
     """A uint8 view of the ``nbytes`` bytes at a torch tensor's or DLPack object's first element."""
     if not _is_torch_tensor(data):
-        data = torch.from_dlpack(data)
+        data = torch.from_dlpack(readable(data))
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start
     if available < nbytes:
