@@ -60,7 +60,8 @@ class TupleDict(dict[str, Any]):
 def check_tensor(where: str, name: str, tensor: Any) -> None:
     """Raises unless it is a ``torch.Tensor`` with strides, or stands for one."""
     if hasattr(tensor, "data_ptr"):
-        check_strided(where, f"{name} tensor", tensor)
+        if not torch.compiler.is_compiling():  # which traces no more than strided tensors
+            check_strided(where, f"{name} tensor", tensor)
         return
     kind = type(tensor)
     cure = f"pass torch.from_numpy({name})" if kind.__module__ == "numpy" else ""

@@ -19,7 +19,7 @@ _PACKED = "pass packed sequences, nested.values() with cu_seqlens (ragged offset
 
 def check_strided(where: str, what: str, tensor: Any) -> None:
     """Raises TypeError for a tensor of PyTorch without strides: nested, sparse, quantized, of MKL-DNN, distributed."""
-    if not _is_torch_tensor(tensor):
+    if not _is_torch_tensor(tensor) or _is_usual(tensor):
         return
     got, cure = "", ""
     if tensor.is_nested:
@@ -57,7 +57,7 @@ def _is_usual(tensor: Any) -> bool:
     """Whether a tensor of PyTorch has memory and strides: at a glance, of those that most calls have."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not torch._C._has_storage(tensor):
         return False
-    return not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+    return not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)  # sparse ones have no storage
 
 
 def _is_fake(tensor: Any) -> bool:
@@ -116,11 +116,12 @@ def readable(array: Any) -> Any:
     """
     if not _is_read_only(array):
         return array
+    if not array.size:
+        return array.copy(order="K")
     numpy = sys.modules["numpy"]
     steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
     below, above = -sum(min(0, step) for step in steps), sum(max(0, step) for step in steps)
-    span = below + above + array.itemsize if array.size else 0
-    memory = (ctypes.c_uint8 * span).from_address(array.ctypes.data - below)
+    memory = (ctypes.c_uint8 * (below + above + array.itemsize)).from_address(array.ctypes.data - below)
     return numpy.ndarray(array.shape, array.dtype, memory, below, array.strides)
 
 

@@ -293,7 +293,10 @@ class FusedAPI(APIBase):
 
     @classmethod
     def resolved(cls, tensors: Mapping[str, Any], stream: Any) -> Mapping[str, Any]:
-        """Tensors by name, inputs that are negative views as copies, made on ``stream``: for calls that may allocate."""
+        """Tensors by name, inputs that are negative views as copies made on ``stream``: for calls that may allocate."""
+        for name, x in tensors.items():
+            if x is not None and not torch._C._has_storage(x):
+                check_tensor(cls._title(), name, x)
         lazy = [name for name, x in tensors.items() if x is not None and x.is_neg() and not cls.spec(name).written]
         if not lazy:
             return tensors
