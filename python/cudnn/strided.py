@@ -35,7 +35,7 @@ def check_strided(where: str, what: str, tensor: Any) -> None:
 
 
 def check_memory(where: str, what: str, tensor: Any) -> None:
-    """Raises as :func:`check_strided`, and TypeError for a tensor of PyTorch that has no memory.
+    """Raises as :func:`check_strided`, and ValueError for a tensor of PyTorch that has no memory.
 
     That is one of the meta device, a fake one, one that a transform of ``torch.func`` wraps, or another class's.
     """
@@ -50,7 +50,7 @@ def check_memory(where: str, what: str, tensor: Any) -> None:
     elif not torch._C._has_storage(tensor):
         got, cure = f"a {type(tensor).__name__}, which has no memory", "pass the torch.Tensor that it wraps"
     if got:
-        raise refused(TypeError, where, what, got, "tensors with memory", cure)
+        raise refused(ValueError, where, what, got, "tensors with memory", cure)
 
 
 def _is_usual(tensor: Any) -> bool:
