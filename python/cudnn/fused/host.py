@@ -82,6 +82,7 @@ class FusedAPI(APIBase):
     None: PyTorch's current stream. The workspace has at least ``workspace_size()`` bytes, for the sizes of the call;
     None: PyTorch's allocator is asked. Nothing else is allocated and nothing waits, so a call can be captured in a CUDA
     graph. Several threads may use an object.
+    Negative views, which would have to be copied, are refused.
 
     Raises:
         RuntimeError: not compiled yet.

@@ -569,6 +569,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     ) -> None:
         """Runs the graph on the handle's stream. Allocates nothing and does not wait, so a CUDA graph can capture it.
 
+        Only inputs that are negative views, whose memory has other values than they show, are copied first.
+
         Args:
             tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or, on a GPU, addresses. Entries
                 that the graph does not use are ignored. Arrays have the graph's types, and its elements where its
