@@ -120,7 +120,7 @@ def test_read_only_arrays_keep_their_strides() -> None:
         fixed = view.view()
         fixed.flags.writeable = False
         assert np.array_equal(readable(fixed), view)
-        assert readable(fixed).strides == view.strides
+        assert readable(fixed).strides == view.strides or not view.size
     assert readable(x) is x
 
 

@@ -98,7 +98,8 @@ def layer(**options: Any) -> list[torch.Tensor]:
 def fused(name: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     program = programs.find(name)
-    return [x for x in program.make(program.shape, "cpu").call() if x is not None]
+    problem = program.make(program.shape, "cpu")  # which keeps the memory of addresses
+    return [x for x in problem.call() if x is not None]
 
 
 def variant(v: gemm_matrix.Variant) -> list[torch.Tensor]:
