@@ -22,8 +22,24 @@ def like(arrays: Sequence[Any]) -> Callable[..., bool]:
         alike = guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
         if alike(*arrays):
             return alike
-    known = [(array.dtype, array.shape, array.stride(), array.device) for array in arrays]
-    return lambda *given: known == [(array.dtype, array.shape, array.stride(), array.device) for array in given]
+    known = [_described(array) for array in arrays]
+    return lambda *given: known == [_described(array) for array in given]
+
+
+def _described(array: Any) -> tuple[Any, ...]:
+    return array.dtype, array.shape, array.stride(), array.device, array.is_neg()
+
+
+def alike_but_for_sizes(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """Whether as many PyTorch tensors have the types and devices of these and, like them, are no negative views.
+
+    One call for all tensors. False may mean no more than that they differ in their number of dimensions, in
+    ``requires_grad`` or their Python class, that one comes twice, or that this PyTorch cannot tell.
+    """
+    free = [[None] * array.ndim for array in arrays]
+    with contextlib.suppress(AttributeError):
+        return torch._C._dynamo.guards.TensorGuards(*arrays, dynamic_dims_sizes=free, dynamic_dims_strides=free).check
+    return lambda *_: False
 
 
 def current_device() -> Callable[[], int] | None:

@@ -235,6 +235,15 @@ def test_the_command_that_clears_the_cache_clears_choices(choice: Any, tmp_path:
     assert choice.read() is None
 
 
+def test_where_no_folder_can_be_written_to_no_choice_is_kept(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "folder", lambda: None)
+    graph = planned_graph(h200)
+    product(graph)
+    choice = module._Choice(graph, "a GPU")
+    choice.write("eng1")
+    assert choice.read() is None
+
+
 def test_a_folder_that_cannot_be_written_to(choice: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "kernels").touch()
     choice.write("eng1")

@@ -80,9 +80,9 @@ def formula(
         if isinstance(o, epilogue.StoreTile):
             results[o.tensor] = torch.empty(rows, int(columns * width), dtype=out, device=z.device)
         elif isinstance(o, epilogue.Amax):
-            results[o.tensor] = torch.full((o.roles,), float("-inf"), device=z.device)
+            results[o.tensor] = torch.full((o.roles,), float("-inf"), dtype=torch.float32, device=z.device)
         elif isinstance(o, epilogue.SumRow):
-            results[o.tensor] = torch.zeros(rows, 1, device=z.device)
+            results[o.tensor] = torch.zeros(rows, 1, dtype=torch.float32, device=z.device)
     evaluate(operations, z.float(), {**numbers, **extras, **results})
     return results
 

@@ -150,7 +150,7 @@ def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
     """The product in the peers' type."""
     a, b = o.a.plain, o.peer_b.t()
     if a.dtype == torch.float8_e4m3fn:
-        one, alpha = (torch.tensor(scale, device=a.device) for scale in (1.0, o.peer_alpha))
+        one, alpha = (torch.tensor(scale, dtype=torch.float32, device=a.device) for scale in (1.0, o.peer_alpha))
         return lambda: {"z": torch._scaled_mm(a, b, one, alpha, out_dtype=o.out, use_fast_accum=fast)}
     z = blank(a.shape[0], b.shape[1], o.out)
     return lambda: {"z": torch.matmul(a, b, out=z)}

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cudnn.launch.cache import Store
     from cudnn.launch.warm import Kernel
 
+_NO_CACHE = "no folder can be written to: compiled kernels are not kept; set CUDNN_KERNEL_CACHE"
+
 app = typer.Typer(cls=Group, help="Compiled kernels on disk: list, clear, warm.", no_args_is_help=True)
 
 
@@ -24,9 +26,12 @@ def _list(
     """Show every compiled kernel: name, architecture, size, configuration, and what would be refused."""
     from cudnn.launch import cache
 
-    for store in (cache.system(), cache.user()):
+    user = cache.user()
+    for store in (cache.system(), cache.unwritable(), user):
         if store is not None:
             _show(store, full)
+    if user is None:
+        typer.echo(_NO_CACHE)
 
 
 def _show(store: Store, full: bool) -> None:
@@ -62,6 +67,9 @@ def _clear() -> None:
     from cudnn.launch import cache
 
     store, removed = cache.user(), cache.clear()
+    if store is None:
+        typer.echo(_NO_CACHE)
+        return
     typer.echo(f"{store.folder}: {removed} compiled kernels removed")
     for file in store.files():
         typer.echo(f"not removed: {file.fault}")
@@ -104,7 +112,9 @@ def _warm(
         for one in given:
             check_choice(option, one, allowed)
     store = cache.system(system) if system else cache.user()
-    assert store is not None
+    if store is None:
+        typer.echo(f"cudnn cache warm: {_NO_CACHE}", err=True)
+        raise typer.Exit(1)
     if os.getuid() != store.owner:
         allowed = "root, because files of other users are refused when kernels are loaded"
         raise refused("--system", f"user {os.getuid()}", allowed)

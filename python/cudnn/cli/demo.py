@@ -91,7 +91,7 @@ def rmsnorm(handle: Any, device: str) -> Case:
     tokens, hidden = 2048, 1024
     x = torch.randn(tokens, hidden, 1, 1, dtype=torch.bfloat16, device=device)
     scale = torch.rand(1, hidden, 1, 1, dtype=torch.float32, device=device) + 0.5
-    epsilon = torch.full((1, 1, 1, 1), 1e-5)  # in host memory: passed by value
+    epsilon = torch.full((1, 1, 1, 1), 1e-5, dtype=torch.float32, device="cpu")  # in host memory: passed by value
     graph = _graph(handle, torch.bfloat16)
     tx, tscale, tepsilon = graph.tensor_like(x), graph.tensor_like(scale), graph.tensor_like(epsilon)
     y, _ = graph.rmsnorm(cudnn.norm_forward_phase.INFERENCE, tx, tscale, epsilon=tepsilon, name="rmsnorm")

@@ -13,10 +13,11 @@ from cudnn import launch, settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refused
 from cudnn.fused import kinds
-from cudnn.fused.call import Call, Plan
+from cudnn.fused.call import Call, Plan, on_stream
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
+from cudnn.strided import check_output, check_resolved, resolved
 from cudnn_kernels.architecture import ARCHITECTURES
 
 _WITHOUT_GPU = 'pass arch="sm_90a" or arch="sm_100a", to check and compile without a GPU'
@@ -81,6 +82,7 @@ class FusedAPI(APIBase):
     None: PyTorch's current stream. The workspace has at least ``workspace_size()`` bytes, for the sizes of the call;
     None: PyTorch's allocator is asked. Nothing else is allocated and nothing waits, so a call can be captured in a CUDA
     graph. Several threads may use an object.
+    Negative views, which would have to be copied, are refused.
 
     Raises:
         RuntimeError: not compiled yet.
@@ -289,6 +291,18 @@ class FusedAPI(APIBase):
         return cls.__module__.split(".")[-2]
 
     # What was given.
+
+    @classmethod
+    def resolved(cls, tensors: Mapping[str, Any], stream: Any) -> Mapping[str, Any]:
+        """Tensors by name, inputs that are negative views as copies made on ``stream``: for calls that may allocate."""
+        for name, x in tensors.items():
+            if x is not None and not torch._C._has_storage(x):
+                check_tensor(cls._title(), name, x)
+        lazy = [name for name, x in tensors.items() if x is not None and x.is_neg() and not cls.spec(name).written]
+        if not lazy:
+            return tensors
+        with on_stream(stream, tensors[lazy[0]]):
+            return {**tensors, **{name: resolved(tensors[name]) for name in lazy}}
 
     def given(self, name: str) -> bool:
         """Whether there is a sample of a tensor."""
@@ -551,6 +565,7 @@ class FusedAPI(APIBase):
     def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
         """Raises where a workspace does not fit a call; without a plan, 0 bytes do."""
         check_tensor(self._title(), "workspace", workspace)
+        check_output(self._title(), "workspace_tensor", workspace)
         needed = plan.workspace_size(self.sizes_now(tensors)) if plan else 0
         device = tensors[0].device
         if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
@@ -603,6 +618,9 @@ class FusedAPI(APIBase):
         """Raises where a tensor begins at an odd address or a result overlaps another tensor."""
         unused = self.unused()
         present = [x for x in self.tensors if tensors.get(x.name) is not None and x.name not in unused]
+        for spec in present:
+            check = check_output if spec.written else check_resolved
+            check(self._title(), f"{spec.name} tensor", tensors[spec.name])
         for spec in present:
             address, step = tensors[spec.name].data_ptr(), spec.layout.alignment
             if address % step:

@@ -73,6 +73,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
             raise refused(ValueError, where, name, repr(value), " or ".join(map(repr, api.majors)))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
+        given = api.resolved(given, arguments.get("stream", arguments.get("current_stream")))
         given = api.viewed(given, options)
         fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
         results = api.results({**arguments, **fitted})
@@ -81,7 +82,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
             api.check_buffer(name, given, dtype)
         allocated = allocate(api, fitted, options, results)
         described = api.cache_key(fitted, options)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         for name, tensor in given.items():
             if tensor is not None or not api.spec(name).optional:
                 check_tensor(where, name, tensor)

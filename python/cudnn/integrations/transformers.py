@@ -195,5 +195,6 @@ def _is_window(mask_function: Any, size: int, device: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    first, (rows, keys) = torch.tensor(0, device=device), torch.tensor([[size, size, 0], [1, 0, 1]], device=device)
+    first = torch.tensor(0, dtype=torch.int64, device=device)
+    rows, keys = torch.tensor([[size, size, 0], [1, 0, 1]], dtype=torch.int64, device=device)
     return mask_function(first, first, rows, keys).tolist() == [True, False, False]

@@ -129,19 +129,71 @@ class Store:
             return Listed(path, size, None, str(error))
 
 
-def folder() -> Path:
-    """Where the user's cache is: ``CUDNN_KERNEL_CACHE``, else in the user's cache folder."""
+def folder() -> Path | None:
+    """Where what is compiled here goes: ``CUDNN_KERNEL_CACHE``, else the user's cache folder, else one of this user in
+    the folder for temporary files; None where no folder can be written to. The log says so once.
+    """
     chosen = settings.KERNEL_CACHE.get()
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            _warn_once(f"no kernel cache: {settings.KERNEL_CACHE.name}={chosen}: {error}")
+            return None
+    usual = _usual_folder()
+    if usual is not None and _makes(usual):
+        return usual
+    why = f"{usual} cannot be written to" if usual is not None else "this user has no home folder"
+    found = _temporary_folder()
+    where = f"in {found}" if found is not None else "nowhere, since no folder for temporary files is this user's alone"
+    _warn_once(f"{why}: compiled kernels are kept {where}; {settings.KERNEL_CACHE.name} chooses another folder")
+    return found
+
+
+def _usual_folder() -> Path | None:
+    """The user's cache folder, which may not be there; None for a user without a home folder."""
     import platformdirs
 
-    return Path(platformdirs.user_cache_path("cudnn-fused"), "kernels")
+    try:
+        found = Path(platformdirs.user_cache_path("cudnn-fused"), "kernels")
+    except (RuntimeError, KeyError, OSError):  # neither HOME nor an entry in the list of users
+        return None
+    return found if found.is_absolute() else None
 
 
-def user() -> Store:
-    """The cache of this user, which everything compiled goes to."""
-    return Store(folder(), os.getuid())
+def _makes(place: Path) -> bool:
+    """Makes a folder, where it is not there; whether it can be written to."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(place, os.W_OK | os.X_OK)
+
+
+def _temporary_folder() -> Path | None:
+    """A folder of this user alone among the temporary files; None where there is none, or it is someone else's."""
+    try:
+        top = Path(tempfile.gettempdir(), f"cudnn-fused-{os.getuid()}")
+        top.mkdir(mode=0o700, exist_ok=True)
+        status = top.lstat()  # a link could lead to another user's choice of folder
+    except OSError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return None
+    return top / "kernels"
+
+
+def user() -> Store | None:
+    """The cache of this user, which everything compiled goes to; None where no folder can be written to."""
+    place = folder()
+    return None if place is None else Store(place, os.getuid())
+
+
+def unwritable() -> Store | None:
+    """The user's cache folder where it can only be read, as in an image: :func:`user` is elsewhere then."""
+    usual = None if settings.KERNEL_CACHE.get() else _usual_folder()
+    readable = usual is not None and usual.is_dir() and not _makes(usual)
+    return Store(usual, os.getuid()) if usual is not None and readable else None
 
 
 def system(path: str = "") -> Store | None:
@@ -156,10 +208,13 @@ def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
     Two processes that need the same kernel build it once: the second one waits, though not for ever. Where the cache
     cannot be used, the log says why and the kernel is built for this process alone.
     """
-    content = _from_system(entry)
-    if content is not None:
-        return content
+    for kept in (system(), unwritable()):
+        content = _from_kept(kept, entry)
+        if content is not None:
+            return content
     store = user()
+    if store is None:
+        return build()
     try:
         store.make()
     except (OSError, UntrustedFileError) as error:
@@ -189,18 +244,19 @@ def find(store: Store, entry: Entry) -> bytes | None:
         return None
 
 
-def _from_system(entry: Entry) -> bytes | None:
-    store = system()
+def _from_kept(store: Store | None, entry: Entry) -> bytes | None:
+    """A kernel of a cache that is only read, None where it has none."""
     if store is None:
         return None
+    whose = "system " * store.shared
     try:
         store.check()
         return store.read(entry)
     except FileNotFoundError:
         if not store.folder.is_dir():
-            _warn_once(f"system kernel cache not used: {store.folder}: no such folder")
+            _warn_once(f"{whose}kernel cache not used: {store.folder}: no such folder")
     except (OSError, UntrustedFileError) as error:
-        _warn_once(f"system kernel cache not used: {error}")
+        _warn_once(f"{whose}kernel cache not used: {error}")
     return None
 
 
@@ -282,9 +338,9 @@ def clear() -> int:
 
     Folders stay, whatever their names.
     """
-    removed = 0
-    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*"):
-        for path in list(folder().glob(pattern)):
+    removed, place = 0, folder()
+    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*") if place is not None else ():
+        for path in list(place.glob(pattern)):
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)
                 removed += pattern == f"*{_SUFFIX}"

@@ -163,8 +163,8 @@ def ones(count: int, device: Any) -> Tensor:
     found = _ONES.get((count, device))
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.ones(count, device=device)
-        found = _ONES[count, device] = lasting(lambda: torch.ones(count, device=device))
+            return torch.ones(count, dtype=torch.float32, device=device)
+        found = _ONES[count, device] = lasting(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return found

@@ -96,6 +96,7 @@ class Sparse(OverHeads):
                     spec.layout.shape(sizes),
                     spec.layout.strides(sizes)[0],
                     dtype=kind if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
+                    device="cpu",
                 )
                 for spec in cls.tensors
                 if sizes["packed"] or not spec.name.startswith("cum_seqlen")

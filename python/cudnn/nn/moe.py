@@ -237,7 +237,8 @@ class MoE(torch.nn.Module):
         self.up_bias = torch.nn.Parameter(torch.empty(count, wide, **made)) if bias else None
         self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **made)) if bias else None
         self.correction: Tensor | None
-        self.register_buffer("correction", torch.zeros(experts, device=device) if correction_bias else None)
+        correction = torch.zeros(experts, dtype=torch.float32, device=device) if correction_bias else None
+        self.register_buffer("correction", correction)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

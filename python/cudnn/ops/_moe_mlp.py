@@ -210,6 +210,7 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or not x.ndim:
         got = "a tensor of no dimension" if isinstance(x, torch.Tensor) else type(x).__name__
         raise refused(ValueError, where, "x", got, "a tensor [..., H]")
+    check_tensor(where, "x", x)
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 

@@ -156,7 +156,7 @@ def nsa_attention(
 
 def _clear_rest(x: torch.Tensor, ends: torch.Tensor) -> None:
     """Sets the rows of no sequence to 0, which nobody has written."""
-    x.masked_fill_((torch.arange(len(x), device=x.device) >= ends[-1]).view(-1, 1, 1), 0)
+    x.masked_fill_((torch.arange(len(x), dtype=torch.int64, device=x.device) >= ends[-1]).view(-1, 1, 1), 0)
 
 
 def _check(

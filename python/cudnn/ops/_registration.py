@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from cudnn.errors import misfit, refused
 from cudnn.ops._vmap import one_by_one
+from cudnn.strided import check_strided
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -120,6 +121,7 @@ class _Operator(CustomOpDef):
         try:
             return self._opoverload(*args, **kwargs)
         except RuntimeError as error:
+            self._refuse_unstrided(args, kwargs, error)
             told = str(error)
             if not told.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
                 raise
@@ -131,6 +133,16 @@ class _Operator(CustomOpDef):
                     allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
                 raise refused(TypeError, self._qualname, found["argument"], found["type"], allowed) from error
             raise
+
+    def _refuse_unstrided(self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
+        """Raises, of an error about tensors that have no strides, a better one."""
+        names = [argument.name for argument in self._opoverload._schema.arguments]
+        try:
+            for name, given in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                for x in given if isinstance(given, (list, tuple)) else [given]:
+                    check_strided(self._qualname, name, x)
+        except TypeError as better:
+            raise better from error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

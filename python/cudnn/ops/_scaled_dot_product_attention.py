@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
             raise NotImplementedError(f'{_WHERE}: backend="fused": got {obstacle}. To fix it, leave backend out.')
         if backend or (not obstacle and fused.is_chosen(query, key, value, bounds)):
             return attend(query, key, value, scale, enable_gqa, bounds, operator=fused.attend)
-    seed = torch.randint(_SEEDS, (1,), device=query.device) if dropout_p else None
+    seed = torch.randint(_SEEDS, (1,), dtype=torch.int64, device=query.device) if dropout_p else None
     operator = sdpa if sinks is None else functools.partial(_sinks.attend, sinks)
     if attn_mask is None:
         return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed, operator)

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 from cudnn.pygraph.layout import row_major
+from cudnn.strided import readable
 
 _CPU_DEVICES = (1,)  # kDLCPU; the others accepted are kDLCUDA (2), kDLCUDAHost (3) and kDLCUDAManaged (13)
 _DEVICES = (1, 2, 3, 13)
@@ -38,7 +39,7 @@ def _tensor(capsule: Any) -> _DLTensor:
 
 def describe(source: Any) -> tuple[list[int], list[int], int, int, bool]:
     """Shape, strides (elements), type code, type bits, and whether the data lies in CPU memory."""
-    capsule = source.__dlpack__()
+    capsule = readable(source).__dlpack__()
     tensor = _tensor(capsule)
     if tensor.device_type not in _DEVICES:
         raise ValueError(
@@ -51,6 +52,6 @@ def describe(source: Any) -> tuple[list[int], list[int], int, int, bool]:
 
 def data_pointer(source: Any) -> int:
     """Address of the first element. The caller keeps ``source`` alive."""
-    capsule = source.__dlpack__()
+    capsule = readable(source).__dlpack__()
     tensor = _tensor(capsule)
     return (tensor.data or 0) + tensor.byte_offset

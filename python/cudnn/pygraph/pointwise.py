@@ -184,7 +184,8 @@ class Pointwise(Node):
         if self.mode == "GEN_INDEX":
             assert self.axis is not None
             view = [-1 if axis == self.axis else 1 for axis in range(x[0].dim())]
-            return {"OUT_0": torch.arange(x[0].shape[self.axis], device=x[0].device).view(view).expand(x[0].shape)}
+            index = torch.arange(x[0].shape[self.axis], dtype=torch.int64, device=x[0].device)
+            return {"OUT_0": index.view(view).expand(x[0].shape)}
         if self.mode.endswith("_BWD"):
             return {"OUT_0": self._derivative(loss=x[0], x=x[1])}
         return {"OUT_0": self._forward(*x)}

@@ -15,6 +15,7 @@ from cudnn.errors import refused
 from cudnn.lazy import torch
 from cudnn.pygraph.arrays import check_array, span_bytes
 from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
+from cudnn.strided import as_input, check_output
 
 if TYPE_CHECKING:
     from cudnn.pygraph.node import Node
@@ -89,7 +90,11 @@ class ReferenceProgram:
                 rows = self._rows.get(uid)
                 self._store(tensor, results[uid], buffers, device, None if rows is None else values[rows.get_uid()])
 
-    def _check(self, buffers: Mapping[int, Any]) -> Any:
+    def _check(self, buffers: dict[int, Any]) -> Any:
+        """Refuses data that do not fit, and puts copies in the place of inputs that show other values than memory has.
+
+        Returns the device.
+        """
         for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
             for uid, tensor in tensors.items():
                 if buffers.get(uid) is None:
@@ -112,6 +117,11 @@ class ReferenceProgram:
                         "a torch.Tensor or an object with __dlpack__; addresses on a GPU only",
                         "pass one of these",
                     )
+                label = f"tensor {tensor.name!r} (uid {uid})"
+                if kind == "input":
+                    buffers[uid] = as_input("execute", label, data)
+                else:
+                    check_output("execute", label, data)
         big = [
             (uid, buffers[uid])
             for uid, tensor in {**self._inputs, **self._outputs}.items()
@@ -169,7 +179,7 @@ class ReferenceProgram:
         if in_place and _axes(output) == _axes(tensor):
             return False
         start = min(first, second)
-        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool)
+        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool, device="cpu")
         elements(taken, first - start, output).fill_(True)
         return bool(elements(taken, second - start, tensor).any())
 

@@ -158,7 +158,7 @@ class RmsNormRhtAmax(FusedAPI):
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         x = torch.empty(shape, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
-        amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), device="meta")
+        amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), dtype=torch.float32, device="meta")
         return [cls(x, x[0], x, amax, arch=arch)]
 
 

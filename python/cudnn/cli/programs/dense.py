@@ -52,7 +52,7 @@ def _others(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sizes = sizes_of(api, v)
     if v.quantises and any(spec.name == "norm_const" for spec in api.tensors):
-        found["norm_const"] = torch.full((1,), NORM_CONST, device=device)
+        found["norm_const"] = torch.full((1,), NORM_CONST, dtype=torch.float32, device=device)
     for spec in declared.further_inputs(api):
         shape = spec.layout.shape(sizes)
         if spec.optional:

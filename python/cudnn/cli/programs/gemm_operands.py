@@ -57,7 +57,7 @@ def operands(v: Variant, device: str) -> Operands:
 def matrix(rows: int, columns: int, batch: int, dtype: str, row_major: bool, device: str = "cpu") -> Any:
     """Random numbers (rows, columns, l), dense."""
     shape = (batch, rows, columns) if row_major else (batch, columns, rows)
-    values = torch.randn(shape).to(getattr(torch, dtype)).to(device)
+    values = torch.randn(shape, dtype=torch.float32, device="cpu").to(getattr(torch, dtype)).to(device)
     return values.permute(1, 2, 0) if row_major else values.permute(2, 1, 0)
 
 
@@ -96,14 +96,17 @@ def _operand(v: Variant, mn: int, k: int, batch: int, major: str, rows: int) -> 
         return tensor, None, tensor
     if v.scale == F32:
         shape = sum_scale_shape(mn, k, batch, rows)
-        scales = torch.empty_strided(shape, sum_scale_stride(shape, rows)).uniform_(0.5, 2.0)
+        scales = torch.empty_strided(shape, sum_scale_stride(shape, rows), dtype=torch.float32, device="cpu")
+        scales.uniform_(0.5, 2.0)
         tensor = matrix(mn, k, batch, v.dtype, major == "k")
         return tensor, scales, dequantize(tensor, scales, v.vector)
-    exponents = torch.randint(-2, 3, (mn, ceil_div(k, v.vector), batch)).float()
-    factors = torch.exp2(exponents) * (1 if v.scale != E4M3 else 1 + torch.randint(0, 8, exponents.shape) / 8)
+    shape = (mn, ceil_div(k, v.vector), batch)
+    factors = torch.exp2(torch.randint(-2, 3, shape, dtype=torch.int64, device="cpu").float())
+    if v.scale == E4M3:
+        factors *= 1 + torch.randint(0, 8, shape, dtype=torch.int64, device="cpu").float() / 8
     scales = pack_scales(factors.to(getattr(torch, v.scale)))
     if v.dtype in (FP4, BYTES):
-        tensor = torch.randint(0, 256, (batch, mn, k // 2), dtype=torch.uint8).permute(1, 2, 0)
+        tensor = torch.randint(0, 256, (batch, mn, k // 2), dtype=torch.uint8, device="cpu").permute(1, 2, 0)
         tensor = tensor.view(getattr(torch, v.dtype))
     else:
         tensor = matrix(mn, k, batch, v.dtype, major == "k")

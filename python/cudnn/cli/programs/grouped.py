@@ -91,12 +91,13 @@ def inputs(
 
 def addresses(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of each expert's weights."""
-    return {"b_ptrs": torch.tensor([x.data_ptr() for x in given["b"].unbind(2)], device=given["b"].device)}
+    b = given["b"]
+    return {"b_ptrs": torch.tensor([x.data_ptr() for x in b.unbind(2)], dtype=torch.int64, device=b.device)}
 
 
 def ends(experts: int, tokens: int, rows: int, device: str) -> Any:
     """Where experts end that have 1, 2, 3 ... parts of the tokens, rounded down to multiples of ``rows``."""
-    parts = torch.arange(1, experts + 1).cumsum(0)
+    parts = torch.arange(1, experts + 1, dtype=torch.int64, device="cpu").cumsum(0)
     return (parts * tokens // parts[-1] // rows * rows).int().to(device)
 
 

@@ -199,7 +199,7 @@ class Layout:
         """Zeros in the tokens that belong to no entry: cuDNN may leave anything there."""
         if self._is_full or self._lengths is None:
             return
-        places = torch.arange(self._batch * self._longest, device=self._lengths.device)
+        places = torch.arange(self._batch * self._longest, dtype=torch.int64, device=self._lengths.device)
         if self._starts is None:
             unused = places[: self._longest].view(1, 1, -1, 1) >= self._lengths.view(-1, 1, 1, 1)
         else:
@@ -592,7 +592,8 @@ def over_batches(operator: Any) -> Any:
             if f"cumulative_seq_len_{side}" in front:
                 starts = front.pop(f"cumulative_seq_len_{side}").flatten(1)
                 front.setdefault(f"seq_len_{side}", starts.diff())
-                starts = starts + batch * longest * torch.arange(info.batch_size, device=starts.device).view(-1, 1)
+                number = torch.arange(info.batch_size, dtype=torch.int64, device=starts.device).view(-1, 1)
+                starts = starts + batch * longest * number
                 given[f"cumulative_seq_len_{side}"] = torch.cat([starts[:, :-1].flatten(), starts[-1, -1:]])
         one_bias = "bias" in front and front["bias"].shape[1] == 1
         if one_bias:

@@ -53,7 +53,7 @@ def choosing_rows(
         numbers, order = numbers.flatten().sort(stable=True)
         choosing = (order // (heads * most)).int()
         ends = torch.searchsorted(numbers, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32)).int()
-        found = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+        found = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), dtype=torch.int64, device=device))
         places = [found.where(found < ends[-1], -1).int().view(block_indices.shape)]
     parts = (ends.diff() + part - 1).div(part, rounding_mode="floor").clamp_(min=1)
     several = parts.where(parts > 1, 0)
@@ -91,7 +91,7 @@ def _numbers(block_indices: Any, block_counts: Any, cum_seqlen: Any, block_size:
     first, last = cum_seqlen[sequence], cum_seqlen[sequence + 1]
     length = torch.where((row >= first) & (row < last), row - first + 1 if is_causal else last - first, 0)
     present = (length + block_size - 1) // block_size  # blocks that the row may have
-    listed = torch.arange(most, device=device) < block_counts[..., None]
+    listed = torch.arange(most, dtype=torch.int64, device=device) < block_counts[..., None]
     listed &= (block_indices >= 0) & (block_indices < present[:, None, None])
     number = block_indices + (first // block_size + sequence).int()[:, None, None]
     number += (blocks * torch.arange(heads, device=device, dtype=torch.int32))[:, None]
