@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cudnn
 from cudnn import ops, registry
+from cudnn.experimental.ops import moe_grouped_matmul
 from cudnn.ops import causal_conv1d, moe_mlp, scaled_dot_product_attention
 
 BF16 = torch.bfloat16
@@ -116,3 +117,30 @@ assert counter.get_total_flops() == 2 * 16 * 16 * 16
 """
     for first in ("", "import torch.utils.flop_counter"):
         subprocess.run([sys.executable, "-c", program.format(first=first)], check=True)
+
+
+def test_sparse_attention() -> None:
+    """Compression and its scores again to choose blocks, selection, window; the gradients of the three."""
+    t, small, heads, d, block, best, window = 256, 8, 2, 16, 32, 5, 48
+    q, k, v = (torch.randn(t, h, d, requires_grad=True) for h in (heads, 1, 1))
+    ck, cv = (torch.randn(small, 1, d, requires_grad=True) for _ in range(2))
+    gates = torch.rand(t, heads, 3)
+    ends = [torch.tensor([0, rows], dtype=torch.int32) for rows in (t, small)]
+    sizes = {"block_size": block, "selected_blocks": best, "window_size": window}
+    keys = small + best * block + window
+    found = counted(lambda: ops.nsa_attention(q, k, v, ck, cv, gates, *ends, **sizes).sum().backward())
+    assert found == 2 * t * heads * (small * d + keys * 2 * d + keys * 5 * d)
+
+
+def test_products_of_experts() -> None:
+    """And both of their gradients."""
+    token, first = torch.randn(1, 12, 16, requires_grad=True), torch.tensor([0, 5, 9]).view(3, 1, 1)
+    weight = torch.randn(3, 8, 16).mT.requires_grad_()
+    assert counted(lambda: moe_grouped_matmul(token, weight, first).sum().backward()) == 3 * 2 * 12 * 16 * 8
+
+
+def test_branches_of_sparse_attention_alone() -> None:
+    q, ends = torch.randn(64, 2, 16), torch.tensor([0, 64], dtype=torch.int32)
+    product = 2 * 64 * 2 * 16
+    assert counted(lambda: torch.ops.cudnn.nsa_compression(q, q, q, ends, ends, 1.0)) == 2 * product * 64
+    assert counted(lambda: torch.ops.cudnn.nsa_window(q, q, q, ends, 1.0, 24, 64)) == 2 * product * 24

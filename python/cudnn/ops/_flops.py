@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _COUNTER = "torch.utils.flop_counter"
 _waiting: list[tuple[Any, Callable[..., int]]] = []
@@ -41,14 +42,15 @@ def register(operator: Any, formula: Callable[..., int]) -> None:
     PyTorch's counter is not loaded for it, since it loads Triton: the formulas wait until a program imports it.
     """
     packet, names = operator._opoverload._overloadpacket, [a.name for a in operator._opoverload._schema.arguments]
-    wanted = list(inspect.signature(formula).parameters)
+    parameters = inspect.signature(formula).parameters.values()
+    wanted = [p.name for p in parameters if p.name in (*names, "out") or p.default is p.empty]
     whole = inspect.getfullargspec(formula).varargs is not None
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs, "out": out_val}
         if whole:
             return formula(*(given[name] for name in names))
-        return formula(*(_shapes(given[name]) for name in wanted))
+        return formula(**{name: _shapes(given[name]) for name in wanted})
 
     _waiting.append((packet, count))
     if _COUNTER in sys.modules:
@@ -63,10 +65,17 @@ def _shapes(x: Any) -> Any:
     return type(x)(_shapes(each) for each in x) if type(x) in (list, tuple) else x
 
 
-def _hand_over(counter: ModuleType) -> None:
+def _hand_over(counter: Any) -> None:
+    """Also to the modes that are counting: each copied the formulas when it was made, maybe before the first use of an
+    operator registered it.
+    """
+    modes = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
+    counting = [mode for mode in modes if isinstance(mode, counter.FlopCounterMode)]
     while _waiting:
         packet, count = _waiting.pop()
         counter.register_flop_formula(packet, get_raw=True)(count)
+        for mode in counting:
+            mode.flop_registry.setdefault(packet, count)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

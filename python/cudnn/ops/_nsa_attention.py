@@ -531,7 +531,7 @@ def _batch(x: torch.Tensor, ends: Maybe, longest: int) -> int:
     return x.shape[0] // max(longest, 1) if ends is None else ends.shape[0] - 1
 
 
-@custom_op("nsa_window", autocast=("q", "k", "v"), flops=_nsa_flops.window)
+@custom_op("nsa_window", autocast=("q", "k", "v"), flops=_nsa_flops.near)
 def nsa_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Maybe, scale: float, window: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -551,7 +551,7 @@ def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(stats, dtype=_row_values(q).dtype)
 
 
-@custom_op("nsa_window_bwd", flops=_nsa_flops.window_backward)
+@custom_op("nsa_window_bwd", flops=_nsa_flops.near_backward)
 def nsa_window_bwd(
     d_o: torch.Tensor,
     q: torch.Tensor,

@@ -43,18 +43,18 @@ def selection_backward(q: Sequence[int], v: Sequence[int], lists: Sequence[int],
     return selection(q, v, lists, block_size, True)
 
 
-def window(q: Sequence[int], v: Sequence[int], window: int, longest: int, backward: bool = False) -> int:
+def near(q: Sequence[int], v: Sequence[int], window: int, longest: int, backward: bool = False) -> int:
     return products(q, min(window, longest), _sizes(q, v, backward))
 
 
-def window_backward(q: Sequence[int], v: Sequence[int], window: int, longest: int) -> int:
-    return window(q, v, window, longest, True)
+def near_backward(q: Sequence[int], v: Sequence[int], window: int, longest: int) -> int:
+    return near(q, v, window, longest, True)
 
 
 def gated_selection(
     q: Sequence[int], v: Sequence[int], lists: Sequence[int], block_size: int, window: int, longest: int
 ) -> int:
-    return selection(q, v, lists, block_size) + window(q, v, window, longest)
+    return selection(q, v, lists, block_size) + near(q, v, window, longest)
 
 
 def branches(
@@ -85,5 +85,5 @@ def branches_backward(
     window: int,
     longest: int,
 ) -> int:
-    branches = selection(q, v, lists, block_size, True) + window(q, v, window, longest, True)
+    branches = selection(q, v, lists, block_size, True) + near(q, v, window, longest, True)
     return compression(q, ck, cv, True) + branches
