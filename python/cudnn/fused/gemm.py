@@ -97,6 +97,11 @@ class FusedGemm(FusedAPI):
         """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
         return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
 
+    @classmethod
+    def flops(cls, sizes: Sizes) -> int:
+        """Of the product: rows of experts are counted as the tensor has them, since the ends are on the device."""
+        return 2 * sizes["m"] * sizes["n"] * sizes["k"] * sizes.get("l", 1)
+
     # What a subclass says.
 
     @abstractmethod

@@ -186,6 +186,11 @@ class FusedAPI(APIBase):
         """Computes the results in PyTorch, into their tensors; scalars are among them, by name."""
 
     @classmethod
+    def flops(cls, sizes: Sizes) -> int:
+        """The number of floating-point operations of a call, for the operator's formula: see ``cudnn.ops._flops``."""
+        raise NotImplementedError(f"{cls.__name__}: flops is not declared")
+
+    @classmethod
     @abstractmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Types and majors of what the wrapper allocates, from its arguments and its tensors by name."""

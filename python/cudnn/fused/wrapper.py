@@ -98,6 +98,15 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     return Arguments(given, options, allocated, key, empty=first is not None and 0 in first.shape)
 
 
+def sizes(api: type[FusedAPI], arguments: Mapping[str, Any]) -> dict[str, int]:
+    """All sizes by name, from a wrapper's arguments; allocates nothing."""
+    given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
+    options = {name: arguments[name] for name in _options(api) if name in arguments}
+    given = api.viewed(given, options)
+    fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
+    return api.sizes_of(api.shapes_of(fitted, options), options)
+
+
 def allocate(
     api: type[FusedAPI], given: Mapping[str, Any], options: Mapping[str, Any], results: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
+from math import prod
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation
         raise refused(ValueError, _WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS)))
 
 
-@custom_op("causal_conv1d_fwd_primitive", autocast=("x", "weight", "bias"))
+@custom_op(
+    "causal_conv1d_fwd_primitive", autocast=("x", "weight", "bias"), flops=lambda x, weight: 2 * prod(x) * weight[1]
+)
 def causal_conv1d_fwd_primitive(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> torch.Tensor:
@@ -89,7 +92,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@custom_op("causal_conv1d_bwd_primitive")
+@custom_op("causal_conv1d_bwd_primitive", flops=lambda x, weight: 4 * prod(x) * weight[1])
 def causal_conv1d_bwd_primitive(
     grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from cudnn import launch
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
 from cudnn.fused.objects import run
+from cudnn.ops import _flops
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, choice
@@ -107,7 +108,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@custom_op("fused_sdpa", autocast=NAMES)
+@custom_op("fused_sdpa", autocast=NAMES, flops=_flops.attention)
 def fused_sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -144,7 +145,7 @@ def _gradients(
     return q, k, v
 
 
-@custom_op("fused_sdpa_bwd")
+@custom_op("fused_sdpa_bwd", flops=_flops.attention_backward)
 def fused_sdpa_bwd(
     do: torch.Tensor,
     q: torch.Tensor,
@@ -204,7 +205,7 @@ def _bounds_of_d256(
         raise NotImplementedError(f"sdpa_d256: got {reason}. To fix it, use torch.ops.cudnn.sdpa.")
 
 
-@custom_op("sdpa_fwd_d256", autocast=NAMES)
+@custom_op("sdpa_fwd_d256", autocast=NAMES, flops=_flops.attention)
 def sdpa_fwd_d256(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -237,7 +238,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[
     return o, lse.unsqueeze(-1)
 
 
-@custom_op("sdpa_bwd_d256")
+@custom_op("sdpa_bwd_d256", flops=_flops.attention_backward)
 def sdpa_bwd_d256(
     dO: torch.Tensor,
     q: torch.Tensor,

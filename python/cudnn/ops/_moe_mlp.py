@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -337,7 +338,22 @@ def checked(
     return found
 
 
-@custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"))
+def _flops_forward(token_of_row: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]]) -> int:
+    """Both products of every row: the ends of the experts are on the device."""
+    return sum(2 * token_of_row[0] * prod(weight[0][-2:]) for weight in (up, down))
+
+
+def _flops_backward(
+    token_of_row: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], needed: Sequence[bool]
+) -> int:
+    """Those of the gradients that are needed; all but those of down begin with that of the hidden rows."""
+    of_x, of_weights, of_up, of_down, of_up_bias, _ = needed
+    first, second = (2 * token_of_row[0] * prod(weight[0][-2:]) for weight in (up, down))
+    of_hidden = of_x or of_weights or of_up or of_up_bias
+    return first * (of_x + of_up) + second * (of_hidden + of_down)
+
+
+@custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward)
 def moe_mlp_fwd_primitive(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -398,7 +414,7 @@ def _(
     return _empty(x, token_of_row, experts, keeps)
 
 
-@custom_op("moe_mlp_bwd_primitive", mutates=("up_sums", "down_sums"))
+@custom_op("moe_mlp_bwd_primitive", mutates=("up_sums", "down_sums"), flops=_flops_backward)
 def moe_mlp_bwd_primitive(
     gradient: torch.Tensor,
     x: torch.Tensor,

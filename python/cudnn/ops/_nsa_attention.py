@@ -14,6 +14,7 @@ from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.selection import by_blocks
 from cudnn.native_sparse_attention.selection.backward import turned_around
 from cudnn.native_sparse_attention.top_k.api import MOST, check_choice
+from cudnn.ops import _nsa_flops
 from cudnn.ops._memory import aligned, placed
 from cudnn.ops._nsa_gates import (
     gated_selection,
@@ -251,7 +252,7 @@ def _run(api: Any, tensors: dict[str, Any], options: dict[str, Any]) -> None:
     run(api, {name: placed(x) for name, x in tensors.items()}, options)  # results are where they were
 
 
-@custom_op("nsa_compression", autocast=("q", "k", "v"))
+@custom_op("nsa_compression", autocast=("q", "k", "v"), flops=_nsa_flops.compression)
 def nsa_compression(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +266,7 @@ def nsa_compression(
     return o, lse
 
 
-@custom_op("nsa_compression_bwd")
+@custom_op("nsa_compression_bwd", flops=_nsa_flops.compression_backward)
 def nsa_compression_bwd(
     d_o: torch.Tensor,
     q: torch.Tensor,
@@ -312,7 +313,7 @@ nsa_compression_bwd.register_fake(_gradients)
 _differentiable(nsa_compression, nsa_compression_bwd, 2, 3)
 
 
-@custom_op("nsa_top_k")
+@custom_op("nsa_top_k", flops=_nsa_flops.top_k)
 def nsa_top_k(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -380,7 +381,7 @@ def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, most_keys: i
     return q.dtype in _NARROW and fits and best <= MOST
 
 
-@custom_op("nsa_compression_top_k", autocast=("q", "k", "v"))
+@custom_op("nsa_compression_top_k", autocast=("q", "k", "v"), flops=_nsa_flops.compression_top_k)
 def nsa_compression_top_k(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -423,7 +424,7 @@ def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"block_indices": lists, "block_counts": counts, "cum_seqlen_q": ends}
 
 
-@custom_op("nsa_selection", autocast=("q", "k", "v"))
+@custom_op("nsa_selection", autocast=("q", "k", "v"), flops=_nsa_flops.selection)
 def nsa_selection(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -451,7 +452,7 @@ def nsa_selection(
     return o, maxima + sums.log()
 
 
-@custom_op("nsa_selection_bwd")
+@custom_op("nsa_selection_bwd", flops=_nsa_flops.selection_backward)
 def nsa_selection_bwd(
     d_o: torch.Tensor,
     q: torch.Tensor,
@@ -530,7 +531,7 @@ def _batch(x: torch.Tensor, ends: Maybe, longest: int) -> int:
     return x.shape[0] // max(longest, 1) if ends is None else ends.shape[0] - 1
 
 
-@custom_op("nsa_window", autocast=("q", "k", "v"))
+@custom_op("nsa_window", autocast=("q", "k", "v"), flops=_nsa_flops.near)
 def nsa_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Maybe, scale: float, window: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -550,7 +551,7 @@ def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(stats, dtype=_row_values(q).dtype)
 
 
-@custom_op("nsa_window_bwd")
+@custom_op("nsa_window_bwd", flops=_nsa_flops.near_backward)
 def nsa_window_bwd(
     d_o: torch.Tensor,
     q: torch.Tensor,
@@ -585,7 +586,7 @@ def _in_one_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: tor
     return selection_takes_gates(q, v, block_size) and not by_blocks.is_faster(q, k, v, lists, block_size)
 
 
-@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"))
+@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"), flops=_nsa_flops.gated_selection)
 def nsa_gated_selection(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -614,7 +615,7 @@ def nsa_gated_selection(
 nsa_gated_selection.register_fake(lambda q, k, v, compressed, *_: _like(compressed))
 
 
-@custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"))
+@custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"), flops=_nsa_flops.branches)
 def nsa_branches(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -677,7 +678,7 @@ def _(
     return _results(q, k, v)[0], *_results(q, k, v), *_results(q, k, v), *window, own
 
 
-@custom_op("nsa_branches_bwd")
+@custom_op("nsa_branches_bwd", flops=_nsa_flops.branches_backward)
 def nsa_branches_bwd(
     d_out: torch.Tensor,
     q: torch.Tensor,

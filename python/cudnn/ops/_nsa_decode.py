@@ -1,5 +1,7 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
+from collections.abc import Sequence
+
 import torch
 
 from cudnn.api_base import check_tensor
@@ -121,7 +123,21 @@ def _check(
             raise refused(ValueError, _WHERE, f"type of {name}", x.dtype, str(kind))
 
 
-@custom_op("nsa_decode_step", autocast=("q", "k", "v", "ck", "cv"))
+def _flops_of_step(
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    ck: Sequence[int],
+    block_size: int,
+    count: int,
+    window: int,
+) -> int:
+    """Each row with the room for compressed keys, with the blocks of its list, and with its window."""
+    keys = ck[2] + min((ALWAYS + count) * block_size, k[2]) + min(window, k[2])
+    return 2 * q[0] * q[1] * keys * (q[2] + v[3])
+
+
+@custom_op("nsa_decode_step", autocast=("q", "k", "v", "ck", "cv"), flops=_flops_of_step)
 def nsa_decode_step(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,6 +11,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention.selection.api import TILES, apart
 from cudnn.native_sparse_attention.selection.base import BLOCKS
+from cudnn.ops import _flops
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -50,7 +51,7 @@ def like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@custom_op("nsa_gates")
+@custom_op("nsa_gates", flops=_flops.none)
 def nsa_gates(
     compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
@@ -69,7 +70,7 @@ def nsa_gates(
 nsa_gates.register_fake(lambda compressed, *_: like(compressed))
 
 
-@custom_op("nsa_gates_bwd")
+@custom_op("nsa_gates_bwd", flops=_flops.none)
 def nsa_gates_bwd(
     d_out: torch.Tensor, compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
 from cudnn.errors import misfit, refused
+from cudnn.ops import _flops
 from cudnn.ops._vmap import one_by_one
 from cudnn.strided import check_strided
 
@@ -41,13 +42,19 @@ class Operator(Protocol[P, R_co]):
 
 
 def custom_op(
-    name: str, autocast: Collection[str] = (), schema: str | None = None, mutates: Collection[str] = ()
+    name: str,
+    autocast: Collection[str] = (),
+    schema: str | None = None,
+    mutates: Collection[str] = (),
+    *,
+    flops: Callable[..., int],
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Registers a function as the operator ``cudnn::<name>``, which ``mutates`` these arguments.
 
     ``autocast`` names the tensors, or lists of them, that take the type of ``torch.autocast``, as PyTorch's own
     operators of the kind do: those of 32 and 16 bits. The operator itself then runs outside of autocast. ``schema``:
-    from the function's types.
+    from the function's types. ``flops``: the number of floating-point operations, from the shapes of the arguments
+    that it names; see :func:`cudnn.ops._flops.register`.
     """
 
     def register(function: Callable[P, R]) -> Operator[P, R]:
@@ -58,6 +65,7 @@ def custom_op(
         names = list(operator.__signature__.parameters)
         places = frozenset(names.index(each) for each in autocast)
         operator.prepare(places)
+        _flops.register(operator, flops)
         for device in ("cpu", "cuda") if autocast else ():
             _library.impl(name, _cast(operator, device, places), f"Autocast{device.upper()}")
         return operator

@@ -112,6 +112,11 @@ class RmsNormRhtAmax(FusedAPI):
         """Writes ``o_tensor`` and ``amax_tensor``. See :attr:`FusedAPI.run`."""
 
     @classmethod
+    def flops(cls, sizes: Mapping[str, int]) -> int:
+        """None that PyTorch counts: element-wise operations, and a transform by sums and differences."""
+        return 0
+
+    @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         if len(shapes["x"]) != 2:
             got = f"the shape {tuple(shapes['x'])}"

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: PyTorch reads the types.
 
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ _NEEDED = {"none": (), "gather": ("token_index",), "scatter": ("token_index", "t
 _graph_cache: GraphCache = {}
 
 
-@custom_op("moe_grouped_matmul", autocast=("token", "weight"))
+@custom_op(
+    "moe_grouped_matmul", autocast=("token", "weight"), flops=lambda weight, out: 2 * out[1] * weight[1] * weight[2]
+)
 def moe_grouped_matmul(
     token: torch.Tensor,
     weight: torch.Tensor,
@@ -126,7 +129,7 @@ def _run(describe: Any, inputs: dict[str, torch.Tensor], out: torch.Tensor, opti
         raise RuntimeError(str(error)) from error
 
 
-@custom_op("moe_grouped_matmul_bwd")
+@custom_op("moe_grouped_matmul_bwd", flops=lambda doutput, token: 2 * prod(doutput) * token[2])
 def moe_grouped_matmul_bwd(
     doutput: torch.Tensor, token: torch.Tensor, first_token_offset: torch.Tensor
 ) -> torch.Tensor:

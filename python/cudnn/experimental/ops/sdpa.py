@@ -13,6 +13,7 @@ from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import checked_number, refused
 from cudnn.experimental.ops._graphs import GraphCache, Tensors, run
 from cudnn.gemm.formats import wide
+from cudnn.ops import _flops
 from cudnn.ops._memory import aligned, is_readable
 from cudnn.ops._registration import custom_op
 from cudnn.ops._vmap import in_front, one_by_one
@@ -340,7 +341,7 @@ def _scores(bias: Maybe, seed: Maybe) -> dict[str, torch.Tensor]:
     return found
 
 
-@custom_op("sdpa", autocast=("q", "k", "v", "bias"))
+@custom_op("sdpa", autocast=("q", "k", "v", "bias"), flops=_flops.attention)
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -450,7 +451,7 @@ def _of_one_key(do: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float,
     return [d_q.flatten(1, 2), d_k.sum(2), d_v.sum(2), of_score.flatten(1, 2)]
 
 
-@custom_op("sdpa_bwd")
+@custom_op("sdpa_bwd", flops=_flops.attention_backward)
 def sdpa_bwd(
     dO: torch.Tensor,
     q: torch.Tensor,
@@ -492,7 +493,7 @@ def _(
     return _gradient(q, packed), _gradient(k, packed), _gradient(v, packed)
 
 
-@custom_op("sdpa_bias_bwd")
+@custom_op("sdpa_bias_bwd", flops=_flops.attention_backward)
 def sdpa_bias_bwd(
     dO: torch.Tensor,
     q: torch.Tensor,

@@ -496,6 +496,10 @@ class ScoreGraph(SubGraph[Tensor]):
         self.scores(keep).set_data_type(data_type.BOOLEAN)
         return self.scores(self.binary_select(scores, self.number(float("-inf")), keep))
 
+    def at_most(self, scores: Tensor, bound: float) -> Tensor:
+        """The smaller of each score and the bound."""
+        return self.scores(self.min(scores, self.number(bound)))
+
     def softmax(self, scores: Tensor, sink: Tensor | None, outputs: Mapping[str, Tensor]) -> Tensor:
         """cuDNN's softmax operation; ``outputs`` (Stats, Max, Sum_exp) are written too."""
         node = self._add(Softmax, "", None, {"X": scores, "Sink": sink}, ["Y"])
