@@ -15,6 +15,7 @@ from cudnn.pygraph.matmul import Matmul
 
 OPERATIONS = (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+FLOATS = {"io_data_type": cudnn.data_type.FLOAT, "compute_data_type": cudnn.data_type.FLOAT}
 SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation")
 
 
@@ -130,7 +131,7 @@ def test_threads_restore_what_the_first_one_found() -> None:
 def of_graph(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """A product by the reference executor, and in float64."""
     a, b = (torch.randn(1, 64, 64, device=device) for _ in range(2))
-    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT)
+    graph = cudnn.pygraph(backend="reference", **FLOATS)
     names = [graph.tensor_like(x) for x in (a, b)]
     c = graph.matmul(*names).set_output(True)
     graph.build([cudnn.heur_mode.A])
@@ -141,7 +142,7 @@ def of_graph(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
 
 def of_convolution(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     x, w = torch.randn(2, 32, 16, 16, device=device), torch.randn(32, 32, 3, 3, device=device)
-    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT)
+    graph = cudnn.pygraph(backend="reference", **FLOATS)
     names = [graph.tensor_like(t) for t in (x, w)]
     y = graph.conv_fprop(*names, padding=[1, 1], stride=[1, 1], dilation=[1, 1]).set_output(True)
     graph.build([cudnn.heur_mode.A])
@@ -190,13 +191,8 @@ def test_a_convolution_along_time_computes_in_full_precision(monkeypatch: pytest
 @pytest.mark.gpu
 @pytest.mark.parametrize("allow", ALLOWED)
 @pytest.mark.parametrize("compute", [of_graph, of_convolution])
-def test_errors_on_a_gpu(
-    compute: Callable[[str], Any], allow: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_on_a_gpu(compute: Callable[[str], Any], allow: Callable[[], None]) -> None:
     """With TF32 they would be 3e-4."""
-    from cudnn import settings
-
-    monkeypatch.setenv(settings.EXECUTOR.name, "reference")
     allow()
     found, expected = compute("cuda")
     assert float((found - expected).norm() / expected.norm()) < 1e-6
