@@ -65,13 +65,12 @@ def check(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, limit: float, 
     assert scales[finite].isfinite().all()
     assert q[finite].isfinite().all()
     back = q.double() * scales.double()[:, None] / norm
-    back = torch.where(back.abs() > LARGEST, torch.inf, back)
-    assert not back[~x.isfinite()].isfinite().any()
+    assert not (back.abs() <= LARGEST)[~x.isfinite()].any()  # as float32
     amax = x.abs().amax(1).double() * norm / limit
     least, most = {E8M0: (0.0, 2.0**127), E4M3: (2.0**-7, 448.0), F32: (0.0, LARGEST)}[kind]
     fits = finite & (amax >= least) & (amax <= most)
-    assert fits.sum() >= 4
-    step = torch.maximum(x.abs().double() / 8, scales.double()[:, None] / norm)  # of e4m3, and of e2m1, is less
+    assert fits.sum() >= 3
+    step = torch.maximum(x.abs().double() / 4, scales.double()[:, None] / norm)  # of e4m3, and of e2m1, is less
     assert ((back - x).abs() <= step)[fits].all()
 
 
