@@ -16,9 +16,8 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.epilogue.arithmetic import maximum
-from cudnn_kernels.epilogue.quantize import magnitude, number
+from cudnn_kernels.epilogue.quantize import compute_block_scale, magnitude
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.moe.combining import rounded
 from cudnn_kernels.moe.configuration import BLOCK, NARROW, WARP, QuantizeConfiguration
@@ -77,7 +76,7 @@ class Quantize(Kernel):
             there = mine & (piece < self.c.columns // VALUES)
             part = self.load(x, row, Int32(select_(there, piece, Int32(0))), there)
             most = among(magnitude(part), self.lanes)
-            factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
+            factor, inverse = compute_block_scale(most, NARROW, "float32")
             narrow = rounded([v * inverse for v in part], DTYPES[NARROW])
             for target in targets:
                 self.store(quantized, factors, target, piece, there & (target >= 0), narrow, factor)
@@ -101,7 +100,7 @@ class Quantize(Kernel):
         piece = column * self.lanes + lane
         parts = [self.load(x, row, piece, row < x.shape[0]) for row in rows]
         most = self.of_block([magnitude(part) for part in parts], thread)
-        factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
+        factor, inverse = compute_block_scale(most, NARROW, "float32")
         for row, part in zip(rows, parts, strict=True):
             narrow = rounded([v * inverse for v in part], DTYPES[NARROW])
             self.store(quantized, factors, row, piece, True, narrow, factor)

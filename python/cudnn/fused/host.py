@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from cudnn import launch, settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refused
+from cudnn.full_precision import full_precision
 from cudnn.fused import kinds
 from cudnn.fused.call import Call, Plan, on_stream
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
@@ -532,7 +533,7 @@ class FusedAPI(APIBase):
         """What :attr:`run` does on the CPU, without a check: also for float64, which no kernel takes, in float64."""
         launch.say_reference_runs(self._title())
         given = (*self.fitted_all(tensors), *self.settled(scalars))
-        with torch.no_grad():  # kernels record nothing for autograd
+        with torch.no_grad(), full_precision():  # kernels record nothing for autograd
             self.reference(dict(zip((*self.names, *self.scalars), given, strict=True)))
 
     def settled(self, scalars: Sequence[Any]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
+from cudnn.full_precision import full_precision
 from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
@@ -298,6 +299,7 @@ _bf16in_obj_cache = GemmProjRopeMxfp8Bf16InSm100.objects
 _mxfp8in_obj_cache = GemmProjRopeMxfp8Mxfp8InSm100.objects
 
 
+@full_precision()
 def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, w_out_in: bool = False) -> Any:
     """The rotated queries (m, n / 192, 192) in float32, neither rounded to bfloat16 nor quantised."""
     values = {"x": (x.float() @ _turned(w, not w_out_in).float().t()).unsqueeze(2)}

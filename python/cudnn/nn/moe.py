@@ -193,11 +193,11 @@ class MoE(torch.nn.Module):
             raise refused(ValueError, "MoE", "dtype", dtype, ", ".join(map(str, _TYPES)))
         if activation not in ACTIVATIONS:
             raise refused(ValueError, "MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
-        if hidden % 8 or intermediate % 32 or min(hidden, intermediate, experts) < 1:
-            got = f"hidden={hidden}, intermediate={intermediate}, experts={experts}"
-            raise refused(
-                ValueError, "MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more"
-            )
+        for name, size, step in (("hidden", hidden, 8), ("intermediate", intermediate, 32), ("experts", experts, 1)):
+            if size < 1 or size % step:
+                allowed = f"a multiple of {step}" if step > 1 else "1 or more"
+                cure = f"take {-(-max(size, 1) // step) * step} and fill what is new of the weights with zeros"
+                raise refused(ValueError, "MoE", name, size, allowed, cure if step > 1 else "")
         if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
             got = f"{glu_layout!r} with {activation!r}"
             raise refused(ValueError, "MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates")

@@ -10,6 +10,7 @@ from cudnn.api_base import check_tensor
 from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
 from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.full_precision import full_precision
 from cudnn.ops._registration import custom_op
 from cudnn.ops._vmap import in_front
 
@@ -138,12 +139,14 @@ def _past(x: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(x.float(), (width - 1, 0))
 
 
+@full_precision()
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The convolution before the activation, in float32."""
     width = weight.shape[1]
     return F.conv1d(_past(x, width), weight.float().unsqueeze(1), bias.float(), groups=x.shape[1])
 
 
+@full_precision()
 def _gradients(
     grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, ...]:

@@ -268,6 +268,7 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
     if up != (down[0], wide, h) or down[1] != h:
         got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if wide > down[2] else "N = I"
         raise refused(ValueError, _WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
+    _check_multiples(h, down[2], e, x.dtype)
     if e.fp8 and (e.activation not in GATED or e.glu_layout != LAYOUTS[0] or h % 128 or down[2] % 128):
         got, allowed = f"{e.activation!r}, {e.glu_layout!r}, H {h}, I {down[2]}", "gates, interleaved, multiples of 128"
         raise refused(ValueError, _WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once")
@@ -292,6 +293,22 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
         if wrong or (given and (shape_of(given) != shape_of(like))):
             got = f"{given[0].dtype} {shape_of(given)}"
             raise refused(ValueError, _WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
+
+
+def _check_multiples(hidden: int, inner: int, e: Experts, dtype: torch.dtype) -> None:
+    """Gates come in blocks of 32 rows of ``up``; rows of 16-bit tensors are read 16 bytes at a time."""
+    of_rows = 1 if dtype in WIDE else 8
+    of_inner = 32 if e.activation in GATED else of_rows
+    why = f"for {e.activation!r} and {dtype}"
+    if inner < 1 or inner % of_inner:
+        cure = "pad up's rows, gates and others alike, and down's columns with zeros, which changes no result"
+        allowed = f"a multiple of {of_inner} {why}"
+        raise refused(ValueError, _WHERE, "intermediate size, I of down [E, H, I]", inner, allowed, cure)
+    if hidden < 1 or hidden % of_rows:
+        cure = "pad x, up's columns and down's rows with zeros"
+        raise refused(
+            ValueError, _WHERE, "hidden size, H of x [..., H]", hidden, f"a multiple of {of_rows} {why}", cure
+        )
 
 
 def _check_addresses(e: Experts, sums: Sequence[Sequence[torch.Tensor]]) -> None:

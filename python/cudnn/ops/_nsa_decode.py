@@ -6,6 +6,7 @@ import torch
 
 from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refused
+from cudnn.full_precision import full_precision
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention import reference
@@ -166,7 +167,8 @@ def nsa_decode_step(
         if q.is_cuda:
             raise refused(ValueError, _WHERE, "type of query", q.dtype, "torch.float16 or torch.bfloat16")
         given = (q, k, v, ck, cv, gates, lengths.tolist(), compressed_lengths.tolist(), o)
-        reference.decode(*given, scale, (block_size, compress_stride, count, window))
+        with full_precision():
+            reference.decode(*given, scale, (block_size, compress_stride, count, window))
         return o
     heads, group = (q.shape[2], v.shape[3]), q.shape[1] // k.shape[1]
     if heads not in _HEADS or group > _MOST or block_size % 16:

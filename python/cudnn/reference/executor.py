@@ -12,6 +12,7 @@ from cudnn.backend.handle import resolve
 from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
 from cudnn.errors import refused
+from cudnn.full_precision import full_precision
 from cudnn.lazy import torch
 from cudnn.pygraph.arrays import check_array, span_bytes
 from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
@@ -77,7 +78,7 @@ class ReferenceProgram:
             _said = True
             _log.warning("this graph runs on the reference executor (PyTorch), which is correct but not fast")
         device = self._check(buffers)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             values = {
                 uid: self._load(tensor, buffers, device)
                 for uid, tensor in self._inputs.items()

@@ -98,7 +98,9 @@ class GroupedGemmWgrad(ExpertGradients):
         a_index: Tensor | None = None,
         b_index: Tensor | None = None,
     ) -> None:
-        """Writes ``wgrad_tensor``. See :attr:`FusedAPI.run`."""
+        """Writes the gradients. An object for gradients behind addresses takes ``wgrad_ptrs`` or, packed, one
+        ``wgrad_tensor`` (experts, hidden, inter) of ``wgrad_dtype``. See :attr:`FusedAPI.run`.
+        """
 
 
 class GroupedGemmWgradSm100(GroupedGemmWgrad):
