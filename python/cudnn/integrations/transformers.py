@@ -41,6 +41,7 @@ _ELSEWHERE = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "num_items_in_batch",
+        "logits_to_keep",
         "use_cache",
     )
 )
