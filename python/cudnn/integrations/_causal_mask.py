@@ -58,6 +58,8 @@ class CausalMask(Tensor):
             return args[0]._of(tuple(args[0].shape), args[0].offset)
         if func is torch.ops.aten.slice.Tensor and (sliced := args[0]._sliced(*args[1:], **kwargs)) is not None:
             return sliced
+        if func is torch.ops.aten.clone.default:
+            return args[0].dense().contiguous()  # may be written
         if func._schema.is_mutable and isinstance(args[0], CausalMask):
             cure = "call .clone() on the mask first"
             raise refused(ValueError, func._schema.name, "self", "a CausalMask", "a mask with storage", cure)
