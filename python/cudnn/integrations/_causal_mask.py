@@ -42,6 +42,9 @@ class CausalMask(Tensor):
     def __repr__(self) -> str:
         return f"CausalMask(shape={tuple(self.shape)}, offset={self.offset}, window={self.window})"
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _refused_write("__setitem__")
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, int | None]]:
         return ["_anchor"], (self.offset, self.window)
 
@@ -61,8 +64,7 @@ class CausalMask(Tensor):
         if func is torch.ops.aten.clone.default:
             return args[0].dense().contiguous()  # may be written
         if func._schema.is_mutable and isinstance(args[0], CausalMask):
-            cure = "call .clone() on the mask first"
-            raise refused(ValueError, func._schema.name, "self", "a CausalMask", "a mask with storage", cure)
+            raise _refused_write(func._schema.name)
         dense = pytree.tree_map_only(CausalMask, CausalMask.dense, (args, kwargs))
         return func(*dense[0], **dense[1])
 
@@ -77,3 +79,8 @@ class CausalMask(Tensor):
             return None
         shape = [*self.shape[:dim], max(last - first, 0), *self.shape[dim + 1 :]]
         return self._of(tuple(shape), self.offset + (first if dim == 2 else 0))
+
+
+def _refused_write(where: str) -> ValueError:
+    cure = "call .clone() on the mask first"
+    return refused(ValueError, where, "self", "a CausalMask", "a mask with storage", cure)
