@@ -214,7 +214,7 @@ def quantize_rows(
     x = x.float()
     m, n, _ = x.shape
     blocks = torch.nn.functional.pad(x.permute(2, 0, 1), (0, -n % vector)).unflatten(2, (-1, vector))
-    norm = torch.as_tensor(norm_const, device=x.device).reshape(())
+    norm = torch.as_tensor(norm_const, dtype=torch.float32, device=x.device).reshape(())
     largest = blocks.abs().amax(-1)
     if rows > 1:
         largest = torch.nn.functional.pad(largest, (0, 0, 0, -m % rows)).unflatten(1, (-1, rows)).amax(2)

@@ -32,8 +32,8 @@ class CausalMask(Tensor):
 
     def dense(self) -> Tensor:
         """The mask as a plain tensor."""
-        rows = torch.arange(self.shape[2], device=self.device)[:, None] + self.offset
-        keys = torch.arange(self.shape[3], device=self.device)
+        rows = torch.arange(self.shape[2], dtype=torch.int64, device=self.device)[:, None] + self.offset
+        keys = torch.arange(self.shape[3], dtype=torch.int64, device=self.device)
         seen = keys <= rows
         if self.window is not None:
             seen &= keys > rows - self.window
