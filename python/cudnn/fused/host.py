@@ -9,15 +9,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from cudnn import launch, settings
+from cudnn import settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refused
 from cudnn.full_precision import full_precision
 from cudnn.fused import kinds
-from cudnn.fused.call import Call, Plan, on_stream
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
+from cudnn.runtime import launch
+from cudnn.runtime.call import Call, Plan, on_stream
 from cudnn.strided import check_output, check_resolved, resolved
 from cudnn_kernels.architecture import ARCHITECTURES
 
@@ -188,7 +189,7 @@ class FusedAPI(APIBase):
 
     @classmethod
     def flops(cls, sizes: Sizes) -> int:
-        """The number of floating-point operations of a call, for the operator's formula: see ``cudnn.ops._flops``."""
+        """The number of floating-point operations of a call, for the operator's formula: ``cudnn.runtime.flops``."""
         raise NotImplementedError(f"{cls.__name__}: flops is not declared")
 
     @classmethod

@@ -28,7 +28,7 @@ from cudnn.moe.experts import (
     transposed,
 )
 from cudnn.moe.quantizing import quantized, quantized_weights, quantizes_results, results
-from cudnn.ops._streams import forked
+from cudnn.runtime.streams import forked
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
-from cudnn.alike import alike_but_for_sizes, current_device, like
 from cudnn.backend.cuda_graph import ask_whether_it_keeps_up, unchecked
 from cudnn.backend.handle import Handle, default_handle
 from cudnn.backend.plan import Pack
+from cudnn.runtime.tensor_guards import alike_but_for_sizes, current_device, like
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.errors import refused
-from cudnn.fused.call import Plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Rows, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.rmsnorm_rht_amax import reference
+from cudnn.runtime.call import Plan
 from cudnn_kernels.norm.heuristics import (
     BLOCK,
     MAXIMUM_COLUMNS,
