@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import shutil
 import subprocess
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import cudnn
-from cudnn.runtime import kernels, launch, loader
+from cudnn.runtime import codegen, kernels, launch, loader
 from cudnn.runtime.elf import LoadedObject, ObjectError
 from fused.test_kernel_cache import CONFIGURATION, SOURCE, python
 
@@ -125,3 +127,11 @@ def test_lazy_names() -> None:
         cudnn.nothing  # noqa: B018
     code = "import sys; sys.modules['cudnn_kernels.architecture'] = None; import cudnn; cudnn.RmsNormRhtAmax"
     assert "ImportError: cudnn.RmsNormRhtAmax cannot be loaded" in python(code).communicate(timeout=60)[1]
+
+
+def test_tracebacks_show_source_that_was_written_out() -> None:
+    divide = codegen.define("divide", "def divide(x):\n    return scale / x\n", {"scale": 1})
+    with pytest.raises(ZeroDivisionError) as raised:
+        divide(0)
+    linecache.checkcache()
+    assert "return scale / x" in "".join(traceback.format_exception(raised.value))

@@ -42,12 +42,42 @@ class _Kept(NamedTuple):
     row_of_choice: Tensor
 
 
-class _Layer(torch.autograd.Function):
-    """The layer as one node of autograd, which takes the host less time than one for each operator would.
+class _RouterBackward:
+    """The backward pass of the router and of shared experts' weights: see :class:`cudnn.moe.layer.RouterBackward`.
 
-    The two parts of the tokens' gradient meet here. Where only the logits of chosen experts have a gradient, a row of a
-    choice gets its logit's, times the router's weight for the expert; else the router's product adds its part at last.
+    Where only the logits of chosen experts have a gradient, a row of a choice gets its logit's, times the router's
+    weight for the expert; else the router's product adds its part at last.
+
+    Attributes:
+        by_shared, by_weight: The gradients of shared experts' weights and of the router's weight, where they are asked
+            for.
     """
+
+    by_logits: Tensor
+    by_shared: Tensor | None = None
+    by_weight: Tensor | None = None
+
+    def __init__(self, layer: MoE, kept: _Kept, weight: Tensor, of_shared: bool, of_weight: bool) -> None:
+        self.layer, self.kept, self.weight, self.of_shared, self.of_weight = layer, kept, weight, of_shared, of_weight
+
+    def of_weights(self, by_weights: Tensor) -> tuple[Tensor, Tensor] | None:
+        layer, by_chosen = self.layer, by_weights
+        if self.of_shared:
+            by_chosen, self.by_shared = (
+                x.contiguous() for x in by_chosen.split([layer.top_k, layer.shared_experts], 1)
+            )
+        elif layer.shared_experts:
+            by_chosen = by_chosen[:, : layer.top_k].contiguous()
+        self.by_logits, of_rows = layer._by_logits(by_chosen, self.kept)
+        self.by_weight = self.by_logits.T @ self.kept.tokens if self.of_weight else None
+        return None if of_rows is None else (of_rows, layer._with_zeros(self.weight))
+
+    def add_to(self, by_x: Tensor) -> None:
+        by_x.addmm_(self.by_logits, self.weight)  # nobody else has this gradient
+
+
+class _Layer(torch.autograd.Function):
+    """The layer as one node of autograd, which takes the host less time than one for each operator would."""
 
     @staticmethod
     def forward(
@@ -68,22 +98,10 @@ class _Layer(torch.autograd.Function):
             torch.autograd.graph.increment_version(part)
         e, rows = layer._experts(parameters), Rows(kept.offsets, kept.token_of_row, kept.row_of_choice)
         needs = passes.Needs(of_tokens, of_tokens or of_shared or of_router, *rest)
-        given = (kept.hidden, kept.indices, kept.weights, rows, e, needs, sums[1])
-        found, by_hidden = passes.by_activation(ctx.kind, aligned(gradients[0]), kept.tokens, *given)
-        by_shared = by_router = by_logits = added = None
-        if found.weights is not None:
-            by_chosen = found.weights
-            if of_shared:
-                by_chosen, by_shared = (x.contiguous() for x in by_chosen.split([layer.top_k, layer.shared_experts], 1))
-            elif layer.shared_experts:
-                by_chosen = by_chosen[:, : layer.top_k].contiguous()
-            by_logits, of_rows = layer._by_logits(by_chosen, kept)
-            added = None if of_rows is None else (of_rows, layer._with_zeros(router))
-            by_router = by_logits.T @ kept.tokens if of_router else None
-        by_tokens, by_up = passes.by_product(ctx.kind, kept.tokens, by_hidden, rows, e.up, needs, sums[0], added=added)
-        if by_tokens is not None and by_logits is not None and added is None:
-            by_tokens.addmm_(by_logits, router)  # nobody else has this gradient
-        return None, by_tokens, by_shared, by_router, by_up, *found[3:]
+        its = _RouterBackward(layer, kept, router, of_shared, of_router)
+        given = (kept.hidden, kept.indices, kept.weights, rows, e, needs, sums)
+        found = passes.backward(ctx.kind, aligned(gradients[0]), kept.tokens, *given, router=its)
+        return None, found.x, its.by_shared, its.by_weight, *found[2:]
 
 
 class _Router(torch.nn.Linear):

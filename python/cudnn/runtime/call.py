@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn import settings
 from cudnn.lazy import torch
 from cudnn.runtime import launch
+from cudnn.runtime.codegen import define
 from cudnn.runtime.tensor_guards import like
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.signature import workspace_size
@@ -153,8 +154,7 @@ class Call:
             "allocated": self._allocated,
             "otherwise": self._otherwise,
         }
-        exec(compile(source, __file__, "exec"), scope)
-        return scope["run"]
+        return define("run", source, scope)
 
     def _otherwise(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Callable[..., None] | None:
         """After an error: what runs a call whose tensors are to be seen in other dimensions; None where none are.
@@ -191,7 +191,7 @@ class Call:
         known = {"kernel": self.kernel, "torch": torch, "constants": dict(self.api.constants)}
         known |= {f"t{i}": tensor for i, tensor in enumerate(tensors)} | {f"s{i}": x for i, x in enumerate(scalars)}
         known |= {"limit": self.api.usable(self.plan, multiprocessors), "stream": 0, "workspace": workspace}
-        eval(f"kernel({_arguments(self.api, self.plan)})", known)
+        define("launch", f"def launch():\n    kernel({_arguments(self.api, self.plan)})\n", known)()
 
     def _check(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], workspace: Any, stream: Any) -> Layout | None:
         """The layout of a call's tensors, which are checked unless it is known; None where there is nothing to launch.
