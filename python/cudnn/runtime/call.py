@@ -191,7 +191,8 @@ class Call:
         known = {"kernel": self.kernel, "torch": torch, "constants": dict(self.api.constants)}
         known |= {f"t{i}": tensor for i, tensor in enumerate(tensors)} | {f"s{i}": x for i, x in enumerate(scalars)}
         known |= {"limit": self.api.usable(self.plan, multiprocessors), "stream": 0, "workspace": workspace}
-        define("launch", f"def launch():\n    kernel({_arguments(self.api, self.plan)})\n", known)()
+        source = f"def launch({', '.join(known)}):\n    kernel({_arguments(self.api, self.plan)})\n"
+        define("launch", source, {})(**known)  # not as globals, which the function would keep
 
     def _check(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], workspace: Any, stream: Any) -> Layout | None:
         """The layout of a call's tensors, which are checked unless it is known; None where there is nothing to launch.
