@@ -8,11 +8,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.demo_cases.gemm_matrix import FP4, Variant
-from cudnn.demo_cases.gemm_operands import NORM_CONST, judge, judge_quantised, matrix, operands, plain
-
 from cudnn.api_base import TupleDict
 from cudnn.demo_cases import Problem, Program
+from cudnn.demo_cases.gemm_matrix import FP4, Variant
+from cudnn.demo_cases.gemm_operands import NORM_CONST, judge, judge_quantised, matrix, operands, plain
 from cudnn.fused import dense as declared
 from cudnn.fused import registry
 from cudnn.fused.dense import DenseGemm

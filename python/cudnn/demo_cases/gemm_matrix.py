@@ -63,7 +63,6 @@ class Variant:
 def variants(arch: str) -> list[Variant]:
     """All of them. On sm_90a tile and cluster choose nothing: one of those that differ in nothing else."""
     from cudnn.demo_cases.dense import supported
-
     from cudnn.fused.layouts import Matrix
 
     if arch == "sm_90a":

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.demo_cases.gemm_operands import judge
-
 from cudnn.api_base import TupleDict
 from cudnn.demo_cases import Problem, Program
+from cudnn.demo_cases.gemm_operands import judge
 from cudnn.fused import registry
 from cudnn.fused.examples import Comparison, draw
 from cudnn.fused.gemm import OPERAND_TYPES
