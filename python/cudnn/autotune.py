@@ -269,7 +269,7 @@ class _Choice:
     """The plan chosen for one graph, cuDNN and GPU, as a file."""
 
     def __init__(self, graph: pygraph, device: str) -> None:
-        from cudnn.launch.cache import user
+        from cudnn.runtime.cache import user
 
         self._what = {"graph": repr(graph), "cudnn": library.version(), "device": device}
         digest = hashlib.sha256(json.dumps(self._what, sort_keys=True).encode()).hexdigest()

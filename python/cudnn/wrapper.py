@@ -24,7 +24,7 @@ from cudnn.pygraph.tensor import Tensor
 from cudnn.strided import readable
 
 if TYPE_CHECKING:
-    from cudnn.explain.model import Explanation
+    from cudnn.pygraph.explain.model import Explanation
     from cudnn.pygraph.methods import Methods
 
     class Array(Protocol):

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cudnn import launch
 from cudnn.cli import app
-from cudnn.launch import cache, kernels
+from cudnn.runtime import cache, kernels, launch
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +155,7 @@ def test_without_a_place_to_write_kernels_are_built_for_the_process(
 
 PROCESS = """
 import sys, time
-from cudnn.launch import cache
+from cudnn.runtime import cache
 def build():
     print("built", flush=True)
     time.sleep(0.5)
@@ -175,7 +174,7 @@ def test_processes_that_need_the_same_kernel_build_it_once() -> None:
 RELOAD = f"""
 import sys, time
 import torch, tvm_ffi
-from cudnn import launch
+from cudnn.runtime import launch
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 start = time.process_time()
 launch.kernel({SOURCE!r}, {CONFIGURATION!r}, "sm_90a")
@@ -217,7 +216,7 @@ def test_command_line(folder: Path) -> None:
 
 FULL = """
 import resource
-from cudnn.launch import cache
+from cudnn.runtime import cache
 def build():
     print("built", flush=True)
     return b"object" * 1000

@@ -11,8 +11,8 @@ import torch
 
 import cudnn
 import cudnn.ops
-from cudnn import registry
-from cudnn.cli import programs
+from cudnn import demo_cases
+from cudnn.fused import registry
 from cudnn.nn import MoE
 from support.gemm_families import case, execute
 from support.selection import WHERE, brief
@@ -28,7 +28,7 @@ def shown(x: Any) -> Any:
 
 def called(name: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    program = programs.find(name)
+    program = demo_cases.find(name)
     problem = program.make(program.shape, "cpu")  # which keeps the memory of addresses
     return [x for x in problem.call() if x is not None]
 

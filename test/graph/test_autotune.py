@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.launch import cache
+from cudnn.runtime import cache
 from support.graphs import planned_graph, reference_graph
 
 module: Any = importlib.import_module("cudnn.autotune")  # ``cudnn.autotune`` itself is the function

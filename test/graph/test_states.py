@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn
-from cudnn.alike import alike_but_for_sizes, like
+from cudnn.runtime.tensor_guards import alike_but_for_sizes, like
 from cudnn.strided import readable, resolved
 from support.graphs import reference_graph
 from support.states import UNSTRIDED, imaginary, negative

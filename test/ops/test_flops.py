@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cudnn
-from cudnn import ops, registry
+from cudnn import ops
 from cudnn.experimental.ops import moe_grouped_matmul
+from cudnn.fused import registry
 from cudnn.ops import causal_conv1d, moe_mlp, scaled_dot_product_attention
 
 BF16 = torch.bfloat16

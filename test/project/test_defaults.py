@@ -11,8 +11,8 @@ import torch
 
 import cudnn
 import cudnn.ops
-from cudnn.cli import programs
-from cudnn.cli.programs import dense, gemm_matrix
+from cudnn import demo_cases
+from cudnn.demo_cases import dense, gemm_matrix
 from cudnn.fused import grouped
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from cudnn.moe import experts
@@ -97,7 +97,7 @@ def layer(**options: Any) -> list[torch.Tensor]:
 
 def fused(name: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    program = programs.find(name)
+    program = demo_cases.find(name)
     problem = program.make(program.shape, "cpu")  # which keeps the memory of addresses
     return [x for x in problem.call() if x is not None]
 
@@ -128,7 +128,7 @@ def restored() -> list[torch.Tensor]:
 
 
 CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    **{name: lambda name=name: fused(name) for name in programs.PROGRAMS},
+    **{name: lambda name=name: fused(name) for name in demo_cases.PROGRAMS},
     **{str(v): lambda v=v: variant(v) for v in gemm_matrix.sample("sm_100a", 6)},
     "alibi": lambda: attention(use_alibi_mask=True, use_causal_mask=True),
     "dropout": lambda: attention(dropout=None),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cudnn import launch
 from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem, returning
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
 from cudnn.gemm.formats import SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 
 DIMENSIONS = {"M": 1, "N": 64, "K": 64}
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 4096), (16384, 4096, 7168))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from cudnn.bench import GPU, HOST, Benchmark, Call, Candidate, Options, Problem, declared, operands, returning
-from cudnn.cli.programs import grouped
+from cudnn.demo_cases import grouped
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.gemm.reference import evaluate
 from cudnn.lazy import torch

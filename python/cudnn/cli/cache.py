@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
-from cudnn.registry import compiled
+from cudnn.fused.registry import compiled
 
 if TYPE_CHECKING:
-    from cudnn.launch.cache import Store
-    from cudnn.launch.warm import Kernel
+    from cudnn.fused.warm import Kernel
+    from cudnn.runtime.cache import Store
 
 _NO_CACHE = "no folder can be written to: compiled kernels are not kept; set CUDNN_KERNEL_CACHE"
 
@@ -24,7 +24,7 @@ def _list(
     full: Annotated[bool, typer.Option("--full", help="Show configurations in full.")] = False,
 ) -> None:
     """Show every compiled kernel: name, architecture, size, configuration, and what would be refused."""
-    from cudnn.launch import cache
+    from cudnn.runtime import cache
 
     user = cache.user()
     for store in (cache.system(), cache.unwritable(), user):
@@ -64,7 +64,7 @@ def _show(store: Store, full: bool) -> None:
 @app.command("clear", cls=Command)
 def _clear() -> None:
     """Remove every compiled kernel of this user. The next use compiles again."""
-    from cudnn.launch import cache
+    from cudnn.runtime import cache
 
     store, removed = cache.user(), cache.clear()
     if store is None:
@@ -106,7 +106,8 @@ def _warm(
 
     --arch, --api, --dtype and --shape may be given several times.
     """
-    from cudnn.launch import cache, warm
+    from cudnn.fused import warm
+    from cudnn.runtime import cache
 
     for option, given, allowed in (("--arch", arch, warm.architectures()), ("--api", api or [], tuple(compiled()))):
         for one in given:
@@ -134,7 +135,7 @@ def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:
     from rich.console import Console
 
     from cudnn.cli import progress
-    from cudnn.launch import warm
+    from cudnn.fused import warm
 
     console = Console(highlight=False)
     compiled = 0

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnn
-from cudnn import launch
-from cudnn.cli import programs, progress
-from cudnn.launch.warm import architectures
+from cudnn import demo_cases
+from cudnn.cli import progress
+from cudnn.fused.warm import architectures
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 
 
 @dataclass
@@ -120,7 +121,7 @@ def causal_attention(handle: Any, device: str) -> Case:
 
 CASES = (convolution, matmul_bias_gelu, rmsnorm, causal_attention)
 KERNELS = ("rmsnorm_rht_amax", "gemm_swiglu")
-"""Names in ``programs.PROGRAMS``."""
+"""Names in ``demo_cases.PROGRAMS``."""
 _ALLOWED = (
     "Allowed for a graph: twice the error of PyTorch in the same type, and a unit in the last place. For a fused "
     "kernel: half a unit in the last place of the element shown, the one nearest to its bound. A kernel rounds each "
@@ -151,7 +152,7 @@ def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
 
 def check_kernel(name: str, arch: str) -> Result:
     """Runs and judges a fused API: on the GPU or, given an architecture, in the emulator, which looks for races."""
-    program = programs.find(name)
+    program = demo_cases.find(name)
     result = Result(program.title, f"emulated {arch}" if arch else torch.cuda.get_device_name(), "CuTe DSL")
     try:
         problem = program.make(program.shape, "cpu" if arch else "cuda")

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from cudnn.api_base import TensorDesc, is_power_of_2
 from cudnn.errors import refused
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.gemm.reference import evaluate, product, woven
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels import epilogue
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand

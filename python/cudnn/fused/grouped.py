@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cudnn import registry, settings
+from cudnn import settings
 from cudnn.api_base import ceil_div, check_rank
 from cudnn.errors import refused
-from cudnn.fused import addresses
+from cudnn.fused import addresses, registry
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import (

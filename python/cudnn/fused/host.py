@@ -7,30 +7,39 @@ import inspect
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from cudnn import launch, settings
+from cudnn import settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refused
 from cudnn.full_precision import full_precision
 from cudnn.fused import kinds
-from cudnn.fused.call import Call, Plan, on_stream
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
+from cudnn.runtime import launch
+from cudnn.runtime.call import Call, Plan, on_stream
+from cudnn.runtime.codegen import define
 from cudnn.strided import check_output, check_resolved, resolved
 from cudnn_kernels.architecture import ARCHITECTURES
 
 _WITHOUT_GPU = 'pass arch="sm_90a" or arch="sm_100a", to check and compile without a GPU'
 ALIGNMENT = 16  # bytes, of contiguous extents and of workspaces
+Signature = TypeVar("Signature", bound=Callable[..., None])
+
+
+def derived(execute: Signature) -> Signature:
+    """Marks an ``execute`` of which only the signature is written: its class passes the arguments on to ``run``."""
+    execute.is_derived = True  # pyright: ignore[reportFunctionMemberAccess]
+    return execute
 
 
 class FusedAPI(APIBase):
     """A fused operation, declared: a subclass is the whole description of an API.
 
     A subclass writes its constructor, ``execute`` and the wrapper with the signatures that people read; the bodies of
-    two are one call, and ``execute`` without a body passes its arguments on to :attr:`run`. The rest derives from what
-    it declares:
+    two are one call, and an ``execute`` that is :func:`derived` passes its arguments on to :attr:`run`. The rest
+    derives from what it declares:
 
     - ``tensors``: every tensor of a call; ``returns``: those that the wrapper allocates and returns, in order
     - ``scalars``: numbers that the kernel takes, arguments of the constructor or, None for that, of ``execute``
@@ -100,7 +109,7 @@ class FusedAPI(APIBase):
             cls.names = tuple(cls.parameters)
             cls.run_time = tuple(name for name in cls.scalars if name in called)
             cls.objects = {}
-            if not cls.execute.__code__.co_names:  # nothing but a docstring
+            if getattr(cls.execute, "is_derived", False):
                 cls.execute = cls._passing_on(cls.execute, called)
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{cls._table()}"
         if hasattr(cls, "objects"):  # existing programs look them up by this name
@@ -115,9 +124,7 @@ class FusedAPI(APIBase):
         scalars = "".join(f"{name if name in cls.run_time else None}, " for name in cls.scalars)
         workspace = next((name for name in called if name.startswith("workspace")), None)
         body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
-        scope: dict[str, Any] = {}
-        exec(f"def execute({', '.join(order)}): {body}", scope)
-        made = scope["execute"]
+        made = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
         made.__defaults__, made.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
         return functools.update_wrapper(made, declared)
 
@@ -188,7 +195,7 @@ class FusedAPI(APIBase):
 
     @classmethod
     def flops(cls, sizes: Sizes) -> int:
-        """The number of floating-point operations of a call, for the operator's formula: see ``cudnn.ops._flops``."""
+        """The number of floating-point operations of a call, for the operator's formula: ``cudnn.runtime.flops``."""
         raise NotImplementedError(f"{cls.__name__}: flops is not declared")
 
     @classmethod

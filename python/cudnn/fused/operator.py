@@ -7,11 +7,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cudnn import registry
+from cudnn.fused import registry
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.wrapper import prepare, sizes
 from cudnn.lazy import torch
-from cudnn.ops._registration import custom_op
+from cudnn.runtime.registration import custom_op
 
 _STREAMS = ("stream", "current_stream")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn import registry, settings
+from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refused
-from cudnn.fused import kinds
-from cudnn.fused.call import on_stream
+from cudnn.fused import kinds, registry
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.objects import keep, options_of
+from cudnn.runtime.call import on_stream
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
 from cudnn.full_precision import full_precision
-from cudnn.fused.call import Plan, kernel_plan
-from cudnn.fused.host import FusedAPI
+from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import keep
 from cudnn.gemm import reference
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, ProjectionConfiguration, problem
 
@@ -161,6 +161,7 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: Tensor,
@@ -217,6 +218,7 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     ) -> None:
         super().__init__({**locals(), "w_out_in": True})
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x_code: Tensor,

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cudnn.attention.operator import scaled_dot_product_attention
 from cudnn.enums import diagonal_alignment
 from cudnn.errors import refused
 from cudnn.integrations._causal_mask import CausalMask
-from cudnn.ops._moe_mlp import moe_mlp
-from cudnn.ops._scaled_dot_product_attention import scaled_dot_product_attention
+from cudnn.moe.operator import moe_mlp
 
 NAME = "cudnn"
 _WHERE = "cudnn.integrations.transformers"

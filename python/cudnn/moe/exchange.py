@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from cudnn.errors import checked_number, refused
 from cudnn.gemm.formats import name_of
-from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
-from cudnn.ops._memory import placed
+from cudnn.runtime.memory import placed
+from cudnn.runtime.run import run
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
     DispatchConfiguration,

@@ -22,10 +22,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
-from cudnn.alike import alike_but_for_sizes, current_device, like
 from cudnn.backend.cuda_graph import ask_whether_it_keeps_up, unchecked
 from cudnn.backend.handle import Handle, default_handle
 from cudnn.backend.plan import Pack
+from cudnn.runtime.codegen import define
+from cudnn.runtime.tensor_guards import alike_but_for_sizes, current_device, like
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan
@@ -117,9 +118,7 @@ def _compile(
         replay=_REPLAY.strip() if replays else "",
         small_workspace=f" or workspace.get_device() != home or workspace.nbytes < {needed}" if needed else "",
     )
-    scope: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), scope)
-    return scope["make"]
+    return define("make", source, {})
 
 
 def specialised(

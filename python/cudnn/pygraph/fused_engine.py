@@ -21,9 +21,9 @@ from cudnn.backend.plan import ExecutionPlan, Pack
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import attention_implementation, behavior_note, data_type, numerical_note
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refused
-from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.lazy import torch
 from cudnn.pygraph.fast_call import current_device
+from cudnn.runtime.architecture import ARCHITECTURES
 
 if TYPE_CHECKING:
     from cudnn.pygraph.lowering import Bindings

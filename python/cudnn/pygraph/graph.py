@@ -15,6 +15,7 @@ from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
+from cudnn.arrays.layout import element_wise_layout
 from cudnn.backend import library
 from cudnn.backend.device import DeviceProperties, KernelCache
 from cudnn.backend.engine import OperationGraph
@@ -28,7 +29,6 @@ from cudnn.datatypes import (
 from cudnn.enums import build_plan_policy, heur_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph import known_faults, serialization
-from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.methods import Methods
 from cudnn.pygraph.node import NOT_SET, Context
@@ -39,7 +39,7 @@ from cudnn.reference.executor import ReferenceProgram
 from cudnn.strided import check_resolved
 
 if TYPE_CHECKING:
-    from cudnn.explain.model import Explanation
+    from cudnn.pygraph.explain.model import Explanation
 
 _log = logging.getLogger("cudnn")
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
@@ -624,12 +624,12 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         return f"graph {self.name!r} of {', '.join(named)}"
 
     def explain(self, narrow: bool = True) -> Explanation:
-        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook; see ``cudnn.explain``.
+        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook: ``cudnn.pygraph.explain``.
 
         Changes nothing in the graph. ``narrow`` looks for the smallest sets of nodes where cuDNN refuses the graph,
         with heuristics, and perhaps builds, of parts of it.
         """
-        from cudnn.explain.collect import explain
+        from cudnn.pygraph.explain.collect import explain
 
         return explain(self, narrow)
 

@@ -7,11 +7,11 @@ import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import broadcast, strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type
 from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import broadcast, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 

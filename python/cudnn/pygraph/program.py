@@ -9,6 +9,8 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cudnn.arrays.check import check_array
+from cudnn.arrays.dlpack import data_pointer
 from cudnn.backend import library
 from cudnn.backend.attributes import Attribute
 from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
@@ -22,8 +24,6 @@ from cudnn.datatypes import (
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal, refused
 from cudnn.lazy import torch
-from cudnn.pygraph.arrays import check_array
-from cudnn.pygraph.dlpack import data_pointer
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
 from cudnn.pygraph.tensor import Tensor

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from math import gcd, prod
 from typing import Any, NoReturn, TypeAlias
 
+from cudnn.arrays.dlpack import describe
+from cudnn.arrays.layout import row_major, span
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
     _torch_to_cudnn_data_type,  # pyright: ignore[reportPrivateUsage]
@@ -17,8 +19,6 @@ from cudnn.datatypes import (
 )
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refused
-from cudnn.pygraph.dlpack import describe
-from cudnn.pygraph.layout import row_major, span
 from cudnn.pygraph.schema import conforming
 from cudnn.strided import check_strided
 

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.check import check_array, span_bytes
 from cudnn.backend.handle import resolve
 from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
 from cudnn.errors import refused
 from cudnn.full_precision import full_precision
 from cudnn.lazy import torch
-from cudnn.pygraph.arrays import check_array, span_bytes
 from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
 from cudnn.strided import as_input, check_output
 

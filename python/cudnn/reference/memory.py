@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.check import span_bytes, tiles
 from cudnn.datatypes import (
     _cudnn_to_torch_data_type,
     _is_torch_tensor,
@@ -14,7 +15,6 @@ from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refused
 from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
-from cudnn.pygraph.arrays import span_bytes, tiles
 from cudnn.strided import readable
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn import launch
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 from cudnn_kernels.attention.sparse import PART, InverseConfiguration
 
 _SOURCE = "cudnn_kernels.attention.inverse:Inverse"
@@ -65,7 +65,7 @@ def _sorted(
     indices: Any, counts: Any, ends: Any, block: int, causal: bool, blocks: int, tells: bool
 ) -> tuple[Any, ...]:
     """By the kernel: rows by block, where each block's begin and the last one's end, and where entries went."""
-    from cudnn.moe._run import run
+    from cudnn.runtime.run import run
 
     rows, heads, _ = indices.shape
     each = next((x for x in ROWS if x * WARPS >= rows * heads), ROWS[-1])

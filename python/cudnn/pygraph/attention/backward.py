@@ -7,10 +7,10 @@ import logging
 from math import prod
 from typing import Any, NamedTuple
 
+from cudnn.arrays.layout import broadcast, row_major, strides_like
 from cudnn.enums import data_type, reduction_mode
 from cudnn.pygraph.attention import faults, support
 from cudnn.pygraph.attention.scores import Attention, ScoreGraph, ScoreModifier, swapped
-from cudnn.pygraph.layout import broadcast, row_major, strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import Context
 from cudnn.pygraph.tensor import Tensor

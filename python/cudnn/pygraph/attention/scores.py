@@ -13,11 +13,11 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from cudnn.arrays.layout import broadcast, row_major
 from cudnn.enums import attention_implementation, data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
-from cudnn.pygraph.layout import broadcast, row_major
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.matmul import Matmul
 from cudnn.pygraph.node import Context, Node
