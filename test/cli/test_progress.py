@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cudnn.demo_cases.gemm_matrix import Variant
 from rich.console import Console
 from typer.testing import CliRunner
 
 import cudnn
 from cudnn.cli import app, progress, selftest
 from cudnn.demo_cases import grouped
+from cudnn.demo_cases.gemm_matrix import Variant
 
 ROOT = Path(__file__).parents[2]
 

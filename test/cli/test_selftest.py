@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from typer.testing import Result
 
 import cudnn
 from cudnn.cli import selftest
 from cudnn.demo_cases import gemm_operands, grouped
+from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from cudnn.fused import registry
 from cudnn.runtime import launch
 from support.cli import invoke, words

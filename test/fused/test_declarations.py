@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from cudnn.demo_cases.gemm_matrix import Variant
 
 import cudnn
 import cudnn.ops
 from cudnn import demo_cases
 from cudnn.demo_cases import dense
+from cudnn.demo_cases.gemm_matrix import Variant
 from cudnn.fused import registry
 from cudnn.fused.dense import blank
 from cudnn.fused.gemm import OPERAND_TYPES

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cudnn
+from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from cudnn.fused import host
 from cudnn.runtime import launch
 from cudnn_kernels import architecture

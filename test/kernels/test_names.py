@@ -6,11 +6,11 @@ import ast
 from pathlib import Path
 
 import pytest
-from cudnn.demo_cases.gemm_matrix import E4M3, Variant
 
 import cudnn
 from cudnn import demo_cases
 from cudnn.demo_cases import dense
+from cudnn.demo_cases.gemm_matrix import E4M3, Variant
 
 ROOT = Path(__file__).parents[2]
 SMALL = (128, 128, 128, 1)
