@@ -40,5 +40,5 @@ def bits(dtype: str) -> int:
 
 
 def row_bytes(dtype: str, count: int) -> int:
-    """The bytes of so many neighbouring elements."""
+    """The bytes of ``count`` contiguous elements."""
     return count * bits(dtype) // 8

@@ -16,7 +16,7 @@ from cudnn.bench import model, sass
 from cudnn_kernels import fakes
 from cudnn_kernels.epilogue import Amax, Gated, MultiplyGroup, QuantizeRows, SquaredRelu, StoreTile
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
-from cudnn_kernels.schedule import GroupedRows
+from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import heuristics
 from cudnn_kernels.sm90.gemm import Gemm
 from support import sass as table
@@ -277,8 +277,8 @@ def test_a_sample_is_still_about_what_the_table_says(name: str) -> None:
 def test_products_of_experts_are_issued_together(index: str, epilogue: tuple[Any, ...], n: int) -> None:
     """On Hopper, all of a k tile's, though a warpgroup may have no rows of an expert's last tile."""
     operands = Operand("bfloat16", index=index), Operand("bfloat16")
-    c = heuristics.configure(GemmProblem(*operands, epilogue, GroupedRows(), n, 4096, groups=8))
-    c = replace(c, draws=False)  # else there are two kernels
+    c = heuristics.configure(GemmProblem(*operands, epilogue, VarlenM(), n, 4096, groups=8))
+    c = replace(c, dynamic_scheduler=False)  # else there are two kernels
     height = c.tile[0] if c.pingpong else c.tile[0] // 2
     assert c.tile[0] * c.cluster[0] > height
     assert model.examine("sm_90a", c).facts.run == 4 * (height // 64)
@@ -299,7 +299,7 @@ def test_additions_of_sums_read_two_banks_of_registers(index: str, epilogue: tup
     if sass.disassembler() is None:
         pytest.skip("nvdisasm is missing")
     a, b = (Operand("float8_e4m3fn", scale=BlockScale("float32", 128, rows)) for rows in (1, 128))
-    problem = GemmProblem(replace(a, index=index), b, epilogue, GroupedRows(), 1536, 2048, groups=128)
+    problem = GemmProblem(replace(a, index=index), b, epilogue, VarlenM(), 1536, 2048, groups=128)
     c = heuristics.configure(problem)
     code = sass.disassemble(compile_kernel("sm_90a", Gemm(c), *fakes.arguments(c)).cubin)
     found = [set(map(int, each)) for each in ADDITION.findall(code)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cudnn_kernels.configuration import GemmConfiguration, configured, prepared_first
-from cudnn_kernels.epilogue import Needs, needs_of
+from cudnn_kernels.epilogue import EpilogueTraits, traits_of
 from cudnn_kernels.problem import GemmProblem
 
 MANY_COLUMNS = 8192
@@ -34,9 +34,9 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     return prepared_first(problem, configure_gemm)
 
 
-def promotes(c: GemmConfiguration) -> bool:
+def needs_promotion(c: GemmConfiguration) -> bool:
     """Whether sums of a few products are added to float32 registers: of 8 bits, or times their factors."""
-    return c.a.bits == 8 or c.scales_sums
+    return c.a.bits == 8 or c.scales_accumulator
 
 
 def columns(n: int, tile: int) -> int:
@@ -49,12 +49,12 @@ def beside(n: int, tile: int) -> bool:
     return 20 * columns(n, 2 * tile) <= 21 * columns(n, tile)
 
 
-def strip(problem: GemmProblem) -> int:
+def swizzle_size(problem: GemmProblem) -> int:
     """Rows of tiles that are taken together where two CTAs share A: few, where the L2 cache has room for B twice."""
-    return 2 if problem.n * problem.k * problem.b.bits <= 8 * CACHED else problem.schedule.strip
+    return 2 if problem.n * problem.k * problem.b.bits <= 8 * CACHED else problem.schedule.swizzle_size
 
 
-def for_experts(problem: GemmProblem, needs: Needs) -> dict[str, Any]:
+def for_experts(problem: GemmProblem, traits: EpilogueTraits) -> dict[str, Any]:
     """What is special about experts' products of 16 bits, with an epilogue of one tensor, or of two and a gate.
 
     Where k is long and nothing is gated, both warpgroups share 256 x 128, up to 8 per cent faster than 128 x 256. Where
@@ -65,27 +65,31 @@ def for_experts(problem: GemmProblem, needs: Needs) -> dict[str, Any]:
     of k are copied by threads, each CTA's by its own; two CTAs share the other operand, with which both passes of a
     layer took 1 per cent less.
     """
-    splits, one = problem.schedule.splits_k, len(needs.staged) == 1
+    splits, one = problem.schedule.varlen_k, len(traits.staged_bits) == 1
     depth = problem.k // (problem.groups if splits else 1)
     if splits and problem.b.index:
         shares = not problem.a.index and beside(problem.n, 128)
-        return {"tile": (256, 128), "part": 64, "cluster": (1, 2) if shares else (1, 1)}
+        return {"tile": (256, 128), "epi_tile_n": 64, "cluster": (1, 2) if shares else (1, 1)}
     if splits and problem.a.index:
-        return {"tile": (128, 256), "part": 64, "cluster": (2, 1)}
+        return {"tile": (128, 256), "epi_tile_n": 64, "cluster": (2, 1)}
     if problem.a.index:
-        shared = {"cluster": (1, 2), "strip": strip(problem)} if beside(problem.n, 256) else {"cluster": (1, 1)}
-        return {"tile": (128, 256), "part": 64, **shared}
-    if one and needs.width == 1 and depth >= (DEEP // 2 if splits else DEEP):
-        return {"tile": (256, 128), "part": 64, "cluster": (1, 2)}
-    if depth > SHORT or not (one or (needs.width < 1 and len(needs.staged) == 2)):
+        shared = (
+            {"cluster": (1, 2), "swizzle_size": swizzle_size(problem)}
+            if beside(problem.n, 256)
+            else {"cluster": (1, 1)}
+        )
+        return {"tile": (128, 256), "epi_tile_n": 64, **shared}
+    if one and traits.width == 1 and depth >= (DEEP // 2 if splits else DEEP):
+        return {"tile": (256, 128), "epi_tile_n": 64, "cluster": (1, 2)}
+    if depth > SHORT or not (one or (traits.width < 1 and len(traits.staged_bits) == 2)):
         return {}
-    alone: dict[str, Any] = {"tile": (128, 128), "part": 64, "pingpong": True}
-    if one and (splits or needs.width < 1):
+    alone: dict[str, Any] = {"tile": (128, 128), "epi_tile_n": 64, "pingpong": True}
+    if one and (splits or traits.width < 1):
         fits = 20 * columns(problem.n, 192) <= 21 * columns(problem.n, 256)
-        return {**alone, "tile": (128, 192)} if fits and not problem.halves else {}
+        return {**alone, "tile": (128, 192)} if fits and not problem.concat_glu else {}
     if one and depth <= SHORTEST and beside(problem.n, 192):
         return {**alone, "tile": (128, 192), "cluster": (1, 2)}
-    return {**alone, "cluster": (1, 2), "strip": strip(problem)} if beside(problem.n, 128) else alone
+    return {**alone, "cluster": (1, 2), "swizzle_size": swizzle_size(problem)} if beside(problem.n, 128) else alone
 
 
 def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
@@ -112,53 +116,57 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     Rows by number are drawn: where each cluster takes every n-th tile, some fall behind, and the rows and weights of
     more experts are in use than the L2 cache keeps. So are rows with factors of sums, but not those of the shortest k.
     """
-    bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
-    part = 64 if needs.takes(64) else needs.columns
-    choice: dict[str, Any] = {"tile": (128, max(128 // part, 1) * part), "part": part}
+    bits, traits, scale = problem.a.bits, traits_of(problem.epilogue), problem.a.scale
+    epi_tile_n = 64 if traits.accepts(64) else traits.columns
+    choice: dict[str, Any] = {"tile": (128, max(128 // epi_tile_n, 1) * epi_tile_n), "epi_tile_n": epi_tile_n}
     wide = 192 if (bits == 8) != bool(scale) else 256
-    gathered, one = bool(problem.a.index or problem.b.index), len(needs.staged) == 1
+    gathered, one = bool(problem.a.index or problem.b.index), len(traits.staged_bits) == 1
     grouped = bits == 16 and problem.schedule.searches
-    rotates = bits == 16 and needs.registers and needs.staged == (16,) and needs.width == 1
-    if needs.swept:
-        whole = problem.schedule.searches and needs.bits <= WHOLE
-        choice = {"tile": (128, needs.columns), "part": needs.columns if whole else int(64 / needs.width)}
-    elif needs.width > 1:
+    rotates = bits == 16 and traits.registers and traits.staged_bits == (16,) and traits.width == 1
+    if traits.two_pass_multiple:
+        whole = problem.schedule.searches and traits.bits <= WHOLE
+        choice = {"tile": (128, traits.columns), "epi_tile_n": traits.columns if whole else int(64 / traits.width)}
+    elif traits.width > 1:
         most = ALONE_EXPERTS if grouped else ALONE
-        alone = bits == 16 and needs.bits <= most and not needs.registers and not scale
-        choice |= {"part": 32, "pingpong": alone}
+        alone = bits == 16 and traits.bits <= most and not traits.registers and not scale
+        choice |= {"epi_tile_n": 32, "pingpong": alone}
         if grouped and alone:
-            choice |= {"cluster": (1, 2), "strip": strip(problem)} if beside(problem.n, 128) else {"cluster": (1, 1)}
-    elif bits != 8 and not scale and 128 % part and problem.n > 128:
-        choice = {"tile": (128, 256 // part * part), "part": part}
+            choice |= (
+                {"cluster": (1, 2), "swizzle_size": swizzle_size(problem)}
+                if beside(problem.n, 128)
+                else {"cluster": (1, 1)}
+            )
+    elif bits != 8 and not scale and 128 % epi_tile_n and problem.n > 128:
+        choice = {"tile": (128, 256 // epi_tile_n * epi_tile_n), "epi_tile_n": epi_tile_n}
     elif rotates and not scale and problem.n > 128:
         choice |= {"pingpong": True}
     elif (
         problem.n > 128
-        and part == 64
-        and not (problem.halves and wide == 192)
-        and ((bits != 8 and not scale) or wide % needs.columns == 0)
+        and epi_tile_n == 64
+        and not (problem.concat_glu and wide == 192)
+        and ((bits != 8 and not scale) or wide % traits.columns == 0)
     ):
-        quantizes = needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32)
+        quantizes = traits.registers and max(traits.staged_bits, default=0) == 8 and traits.accepts(32)
         if scale:
-            choice = {"tile": (128, wide), "part": part, "staged": 2 if needs.bits <= 16 else 1}
+            choice = {"tile": (128, wide), "epi_tile_n": epi_tile_n, "epi_stages": 2 if traits.bits <= 16 else 1}
         elif bits == 8:
-            choice = {"tile": (128, 192), "part": 64, "staged": 3 if one else 1}
+            choice = {"tile": (128, 192), "epi_tile_n": 64, "epi_stages": 3 if one else 1}
         elif grouped and not gathered and quantizes and problem.k <= SHORT:
-            choice = {"tile": (128, 128), "part": 32, "pingpong": True}
-        elif grouped and not needs.registers and (special := for_experts(problem, needs)):
+            choice = {"tile": (128, 128), "epi_tile_n": 32, "pingpong": True}
+        elif grouped and not traits.registers and (special := for_experts(problem, traits)):
             choice = special
-        elif problem.n >= MANY_COLUMNS and one and not needs.registers and not problem.halves and not gathered:
-            choice = {"tile": (128, 192), "part": 64, "pingpong": True}
+        elif problem.n >= MANY_COLUMNS and one and not traits.registers and not problem.concat_glu and not gathered:
+            choice = {"tile": (128, 192), "epi_tile_n": 64, "pingpong": True}
         else:
-            choice = {"tile": (128, 256), "part": int(64 / needs.width)}
+            choice = {"tile": (128, 256), "epi_tile_n": int(64 / traits.width)}
     many = problem.groups > FEW or gathered
     if scale and many and problem.schedule.searches and beside(problem.n, choice["tile"][1]):
         choice |= {"cluster": (1, 2)}
-    by_row = problem.schedule.searches and not problem.schedule.splits_k
-    draws = by_row and bool(problem.a.index or (scale and problem.k > SHORTEST))
-    choice = {"cluster": (2, 1), "draws": draws, **choice}
-    changes: dict[str, Any] = {"strip": choice.pop("strip")} if "strip" in choice else {}
+    by_row = problem.schedule.searches and not problem.schedule.varlen_k
+    dynamic_scheduler = by_row and bool(problem.a.index or (scale and problem.k > SHORTEST))
+    choice = {"cluster": (2, 1), "dynamic_scheduler": dynamic_scheduler, **choice}
+    changes: dict[str, Any] = {"swizzle_size": choice.pop("swizzle_size")} if "swizzle_size" in choice else {}
     schedule = problem.schedule
-    if schedule.aligned % (2 * choice["tile"][0]) and choice["cluster"] == (2, 1) and not gathered:
-        changes["sideways"] = True
+    if schedule.row_alignment % (2 * choice["tile"][0]) and choice["cluster"] == (2, 1) and not gathered:
+        changes["split_tail_n"] = True
     return configured(replace(problem, schedule=replace(schedule, **changes)), **choice)

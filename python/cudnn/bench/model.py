@@ -269,7 +269,7 @@ def operand_bytes(c: GemmConfiguration) -> float:
 def result_bytes(epilogue: tuple[Any, ...], elements: float) -> float:
     """What an epilogue loads and stores for so many elements of the product."""
     widths, _ = widths_of(epilogue)
-    return sum(elements * float(width) * o.staged / 8 for o, width in zip(epilogue, widths, strict=True))
+    return sum(elements * float(width) * o.staged_bits / 8 for o, width in zip(epilogue, widths, strict=True))
 
 
 def tile_cycles(machine: Machine, c: GemmConfiguration, kernel: Kernel, k: int) -> tuple[Cycles, float]:
