@@ -243,8 +243,8 @@ def raise_amax(amax: cute.Tensor, index: Int32, largest: Float32) -> None:
     """Atomic max of an element of ``amax`` and the warp's largest value, which is >= 0 or NaN."""
     bits = cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")
     if cute.arch.lane_idx() == 0:
-        column_index = cute.recast_ptr(amax.iterator + index, dtype=Int32)
-        cute.arch.red(column_index, bits, op="max", dtype="s32", sem="relaxed", scope="gpu")
+        offset = cute.recast_ptr(amax.iterator + index, dtype=Int32)
+        cute.arch.red(offset, bits, op="max", dtype="s32", sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -255,8 +255,8 @@ def add_to_row(
     bounds.
     """
     if chosen and row < tile.end:
-        column_index = cute.crd2idx((row, 0, tile.batch), sums.layout)
+        offset = cute.crd2idx((row, 0, tile.batch), sums.layout)
         if const_expr(tile_stride is None):
-            cute.arch.red(sums.iterator + column_index, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+            cute.arch.red(sums.iterator + offset, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
         else:
-            cute.arch.store(sums.iterator + (tile_stride + column_index), value)
+            cute.arch.store(sums.iterator + (tile_stride + offset), value)
