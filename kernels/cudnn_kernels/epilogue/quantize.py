@@ -13,17 +13,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, select_
 
-from cudnn_kernels.epilogue.arithmetic import fma, maximum
+from cudnn_kernels.epilogue.arithmetic import fma, maximum, minimum
 from cudnn_kernels.epilogue.fragment import Fragment, gather, reduce_scatter
 from cudnn_kernels.epilogue.hadamard import row_step
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.epilogue.reductions import ColumnBlocks
 from cudnn_kernels.epilogue.tiles import e2m1
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.formats import FORMATS
+from cudnn_kernels.formats import FORMATS, FP4
 
 TOKENS = 32  # rows of a column that share a scale factor
 LARGEST = 3.40282346638528859812e38  # float32
+LEAST_NORMAL = 2.0**-126  # float32
 HALF_LEAST = 1 << 22  # bits of 2^-127, the only subnormal float32 among the values of e8m0
 
 
@@ -38,11 +39,7 @@ class _Quantizer(EpiOpImpl):
 
     def factor(self, largest: Float32) -> tuple[Any, Float32]:
         """The scale factor for an amax, as its bits or itself, and the multiplier of the block's values."""
-        factor = largest * (1 / FORMATS[self.o.dtype].block_limit) * self.norm
-        code, reciprocal = SCALE_ROUNDING[self.o.scale_dtype](
-            next_power_of_two(factor) if self.o.power_of_two else factor
-        )
-        return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
+        return compute_block_scale(largest, self.o.dtype, self.o.scale_dtype, self.norm, self.o.power_of_two)
 
     def write(self, row: Int32, group: Int32, batch: Int32, code: Any, in_bounds: Any = True) -> None:
         """Writes the scale factor of a row and a block of its columns, if it is in bounds."""
@@ -157,7 +154,7 @@ class StoreColumns(EpiOpImpl):
 
     def begin_tile(self, tile: Tile) -> None:
         _, _, self.norm = self.parameters
-        _, self.inverse = unrounded(self.norm)
+        self.inverse = reciprocal(self.norm)
         self.columns = tile.n * self.width // self.params.width
         self.count = tile.end - tile.start
 
@@ -174,8 +171,8 @@ class StoreColumns(EpiOpImpl):
                 largest = magnitude(column)
                 for distance in lanes:
                     largest = maximum(largest, cute.arch.shuffle_sync_bfly(largest, distance))
-                code, _ = e4m3(largest * (1 / 6.0) * self.norm)
-                _, factor = unrounded(from_e4m3(code) * self.inverse)
+                code, _ = compute_block_scale(largest, FP4, "float8_e4m3fn", self.norm)
+                factor = reciprocal(from_e4m3(code) * self.inverse)
                 words = [Int32(0), Int32(0)]  # of rows 0 to 7, and 8 to 15
                 for value, row in zip(column, rows, strict=True):
                     bits, upper = e2m1(value * factor) << (row % 8 * 4), row // 8 % 2
@@ -204,6 +201,40 @@ class StoreColumns(EpiOpImpl):
 def magnitude(values: Any) -> Float32:
     """The largest magnitude; NaN if a value is NaN."""
     return functools.reduce(maximum, map(cute.math.absf, values))
+
+
+def compute_block_scale(
+    amax: Float32, dtype: str, scale_dtype: str, norm: Any = 1.0, power_of_two: bool = False
+) -> tuple[Any, Float32]:
+    """The scale factor of a block, its bits or itself, and the multiplier that quantizes the block's values.
+
+        scale = round(amax / limit * norm),  multiplier = min(norm / scale, largest float32),  0 where scale is 0
+
+    for blocks of ``dtype``, whose ``limit`` is :data:`FORMATS`'s. A finite amax gives a finite scale and multiplier:
+
+    ============  =======================  ===============================  ===================
+    amax          float8_e8m0fnu           float8_e4m3fn                    float32
+    ============  =======================  ===============================  ===================
+    0             2^-127                   0, multiplier 0                  0, multiplier 0
+    tiny          at least 2^-127          the nearest, may be 0            at least 2^-126 max(norm, 1)
+    huge          at most 2^127            at most 448                      at most the largest float32, or power of two
+    infinity      2^127                    NaN                              infinity, multiplier 0
+    NaN           NaN                      NaN                              NaN
+    ============  =======================  ===============================  ===================
+
+    A block with an infinity or a NaN dequantizes to infinity or NaN where it has one: 2^127 times the limit is more
+    than float32 holds, and 0 times infinity is NaN. A float32 scale is a normal number, so that its reciprocal is
+    finite, and so that arithmetic which flushes subnormal numbers does not lose it.
+    """
+    factor = amax * (1 / FORMATS[dtype].block_limit) * norm
+    if scale_dtype == "float32":
+        least, most = maximum(Float32(norm), 1.0) * LEAST_NORMAL, 2.0**127 if power_of_two else LARGEST
+        bounded = maximum(minimum(factor, most), least)
+        factor = Float32(select_((amax > 0.0) & (amax <= LARGEST), bounded, amax))
+    elif scale_dtype == "float8_e4m3fn":
+        factor = Float32(select_(amax > LARGEST, Float32(float("nan")), factor))
+    code, inverse = SCALE_ROUNDING[scale_dtype](next_power_of_two(factor) if power_of_two else factor)
+    return code, minimum(norm * inverse, LARGEST)
 
 
 def e8m0(factor: Float32) -> tuple[Int32, Float32]:
@@ -245,9 +276,14 @@ def from_e4m3(code: Any) -> Float32:
 
 
 def unrounded(factor: Float32) -> tuple[Float32, Float32]:
-    """The factor itself, and its correctly rounded inverse, 0 for 0."""
-    inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[factor])
-    return factor, Float32(select_(factor == 0.0, Float32(0.0), inverse))
+    """The factor itself, and its reciprocal."""
+    return factor, reciprocal(factor)
+
+
+def reciprocal(x: Float32) -> Float32:
+    """1 / x: correctly rounded, at most the largest float32, and 0 for 0."""
+    inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+    return Float32(select_(x == 0.0, Float32(0.0), minimum(inverse, LARGEST)))
 
 
 SCALE_ROUNDING: dict[str, Callable[[Float32], tuple[Any, Float32]]] = {

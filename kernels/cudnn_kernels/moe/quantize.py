@@ -16,9 +16,8 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.epilogue.arithmetic import maximum
-from cudnn_kernels.epilogue.quantize import magnitude, unrounded
+from cudnn_kernels.epilogue.quantize import compute_block_scale, magnitude
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.kernel import Kernel, thread_block_idx
 from cudnn_kernels.moe.combining import rounded
 from cudnn_kernels.moe.configuration import BLOCK, FP8_DTYPE, QuantizeConfiguration
@@ -83,7 +82,7 @@ class Quantize(Kernel):
             in_bounds = is_row & (vec_idx < self.c.columns // VALUES)
             vector = self.load(x, row, Int32(select_(in_bounds, vec_idx, Int32(0))), in_bounds)
             amax = lanes_max(magnitude(vector), self.lanes)
-            scale, inverse = unrounded(amax * Float32(1.0 / FORMATS[FP8_DTYPE].block_limit))
+            scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
             quantized_vector = rounded([v * inverse for v in vector], DTYPES[FP8_DTYPE])
             for target in targets:
                 self.store(quantized, scales, target, vec_idx, in_bounds & (target >= 0), quantized_vector, scale)
@@ -107,7 +106,7 @@ class Quantize(Kernel):
         vec_idx = column * self.lanes + lane
         vectors = [self.load(x, row, vec_idx, row < x.shape[0]) for row in rows]
         amax = self.of_block([magnitude(vector) for vector in vectors], thread)
-        scale, inverse = unrounded(amax * Float32(1.0 / FORMATS[FP8_DTYPE].block_limit))
+        scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
         for row, vector in zip(rows, vectors, strict=True):
             quantized_vector = rounded([v * inverse for v in vector], DTYPES[FP8_DTYPE])
             self.store(quantized, scales, row, vec_idx, True, quantized_vector, scale)

@@ -7,12 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 from cudnn.gemm.formats import FLOAT4, LARGEST, name_of, wide
-from cudnn.gemm.scales import dequantize
+from cudnn.gemm.scales import compute_block_scales, dequantize, reciprocal
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue as declared
 from cudnn_kernels.formats import FORMATS
-
-FLOAT32_LARGEST = 3.40282346638528859812e38
 
 GROUPS = "groups"
 Values = dict[str, Any]  # tensors (m, n, l), float32 or float64, by name; and the rows' groups
@@ -253,16 +251,16 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
 
 def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments) -> None:
     x, groups = values[o.value][:, :, 0].t(), values[GROUPS]
-    norm, scales, n = x.new_tensor(arguments[o.norm_const]), arguments[o.scales], x.shape[0]
+    norm, n = x.new_tensor(arguments[o.norm_const]), x.shape[0]
     parts = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
     data, factors = [], []
     for part in parts:
         blocks = part.unflatten(1, (-1, 16))
-        codes, _ = e4m3(blocks.abs().amax(2) * (1 / 6) * norm, scales)
-        _, factor = number(codes.view(scales.dtype).float() * norm.reciprocal(), scales)
+        codes, _ = compute_block_scales(blocks.abs().amax(2), FORMATS[FLOAT4].block_limit, torch.float8_e4m3fn, norm)
+        factor = reciprocal(wide(codes) * reciprocal(norm))
         bits = e2m1(blocks * factor.unsqueeze(2)).flatten()
         data.append(bits[0::2] + 16 * bits[1::2])
-        factors.append(codes.view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
+        factors.append(codes.view(torch.uint8).view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
     for name, found in ((o.tensor, data), (o.scales, factors)):
         target = arguments[name].view(found[0].dtype)
         for part, start in zip(found, [0, *accumulate(len(x) for x in found)], strict=False):
@@ -283,51 +281,16 @@ def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Argument
     padded = x.new_zeros(rows, groups * vector, batch)
     padded[:, :columns] = x
     padded = padded.unflatten(1, (groups, vector))
-    factor = padded.abs().amax(2) * (1 / FORMATS[o.dtype].block_limit) * norm
-    codes, reciprocal = FACTORS[o.scale_dtype](above(factor) if o.power_of_two else factor, scales)
+    limit, scale_dtype = FORMATS[o.dtype].block_limit, getattr(torch, o.scale_dtype)
+    codes, multiplier = compute_block_scales(padded.abs().amax(2), limit, scale_dtype, norm, o.power_of_two)
+    codes = codes if o.scale_dtype == "float32" else codes.view(torch.uint8)
     if o.atoms and o.scale_dtype != "float32":
         _, _, row_atoms, _, group_atoms, _ = scales.shape
         atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
         atoms[:rows, :groups] = codes
         codes = atoms.unflatten(1, (group_atoms, 4)).unflatten(0, (row_atoms, 4, 32)).permute(2, 1, 0, 4, 3, 5)
     scales.copy_(codes.view(scales.dtype))
-    multiplier = (norm * reciprocal).clamp(max=FLOAT32_LARGEST)
     return (padded * multiplier.unsqueeze(2)).flatten(1, 2)[:, :columns]
-
-
-def above(factor: Any) -> Any:
-    """The next powers of two, of what is finite and not 0."""
-    mantissa, exponent = factor.clamp(min=2.0**-126).frexp()
-    power = factor.new_ones(factor.shape).ldexp(exponent - (mantissa == 0.5).int())
-    return power.where(factor.isfinite() & (factor != 0), factor)
-
-
-def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:
-    """Bits and reciprocals of the next powers of two."""
-    mantissa, exponent = factor.clamp(2.0**-127, 2.0**127).frexp()
-    code = exponent + 127 - (mantissa == 0.5).int()
-    power = factor.new_ones(code.shape).ldexp(127 - code)
-    nan = factor.isnan()
-    return code.masked_fill(nan, 255).byte(), power.masked_fill(nan, float("nan"))
-
-
-def e4m3(factor: Any, scales: Any) -> tuple[Any, Any]:
-    """Bits and reciprocals of the nearest values; 0 for 0."""
-    rounded = factor.clamp(max=FORMATS["float8_e4m3fn"].largest).to(scales.dtype)
-    value = rounded.float()
-    return rounded.view(value.byte().dtype), value.reciprocal().masked_fill(value == 0, 0.0)
-
-
-def number(factor: Any, scales: Any) -> tuple[Any, Any]:
-    """The factors themselves, and their reciprocals; 0 for 0."""
-    return factor, factor.reciprocal().masked_fill(factor == 0, 0.0)
-
-
-FACTORS: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = {
-    "float8_e8m0fnu": e8m0,
-    "float8_e4m3fn": e4m3,
-    "float32": number,
-}
 
 
 def e2m1(x: Any) -> Any:
