@@ -177,8 +177,8 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
         "shared": kernel.stages() * kernel.stage_bytes() + kernel.epilogue.bytes() + kernel.overhead,
     }
     if arch == BLACKWELL:
-        found["accumulators"] = kernel.accumulators
-        found["columns"] = kernel.accumulators * c.tile[1] + kernel.factor_columns()
+        found["accumulators"] = kernel.acc_stages
+        found["columns"] = kernel.acc_stages * c.tile[1] + kernel.scale_factor_columns()
     return found
 
 

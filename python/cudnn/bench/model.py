@@ -45,7 +45,7 @@ from cudnn_kernels.epilogue import Scale, StoreTile, widths_of
 from cudnn_kernels.formats import bits
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
-from cudnn_kernels.sm90.heuristics import promotes
+from cudnn_kernels.sm90.heuristics import needs_promotion
 
 LABEL = "model, not measured"
 ALONE = "our GEMM alone"
@@ -195,8 +195,8 @@ def examine(arch: str, configuration: GemmConfiguration) -> Kernel:
         found = facts(disassemble(compiled.artifacts.CUBIN))
     if arch == "sm_90a":
         return Kernel(found, kernel.stages())
-    columns = kernel.accumulators * configuration.tile[1] + kernel.factor_columns()
-    return Kernel(found, kernel.stages(), kernel.accumulators, columns)
+    columns = kernel.acc_stages * configuration.tile[1] + kernel.scale_factor_columns()
+    return Kernel(found, kernel.stages(), kernel.acc_stages, columns)
 
 
 @cache
@@ -284,7 +284,7 @@ def tile_cycles(machine: Machine, c: GemmConfiguration, kernel: Kernel, k: int) 
     fed = (ROWS + columns * reads_of_b) * depth * width / 8 / machine.shared
     fed += kernel.facts.copies * 32 * 16 / machine.shared
     multiply = max(arithmetic, fed)
-    if hopper and promotes(c):  # one warpgroup adds while the other one's products run
+    if hopper and needs_promotion(c):  # one warpgroup adds while the other one's products run
         multiply = max(multiply, multiply / 2 + kernel.facts.loop)
     moved = k_tiles * operand_bytes(c) + result_bytes(c.epilogue, ROWS * columns)
     warps = (1 if c.pingpong or not hopper else 2) * SCHEDULERS
