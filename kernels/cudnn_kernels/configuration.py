@@ -164,7 +164,10 @@ class GemmConfiguration:
         if self.concat_glu and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
             allowed = "256, with scale factors" if self.tensor_core_scale else "64, 128, 256"
             raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
-        rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": traits_of(self.epilogue).rows}
+        rows = {
+            "scale factors": 128 if self.tensor_core_scale else 1,
+            "the epilogue": traits_of(self.epilogue).row_multiple,
+        }
         for name, needed in rows.items():
             if self.schedule.row_alignment % needed:
                 allowed = f"multiples of {needed}, by {name}"

@@ -18,7 +18,7 @@ class BlockScale:
 
     @property
     def scales_accumulator(self) -> bool:
-        """Whether the factors scale the accumulator of ``vector`` elements of k, in fp32 (DeepGEMM's 1D1D and 1D2D);
+        """Whether they scale the accumulator of ``vector`` elements of k, in fp32 (DeepGEMM's 1D1D and 1D2D);
         else the tensor cores apply them (block-scaled MMA), or the operands are dequantized first.
         """
         return self.dtype == "float32"

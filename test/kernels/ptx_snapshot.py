@@ -1,4 +1,4 @@
-"""Compiles a fixed sample of kernels of every family to PTX, without a GPU, and compares two such samples.
+"""Compiles a fixed sample of kernels of every family to PTX, without a GPU, and compares two samples.
 
     python test/kernels/ptx_snapshot.py FOLDER [--only TEXT] [--jobs N]    compiles the sample of the tree on PYTHONPATH
     python test/kernels/ptx_snapshot.py --compare FOLDER FOLDER            lists the kernels that differ

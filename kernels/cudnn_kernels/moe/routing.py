@@ -85,9 +85,7 @@ class Route(Kernel):
         c = configuration
         self.is_sorted = c.experts_per_lane <= MOST_SORTED and c.rule is not None and c.rule.n_group == 1
         self.steps = c.experts_per_lane  # unsorted: a lane loads every 32nd expert's logit ...
-        self.pitch = (
-            c.experts_per_lane | 1
-        )  # ... and finds the best of `experts_per_lane` consecutive ones, each lane in banks of its own
+        self.pitch = c.experts_per_lane | 1  # ... and reduces consecutive ones in shared memory, without bank conflicts
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         c = self.c

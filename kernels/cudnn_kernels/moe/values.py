@@ -1,4 +1,4 @@
-"""Permutes router weights from (token, k) slots to rows, and the gradients of row factors back."""
+"""Permutes router weights from (token, k) slots to rows, and the gradients per row back."""
 
 from __future__ import annotations
 

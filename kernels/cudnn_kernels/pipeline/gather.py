@@ -213,7 +213,7 @@ def tma_descriptor_address(atom: Any) -> Int64:
 
 
 def gathered_view(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> cute.Tensor:
-    """An operand (rows, k, 1) with the shape that the GEMM sees: as many lines as the index tensor has entries."""
+    """An operand (rows, k, 1) with the shape that the GEMM sees: one line per entry of the index tensor."""
     if index is None:
         return tensor
     rows, k, batch = tensor.shape

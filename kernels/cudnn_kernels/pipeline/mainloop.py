@@ -159,7 +159,7 @@ class Mainloop(Kernel, ABC):
         return column + cta_coord[0] * (work.valid - 1) if self.c.schedule.split_tail_n else column
 
     def tile(
-        self, work: WorkTileInfo, cta_coord: Any, wg_in_tile: Any, count: Int32, thread: Int32, wg_idx: Any
+        self, work: WorkTileInfo, cta_coord: Any, wg_in_tile: Any, iteration: Int32, thread: Int32, wg_idx: Any
     ) -> Tile:
         """The epilogue's view of a work tile, for the warpgroup ``wg_in_tile`` of those that share the CTA's tile."""
         return Tile(
@@ -170,8 +170,8 @@ class Mainloop(Kernel, ABC):
             n=self.scheduler.problem().n,
             batch=self.tile_map.batch_coords(work.group)[2],
             expert=work.group,
-            count=count,
+            iteration=iteration,
             thread=thread,
-            group=Int32(wg_idx),
+            wg_idx=Int32(wg_idx),
             barrier=lambda: barriers.sync(self.epilogue_barrier + wg_idx, self.epilogue.params.threads),
         )

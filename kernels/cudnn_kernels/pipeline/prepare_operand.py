@@ -365,7 +365,7 @@ def _tile_coord(index: Int32, divisors: tuple[Any, Any]) -> tuple[Int32, Int32, 
 
 
 def _transposed(words: list[Any]) -> list[Any]:
-    """Transposes 4 x 4 bytes, 2 x 2 halfwords or one word, in as many words."""
+    """Transposes 4 x 4 bytes in four words, 2 x 2 halfwords in two, or one word."""
     if len(words) == 4:
         ab, cd = (
             [cute.arch.prmt(*pair, selector) for selector in (0x5140, 0x7362)] for pair in (words[:2], words[2:])

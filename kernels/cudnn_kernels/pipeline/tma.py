@@ -81,7 +81,7 @@ def ragged_view(tensor: cute.Tensor, dim: int) -> cute.Tensor:
     end has ``count`` elements in bounds; TMA loads zeros for the others and does not store them. The last coordinate
     moves the view by elements (by :func:`ragged_step` if they are contiguous) and then back to the tensor by strides
     that add up to nearly 2^64 bytes, since addresses wrap around. A group that ends in the middle of a tile so needs no
-    descriptor of its own, and the view begins at the tensor, in mapped memory (see :func:`address_space_view`).
+    separate descriptor, and the view begins at the tensor, in mapped memory (see :func:`address_space_view`).
     """
     shape, stride = list(tensor.shape), list(tensor.stride)
     step = ragged_step(tensor.element_type, isinstance(stride[dim], int) and stride[dim] == 1)

@@ -22,7 +22,7 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 class WgmmaRows(RowLayout):
     """The rows of a wgmma accumulator: of each 64, a warp has 16 and a thread two, 8 apart; four lanes share a row."""
 
-    neighbours: int = 4
+    lanes_per_row: int = 4
     run: int = 2
     matrices: bool = True
 

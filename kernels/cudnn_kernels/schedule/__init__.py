@@ -59,7 +59,7 @@ class VarlenM(Grouped):
     """varlen_m: groups are consecutive ranges of the rows of A, and each group has a matrix B, along l.
 
     Groups end at multiples of ``row_alignment``, and may be empty. Rows beyond the last group are not accessed. Tiles
-    begin where groups do; rows of a tile that belong to the next group are not stored. It costs less if there are none:
+    begin where groups do; rows of a tile that belong to the next group are not stored. It costs less without such rows:
     if the rows of a cluster's tiles divide ``row_alignment``.
 
     ``split_tail_n``, for clusters of two rows of CTAs: if a group has an odd number of CTA rows of tiles, both CTAs of

@@ -4,9 +4,10 @@ If the tile index maps to a tile by arithmetic, every warp computes it. If the m
 varlen_k), a scheduler warp runs ahead of the others and broadcasts :class:`WorkTileInfo` through a pipeline in shared
 memory.
 
-Static: each of n clusters takes every n-th tile; n is the smallest number of clusters with the same number of waves.
-Dynamic: clusters claim the next tile from an atomic counter in global memory (a tile count semaphore) when they are
-about to need it. A cluster on slower SMs then does not fall behind, and the tiles in flight stay close in L2.
+Static persistent: cluster i of n takes the tiles i, i + n, i + 2 n, ...; n is the smallest number of clusters with the
+same number of waves. Dynamic: clusters claim the next tile from an atomic counter in global memory (a tile count
+semaphore) when they are about to need it. A cluster on slower SMs then does not fall behind, and the tiles in flight
+stay close in L2.
 """
 
 from __future__ import annotations
