@@ -98,4 +98,4 @@ class CsrTranspose(Kernel):
                     positions[block_idx, warp_idx] = position + cute.arch.popc(same_block)
                 cute.arch.sync_warp()
 
-    set_kernel_name(kernel, "cudnn_nsa_choosing_rows")
+    set_kernel_name(kernel, "cudnn_nsa_csr_transpose")

@@ -110,7 +110,7 @@ class ConvertDQ:
             out = cute.domain_offset((first + row, 0), dq[None, None, head, batch])
             store_rows(sdQ, out, rows - row, thread)
 
-    set_kernel_name(kernel, "cudnn_attention_query_gradient")
+    set_kernel_name(kernel, "cudnn_attention_backward_convert_dq")
 
 
 class ReduceDKDV:
@@ -169,4 +169,4 @@ class ReduceDKDV:
                 else:
                     cute.autovec_copy(acc_16bit, row_vector(dv, row, block.head, block.batch, index - columns))
 
-    set_kernel_name(kernel, "cudnn_attention_key_gradients")
+    set_kernel_name(kernel, "cudnn_attention_backward_reduce_dkv")

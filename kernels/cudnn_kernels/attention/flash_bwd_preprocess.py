@@ -244,4 +244,4 @@ class FlashBwdPreprocess:
         """The index of a thread's ``i``-th row among the CTA's."""
         return thread // self.lanes + i * (PREPROCESS_THREADS // self.lanes)
 
-    set_kernel_name(kernel, "cudnn_attention_row_products")
+    set_kernel_name(kernel, "cudnn_attention_backward_preprocess")

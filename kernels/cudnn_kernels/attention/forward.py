@@ -251,7 +251,7 @@ class Forward(Kernel):
             tile_order[0, 0] = Int32(0)
             tile_order[1, 0] = total_tiles
 
-    set_kernel_name(sort_tiles, "cudnn_attention_sort")
+    set_kernel_name(sort_tiles, "cudnn_attention_sort_tiles")
 
     @cute.jit
     def tile_coord(self, scheduler: SchedulerParams, tile_idx: Any = None) -> tuple[Int32, Int32]:
@@ -380,7 +380,7 @@ class Forward(Kernel):
         """Writes the LSE of a thread's rows. ``row`` is the warpgroup's first."""
         for slot in cutlass.range_constexpr(self.score_rows.slots if self.c.lse else 0):
             row_idx = row + self.score_rows.row(thread, slot)
-            if thread % self.score_rows.neighbours == 0:
+            if thread % self.score_rows.lanes_per_row == 0:
                 if row_idx < info.mask.seqlen_q:
                     params.lse[self.lse_coord(info, row_idx)] = lse[slot]
 

@@ -74,7 +74,7 @@ class Gates(Kernel):
                 if column == 0:
                     d_gates[row, i] = dot.to(self.gate_dtype)
 
-    set_kernel_name(backward_kernel, "cudnn_nsa_gates_gradient")
+    set_kernel_name(backward_kernel, "cudnn_nsa_gates_backward")
 
     def coord(self) -> tuple[Int32, Int32]:
         """A thread's row, and the index of its 16-byte vector."""

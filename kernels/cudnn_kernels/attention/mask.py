@@ -69,9 +69,9 @@ class Mask:
             row_idx, order = row + layout.row(thread, slot), layout.order(width, slot)
             end = Int32(select_(row_idx < self.seqlen_q, self.end(row_idx) - key, Int32(0)))
             for word in range(0, len(order), WORD):
-                visible = low_bits(layout.before(thread, end) - word)
+                visible = low_bits(layout.columns_before(thread, end) - word)
                 if self.left is not None:
-                    visible = visible & ~low_bits(layout.before(thread, self.begin(row_idx) - key) - word)
+                    visible = visible & ~low_bits(layout.columns_before(thread, self.begin(row_idx) - key) - word)
                 for bit, i in enumerate(order[word : word + WORD]):
                     scores[i] = Float32(select_((visible & 1 << bit) != 0, scores[i], -Float32.inf))
 

@@ -51,22 +51,24 @@ class MmaSyncMixin:
         cute.copy(copy, tensor[(None, None, *coord)], thr_copy.retile(fragment)[None, None, 0])
         return fragment[None, None, 0]
 
-    def mma_ss(self, acc: cute.Tensor, left: Any, right: Any, columns: int, depth: int, stage: Int32) -> None:
+    def mma_ss(
+        self, acc: cute.Tensor, a_operand: Any, b_operand: Any, columns: int, k_extent: int, stage: Int32
+    ) -> None:
         """acc = A B^T, both from shared memory."""
         mma = self.tiled_mma()
         shapes = mma.partition_shape_A((MMA_M, MMA_K)), mma.partition_shape_B((columns, MMA_K))
         acc.fill(0.0)
-        for k in range(depth // MMA_K):
-            a, b = self.load_fragment(left, shapes[0], (k,)), self.load_fragment(right, shapes[1], (k, stage))
+        for k in range(k_extent // MMA_K):
+            a, b = self.load_fragment(a_operand, shapes[0], (k,)), self.load_fragment(b_operand, shapes[1], (k, stage))
             cute.gemm(mma, acc, a, b, acc)
 
     def mma_rs(
         self,
         acc: cute.Tensor,
-        left: cute.Tensor,
-        right: Any,
+        a_operand: cute.Tensor,
+        b_operand: Any,
         columns: int,
-        depth: int,
+        k_extent: int,
         stage: Any,
         accumulate: bool = True,
     ) -> None:
@@ -75,9 +77,9 @@ class MmaSyncMixin:
         if not accumulate:
             acc.fill(0.0)
         shape = mma.partition_shape_B((columns, MMA_K))
-        operand = cute.make_tensor(left.iterator, cute.make_layout(mma.partition_shape_A((MMA_M, depth))))
-        for k in range(depth // MMA_K):
-            cute.gemm(mma, acc, operand[None, None, k], self.load_fragment(right, shape, (k, stage)), acc)
+        operand = cute.make_tensor(a_operand.iterator, cute.make_layout(mma.partition_shape_A((MMA_M, k_extent))))
+        for k in range(k_extent // MMA_K):
+            cute.gemm(mma, acc, operand[None, None, k], self.load_fragment(b_operand, shape, (k, stage)), acc)
 
     def wait_mma(self, in_flight: int) -> None:
         """mma.sync is synchronous: nothing to wait for."""

@@ -76,7 +76,7 @@ def reset_to_sink(state: OnlineSoftmax, sink: Float32, rows: RowLayout, thread: 
         logit, sink_weight = logit - state.fp8_max_offset, Float32(2.0**FP8_MAX_OFFSET)
     for slot in range(rows.slots):
         state.row_max[slot] = logit
-        state.row_sum[slot] = Float32(select_(thread % rows.neighbours == 0, sink_weight, Float32(0.0)))
+        state.row_sum[slot] = Float32(select_(thread % rows.lanes_per_row == 0, sink_weight, Float32(0.0)))
 
 
 def apply_softcap(scores: cute.Tensor, factor: Any) -> None:
@@ -106,7 +106,7 @@ def online_softmax(
     row_scales = []
     for slot in range(rows.slots):
         order = rows.order(width, slot)
-        row_max = rows.across(local_max(scores, order, chains), cute.arch.fmax)
+        row_max = rows.all_reduce_row(local_max(scores, order, chains), cute.arch.fmax)
         row_scale = update_row_max(state, slot, row_max, rescale_threshold)
         state.row_sum[slot] = exp2_and_sum(state, slot, scores, order, state.row_sum[slot] * row_scale)
         row_scales.append(row_scale)
@@ -169,7 +169,7 @@ def speculative_softmax(state: OnlineSoftmax, scores: cute.Tensor, rows: RowLayo
 
 def finalize(state: OnlineSoftmax, rows: RowLayout, slot: int) -> tuple[Float32, Float32]:
     """The normalization of a row of O, 1 / row_sum, and its LSE; 0 and -inf for a row that sees no key."""
-    row_sum = rows.across(state.row_sum[slot], lambda a, b: a + b)
+    row_sum = rows.all_reduce_row(state.row_sum[slot], lambda a, b: a + b)
     empty = row_sum == 0.0
     factor = Float32(select_(empty, Float32(0.0), 1.0 / row_sum))
     lse = (state.row_max[slot] * state.scale_log2 + cute.math.log2(row_sum, fastmath=True)) * math.log(2)

@@ -238,7 +238,7 @@ class SelectionBackwardConfiguration(Selected):
         return max((64 if self.head_dim + self.head_dim_v <= 256 else 32) // self.padded_group, 1)
 
     @property
-    def num_mma_warpgroups(self) -> int:
+    def num_dkv_warpgroups(self) -> int:
         """MMA warpgroups of the dK/dV kernel, which split the columns of dK and dV."""
         return 1 if self.head_dim + self.head_dim_v <= 320 else 2
 

@@ -89,6 +89,7 @@ class Decode(Kernel):
         out = cute.make_rmem_tensor(c.head_dim_v * MMA_M // THREADS, Float32)
         out.fill(0.0)
         zero = Int32(0)
+        # (1) Attention to the compressed keys.
         num_key_tiles = cute.ceil_div(compressed_length, TILE_N)
         self.attend_branch(
             tSrQ,
@@ -104,11 +105,14 @@ class Decode(Kernel):
             thread,
         )
         self.add_branch(out, partials, gates, batch, head, 0, thread)
+        # (2) Probabilities of compressed keys, (3) top-k block selection.
         self.score_keys(tSrQ, compressed_k, probs, partials, compressed_length, scale_log2, thread)
         self.select_blocks(probs, blocks, best_scores, best_blocks, length, compressed_length, thread)
+        # (4) Attention to the selected blocks.
         num_key_tiles = (ALWAYS + c.count) * (c.block // TILE_N)
         self.attend_branch(tSrQ, k, v, partials, blocks, Int32(num_key_tiles), zero, length, scale_log2, True, thread)
         self.add_branch(out, partials, gates, batch, head, 1, thread)
+        # (5) Attention to the sliding window.
         begin = cutlass.max(length - c.window, 0)
         num_key_tiles = cute.ceil_div(length - begin, TILE_N)
         self.attend_branch(tSrQ, k, v, partials, blocks, num_key_tiles, begin, length, scale_log2, False, thread)

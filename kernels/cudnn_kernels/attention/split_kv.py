@@ -90,8 +90,8 @@ class SplitKV(Forward):
             copies.append(self.make_tma_atom(operand, seqlen_info.ragged_view(kv_pool, MAX_TMA_STEPS, stride_unit)))
         sizes = {"splits": Int64(num_splits), "b": Int64(batches), "hq": Int64(q.shape[2]), "sq": Int64(q.shape[0])}
         shape = (q.shape[0], q.shape[2], batches, num_splits)
-        partials = workspace_tensors(c, arguments, {"o_partial": (c.head_dim_v, *shape), "lse_log2": shape}, sizes)
-        o_partial, lse_partial = partials["o_partial"], partials["lse_log2"]
+        partials = workspace_tensors(c, arguments, {"o_partial": (c.head_dim_v, *shape), "lse_partial": shape}, sizes)
+        o_partial, lse_partial = partials["o_partial"], partials["lse_partial"]
         qhead_per_kvhead = q.shape[2] // kv_heads
         tiles_per_head = cute.ceil_div(q.shape[0] * qhead_per_kvhead, self.tile_m)
         cache = KVCacheParams(
@@ -170,7 +170,7 @@ class SplitKV(Forward):
     @cute.jit
     def load_q_rows(self, params: Params, sQ: cute.Tensor, info: CacheTileInfo, row_begin: Any, thread: Int32) -> None:
         """128 threads load rows of Q from ``row_begin`` of the tile on; rows that do not exist are 0."""
-        count, columns = cute.rows_per_copy(sQ, mode=[0]), self.c.head_dim // VECTOR
+        count, columns = cute.size(sQ, mode=[0]), self.c.head_dim // VECTOR
         vector = cute.make_rmem_tensor(VECTOR, self.dtype)
         for i in cutlass.range_constexpr(count * columns // WARPGROUP_SIZE):
             row, column = (i * WARPGROUP_SIZE + thread) // columns, (i * WARPGROUP_SIZE + thread) % columns

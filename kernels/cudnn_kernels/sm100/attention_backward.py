@@ -173,7 +173,7 @@ class Gradients:
                 self.store_grads(tmem_ptr, smem, block, tma_atoms_by_name, scale.softmax_scale, thread)
             tensor_memory.free(tmem_ptr, warp, TILE_M)
 
-    set_kernel_name(kernel, "cudnn_attention_gradient_sm100")
+    set_kernel_name(kernel, "cudnn_attention_backward_sm100")
 
     @cute.jit
     def load(self, tma_atoms: dict, smem: dict, mbarriers: dict, pipelines: list, block: BlockInfo) -> None:

@@ -592,7 +592,7 @@ class AttentionForward(WgmmaMixin, Forward):
         if const_expr(self.separate_so):  # the TMA store of the previous tile has read sO
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             barriers.sync(WARPGROUP_BARRIER + wg_idx, WARPGROUP_SIZE)
-        self.wgmma(self.c.head_dim_v).put(tOrO, sO, thread)
+        self.wgmma(self.c.head_dim_v).r2s(tOrO, sO, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.sync(WARPGROUP_BARRIER + wg_idx, WARPGROUP_SIZE)
         if thread < 32:

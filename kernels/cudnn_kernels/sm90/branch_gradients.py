@@ -144,4 +144,4 @@ class BranchPreprocess(FlashBwdPreprocess):
                             select_(row < rows, gate * dot, Float32(0.0))
                         )
 
-    set_kernel_name(gradients, "cudnn_nsa_branch_rows")
+    set_kernel_name(gradients, "cudnn_nsa_branch_preprocess")

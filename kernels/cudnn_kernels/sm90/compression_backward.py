@@ -90,4 +90,4 @@ class CompressionBackward(AttentionBackward):
                 acc.store(acc.load() + fragment.load().to(Float32))
             vectors.store(acc.load(), out[key, None, head, batch], vector)
 
-    set_kernel_name(reduce_heads_kernel, "cudnn_compression_add_heads_sm90")
+    set_kernel_name(reduce_heads_kernel, "cudnn_nsa_compression_reduce_heads")

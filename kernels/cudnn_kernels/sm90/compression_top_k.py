@@ -214,23 +214,28 @@ class CompressionTopK(TopK):
         tSrK, tOrV = self.operand_b(sK, wg_thread), self.operand_b(transposed(smem["v"]), wg_thread, True)
         acc_S, acc_O = self.accumulator(num_keys), self.accumulator(c.head_dim_v)
         tOrP = cute.make_rmem_tensor(acc_S.shape, self.dtype)
+        # (1) S = Q K^T; release Q.
         cute.arch.mbarrier_wait(q_mbarriers[0] + stage, phase)
         self.mma_ss(acc_S, tSrQ, tSrK, num_keys, c.head_dim, 0)
         self.wait_mma(0)
         if lane == 0:
             cute.arch.mbarrier_arrive(q_mbarriers[1] + stage)
+        # (2) Softmax.
         inv_sums = self.softmax(acc_S, lse, q_tile, scale_log2, thread, num_keys)
         tOrP.store(acc_S.load().to(self.dtype))
         smem_sums = sums[None, None, None, tiles_done % self.sum_stages]
         masked_inv_sums = [inv_sums[1, slot] for slot in range(2)]
         probs = [[acc_S[i] * masked_inv_sums[slot] for i in self.acc_rows.order(num_keys, slot)] for slot in range(2)]
+        # (3) Issue O = P V.
         self.mma_rs(acc_O, tOrP, tOrV, c.head_dim_v, num_keys, 0, accumulate=False)
+        # (4) While it runs: P summed over heads, top-k block selection.
         self.reduce_heads(probs, smem_sums[None, None, warp_index], wg_thread)
         self.sync_query_warps(warp_index)
         if warp_index == leader:
             for slot in cutlass.range_constexpr(self.queries_per_warp):
                 query = q_tile.row_begin + warp_index // self.warps_per_query * self.queries_per_warp + slot
                 self.select_top_k(smem_sums, slot, indices, leader, q_tile, query, num_keys)
+        # (5) O.
         self.wait_mma(0)
         self.store_o(acc_O, inv_sums, smem["o"][None, None, 0], o, q_tile, thread)
 

@@ -80,10 +80,9 @@ class Selection(SparseSingleQuery):
         true_max = state.row_state[0].true_max
         if const_expr(true_max is not None):
             for slot in cutlass.range_constexpr(2):
-                true_max[slot] = self.score_rows.across(true_max[slot], cute.arch.fmax)
-        self.epilogue(
-            ctx, state, self.tile_info(tile_idx, ctx.block_lists)
-        )  # recomputed: keeping the tile would cost registers
+                true_max[slot] = self.score_rows.all_reduce_row(true_max[slot], cute.arch.fmax)
+        # The tile is recomputed: keeping it would cost registers.
+        self.epilogue(ctx, state, self.tile_info(tile_idx, ctx.block_lists))
         return advance(ctx.storage.kv_pipeline, stage, phase)
 
     def new_mainloop(self, ctx: WarpgroupContext, tile: TileInfo, is_window: bool = False) -> MainloopState:
@@ -127,9 +126,13 @@ class Selection(SparseSingleQuery):
         After a tile's first step it is speculative (with the old maximum), unless true maxima are returned. A warp
         whose values exceed the bound recomputes its scores.
         """
-        acc_S = mainloop_state.score_mmas[0][0]
-        (softmax_state, row_scales) = mainloop_state.row_state
-        (spans, any_visible, all_visible) = visible
+        # One nested assignment: a softmax_state assigned by itself would be carried through the branches by the DSL,
+        # which rebinds the fields of the shared state.
+        acc_S, (softmax_state, row_scales), (spans, any_visible, all_visible) = (
+            mainloop_state.score_mmas[0][0],
+            mainloop_state.row_state,
+            visible,
+        )
         row_scales.fill(1.0)
         if any_visible:
             self.apply_selection_mask(acc_S, spans, all_visible, ctx.thread)
@@ -170,7 +173,7 @@ class Selection(SparseSingleQuery):
         ]
         if cute.arch.vote_any_sync(over_threshold[0] | over_threshold[1]):
             for slot in cutlass.range_constexpr(2):
-                row_max = self.score_rows.across(local_maxes[slot], cute.arch.fmax)
+                row_max = self.score_rows.all_reduce_row(local_maxes[slot], cute.arch.fmax)
                 row_scales[slot] = softmax.update_row_max(softmax_state, slot, row_max)
                 softmax_state.row_sum[slot] = softmax_state.row_sum[slot] * row_scales[slot]
         for slot in cutlass.range_constexpr(2):
@@ -189,7 +192,7 @@ class Selection(SparseSingleQuery):
         """O, and LSE or row sums and maxima."""
         (o, *stats), (softmax_state, _) = ctx.tensors, mainloop_state.row_state
         for slot in cutlass.range_constexpr(2):
-            row_sum = self.score_rows.across(softmax_state.row_sum[slot], lambda a, b: a + b)
+            row_sum = self.score_rows.all_reduce_row(softmax_state.row_sum[slot], lambda a, b: a + b)
             inv_sum = Float32(select_(row_sum == 0.0, Float32(1.0), 1.0 / row_sum))
             row, head, exists = self.row_coord(tile, ctx.wg_idx, self.score_rows.row(ctx.thread, slot))
             if exists:
@@ -276,7 +279,7 @@ class GatedSelection(Selection):
             loaded.append((row, head, exists, *self.load_branches(ctx, row, head, exists, columns)))
         for slot in cutlass.range_constexpr(2):
             row, head, exists, compressed_o, window_o, gate_values = loaded[slot]
-            row_sum = self.score_rows.across(softmax_state.row_sum[slot], lambda a, b: a + b)
+            row_sum = self.score_rows.all_reduce_row(softmax_state.row_sum[slot], lambda a, b: a + b)
             selected_o = self.transpose_quad(
                 mainloop_state.acc, slot, Float32(select_(row_sum == 0.0, Float32(1.0), 1.0 / row_sum))
             )

@@ -52,14 +52,14 @@ class SelectionBackward(SparseKVBlock):
         super().__init__(configuration)
         self.b = configuration
         self.padded = configuration.padded_group
-        self.queries_per_step, self.num_mma_warpgroups = configuration.rows_of_step, configuration.num_mma_warpgroups
+        self.queries_per_step, self.num_dkv_warpgroups = configuration.rows_of_step, configuration.num_dkv_warpgroups
         self.step_columns = self.queries_per_step * self.padded
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         s, q = self.b, arguments["q"]
         num_entries, list_ends = arguments["choosing"].shape[0], arguments["choosing_ends"]
         tiles_per_block = -(-s.block // WGMMA_M)
-        partials_per_thread = (s.head_dim + s.head_dim_v) // (2 * s.num_mma_warpgroups)
+        partials_per_thread = (s.head_dim + s.head_dim_v) // (2 * s.num_dkv_warpgroups)
         pointers = workspace_pointers(s.slots(), arguments, s.regions())
         row_stats, partials = (
             cute.make_tensor(cute.recast_ptr(pointers[x], dtype=Float32), cute.make_layout(shape))
@@ -68,7 +68,7 @@ class SelectionBackward(SparseKVBlock):
                 (
                     "part_sums",
                     (
-                        WARPGROUP_SIZE * s.num_mma_warpgroups,
+                        WARPGROUP_SIZE * s.num_dkv_warpgroups,
                         partials_per_thread,
                         tiles_per_block,
                         num_entries * 2 // s.list_chunk,
@@ -92,14 +92,14 @@ class SelectionBackward(SparseKVBlock):
             scale,
         ).launch(
             grid=[(num_entries // s.list_chunk + list_ends.shape[0]) * tiles_per_block, 1, 1],
-            block=[(1 + s.num_mma_warpgroups) * WARPGROUP_SIZE, 1, 1],
+            block=[(1 + s.num_dkv_warpgroups) * WARPGROUP_SIZE, 1, 1],
             stream=arguments["stream"],
-            min_blocks_per_mp=3 - s.num_mma_warpgroups,
+            min_blocks_per_mp=3 - s.num_dkv_warpgroups,
             preferred_smem_carveout=100,
         )
         self.reduce_partials(partials, arguments["dk"], arguments["dv"], list_ends, cu_seqlens, scale).launch(
             grid=[(list_ends.shape[0] - 1) * tiles_per_block, 1, 1],
-            block=[s.num_mma_warpgroups * WARPGROUP_SIZE, 1, 1],
+            block=[s.num_dkv_warpgroups * WARPGROUP_SIZE, 1, 1],
             stream=arguments["stream"],
         )
 
@@ -110,7 +110,7 @@ class SelectionBackward(SparseKVBlock):
         """``tensors``: O, dO, LSE, dQ, and the row values that the dK/dV kernel needs."""
         self.kernel_body(atoms, tensors, block_lists, scale)
 
-    set_kernel_name(dq_kernel, "cudnn_attention_selection_backward_rows")
+    set_kernel_name(dq_kernel, "cudnn_attention_selection_backward_dq")
 
     @cute.jit
     def prologue(self, tensors: Any, cta: Int32, thread: Int32) -> None:
@@ -239,14 +239,14 @@ class SelectionBackward(SparseKVBlock):
             },
         )
         layout = cute.make_layout((self.padded, 2, self.queries_per_step, STAGES))
-        smem["values"] = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+        smem["row_stats"] = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
         smem["query_positions"] = allocator.allocate_tensor(
             Int32, cute.make_layout((self.queries_per_step, STAGES)), byte_alignment=16
         )
         kv_mbar, q_pipeline = allocator.allocate_array(cutlass.Int64, 1), MbarrierPipeline.allocate(allocator, STAGES)
         if thread == 0:
             cute.arch.mbarrier_init(kv_mbar, 1)
-            init_mbarriers(q_pipeline, 1, self.num_mma_warpgroups * (WARPGROUP_SIZE // WARP_SIZE))
+            init_mbarriers(q_pipeline, 1, self.num_dkv_warpgroups * (WARPGROUP_SIZE // WARP_SIZE))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         tiles_per_block = -(-s.block // WGMMA_M)
@@ -263,7 +263,7 @@ class SelectionBackward(SparseKVBlock):
                     (dk, dv, cta_partials), smem, kv_mbar, q_pipeline, kv_tile, scale, thread - WARPGROUP_SIZE
                 )
 
-    set_kernel_name(dkv_kernel, "cudnn_attention_selection_backward_blocks")
+    set_kernel_name(dkv_kernel, "cudnn_attention_selection_backward_dkv")
 
     @cute.jit
     def load(
@@ -315,7 +315,7 @@ class SelectionBackward(SparseKVBlock):
                     cute.copy(copy, tQgQ[None, q_row], tQsQ[None, stage, query], tma_bar_ptr=q_pipeline.full + stage)
                 with cute.arch.elect_one():
                     gmem_stats = row_stats[None, None, kv_tile.head, q_row]
-                    smem_stats = smem["values"][None, None, query, stage]
+                    smem_stats = smem["row_stats"][None, None, query, stage]
                     cp_async_bulk(gmem_stats.iterator, smem_stats.iterator, self.padded * 8, q_pipeline.full + stage)
 
     @cute.jit
@@ -340,7 +340,7 @@ class SelectionBackward(SparseKVBlock):
         )
         tSrK, tPrV = (self.operand_a(smem[x][None, None, 0], thread) for x in "kv")
         tSrQ, tPrdO = self.operand_b(sQ, thread), self.operand_b(sdO, thread)
-        width, width_v = s.head_dim // self.num_mma_warpgroups, s.head_dim_v // self.num_mma_warpgroups
+        width, width_v = s.head_dim // self.num_dkv_warpgroups, s.head_dim_v // self.num_dkv_warpgroups
         tKrQ, tVrdO = (
             self.operand_b(
                 cute.local_tile(scale_factor_atoms.transposed(x), (wg_width, m, STAGES), (wg_idx, 0, 0)), thread, True
@@ -355,20 +355,25 @@ class SelectionBackward(SparseKVBlock):
         cute.arch.mbarrier_wait(kv_mbar, 0)
         for step in cutlass.range(cute.ceil_div(kv_tile.end - kv_tile.begin, self.queries_per_step), unroll=1):
             stage, phase = step % STAGES, step // STAGES % 2
-            smem_stats = smem["values"][None, None, None, stage]
+            smem_stats = smem["row_stats"][None, None, None, stage]
+            # (1) S^T = K Q^T and dP^T = V dO^T.
             cute.arch.mbarrier_wait(q_pipeline.full + stage, phase)
             self.mma_ss(acc_S, tSrK, tSrQ, m, s.head_dim, stage)
             self.mma_ss(acc_dP, tPrV, tPrdO, m, s.head_dim_v, stage)
+            # (2) P = exp2(scale S - LSE), while dP^T is computed.
             self.wait_mma(1)
             if const_expr(s.causal):
                 self.apply_causal_mask(acc_S, smem["query_positions"][None, stage], thread)
             for i, stat in self.column_stats(smem_stats, 0, thread):
                 acc_S[i] = cute.math.exp2(acc_S[i] * (scale * LOG2_E) - stat, fastmath=True)
+            # (3) dV += P^T dO, P^T from registers.
             converted.store(acc_S.load().to(self.dtype))
             self.mma_rs(acc_dv, converted, tVrdO, width_v, m, stage)
+            # (4) dS = P * (dP - dPsum).
             self.wait_mma(1)
             for i, stat in self.column_stats(smem_stats, 1, thread):
                 acc_dP[i] = acc_S[i] * (acc_dP[i] - stat)
+            # (5) dK += dS^T Q, dS^T from registers; release Q and dO.
             self.wait_mma(0)
             converted.store(acc_dP.load().to(self.dtype))
             self.mma_rs(acc_dk, converted, tKrQ, width, m, stage)
@@ -389,7 +394,7 @@ class SelectionBackward(SparseKVBlock):
             key_row = self.score_rows.row(thread, slot)
             if key_row < kv_tile.num_keys:
                 for out, acc, grad_scale in zip(outs, accs, (scale, Float32(1.0)), strict=True):
-                    width = out.shape[2] // self.num_mma_warpgroups
+                    width = out.shape[2] // self.num_dkv_warpgroups
                     gmem_row = cute.local_tile(
                         out[kv_tile.offset_k + kv_tile.key_begin + key_row, kv_tile.head, None], (width,), (wg_idx,)
                     )
@@ -428,7 +433,7 @@ class SelectionBackward(SparseKVBlock):
         kv_tile = self.kv_block_tile(cta // tiles_per_block, key_tile, list_ends, cu_seqlens)
         if (kv_tile.num_chunks > 1) & (kv_tile.num_keys > 0):
             accs = [
-                cute.make_rmem_tensor(x // (2 * self.num_mma_warpgroups), Float32) for x in (s.head_dim, s.head_dim_v)
+                cute.make_rmem_tensor(x // (2 * self.num_dkv_warpgroups), Float32) for x in (s.head_dim, s.head_dim_v)
             ]
             for acc in accs:
                 acc.fill(0.0)
@@ -439,7 +444,7 @@ class SelectionBackward(SparseKVBlock):
                     accs[which][i] = accs[which][i] + chunk_partials[thread, position]
             self.store_dkv((dk, dv), accs, kv_tile, scale, thread)
 
-    set_kernel_name(reduce_partials, "cudnn_attention_selection_backward_parts")
+    set_kernel_name(reduce_partials, "cudnn_attention_selection_backward_reduce")
 
     def column_stats(self, smem_stats: cute.Tensor, stat_idx: int, thread: Int32) -> Iterator[tuple[int, Float32]]:
         """A thread's elements, each with a row value (LSE or dPsum) of its column, a head of a query row. Pairwise, to

@@ -111,12 +111,12 @@ class SelectionKVOuter(SparseKVBlock):
         kv_tile = self.list_chunk_tile(list_ends[first_list, 1] + cta, 0, list_ends, cu_seqlens)
         if (kv_tile.num_keys > 0) & (kv_tile.head < heads[1]) & (kv_tile.begin < kv_tile.end):
             if thread < WARP_SIZE:
-                self.load_kv(tma_atoms, smem, kv_mbar, kv_tile)
+                self.load_kv_block(tma_atoms, smem, kv_mbar, kv_tile)
             self.compute_block(q, smem, kv_mbar, o_partial, query_list, kv_tile, first_entry, scale_log2, thread)
 
-    set_kernel_name(kv_outer_kernel, "cudnn_attention_selection_by_blocks")
+    set_kernel_name(kv_outer_kernel, "cudnn_attention_selection_kv_outer")
 
-    def load_kv(self, tma_atoms: Any, smem: Any, kv_mbar: Any, kv_tile: KVBlockTile) -> None:
+    def load_kv_block(self, tma_atoms: Any, smem: Any, kv_mbar: Any, kv_tile: KVBlockTile) -> None:
         """One warp loads K and V of the block; rows beyond the sequence are 0."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(
@@ -150,31 +150,38 @@ class SelectionKVOuter(SparseKVBlock):
         tOrP = cute.make_rmem_tensor(acc_S.shape, self.dtype)
         q_regs = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in self.thread_vectors(thread)]
         num_tiles = cute.ceil_div(kv_tile.end - kv_tile.begin, self.queries_per_tile)
-        self.load_q(q, query_list, kv_tile, kv_tile.begin, q_regs, thread)
+        self.gather_q(q, query_list, kv_tile, kv_tile.begin, q_regs, thread)
         cute.arch.mbarrier_wait(kv_mbar, 0)
         for q_tile in cutlass.range(num_tiles, unroll=1):
+            # (1) Q from registers to shared memory.
             entry = kv_tile.begin + q_tile * self.queries_per_tile
             for vector, (row, column) in zip(q_regs, self.thread_vectors(thread), strict=True):
                 cute.autovec_copy(vector, cute.local_tile(sQ[row, None], (VECTOR,), (column,)))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
+            # (2) S = Q K^T, while the next Q is gathered.
             self.mma_ss(acc_S, tSrQ, tSrK, WGMMA_M, s.head_dim, 0)
             if q_tile + 1 < num_tiles:
-                self.load_q(q, query_list, kv_tile, entry + self.queries_per_tile, q_regs, thread)
+                self.gather_q(q, query_list, kv_tile, entry + self.queries_per_tile, q_regs, thread)
             visible_ends = [self.visible_end(query_list, kv_tile, entry, thread, slot) for slot in range(2)]
             self.wait_mma(0)
+            # (3) P = exp2(scale S - m), masked.
             softmax_state = softmax.OnlineSoftmax(*(cute.make_rmem_tensor(2, Float32) for _ in range(2)), scale_log2)
             softmax.reset(softmax_state)
             for slot in cutlass.range_constexpr(2):
-                for entry_idx, i in enumerate(self.score_rows.order(WGMMA_M, slot)):
-                    visible = self.score_rows.column(thread, entry_idx) < visible_ends[slot]
+                for position, i in enumerate(self.score_rows.order(WGMMA_M, slot)):
+                    visible = self.score_rows.column(thread, position) < visible_ends[slot]
                     acc_S[i] = Float32(select_(visible, acc_S[i], -Float32.inf))
             softmax.online_softmax(softmax_state, acc_S, self.score_rows, WGMMA_M, rescale_threshold=0.0)
+            # (4) O = P V.
             tOrP.store(acc_S.load().to(self.dtype))
             self.mma_rs(acc_O, tOrP, tOrV, s.head_dim_v, WGMMA_M, 0, accumulate=False)
-            totals = [self.score_rows.across(softmax_state.row_sum[slot], lambda a, b: a + b) for slot in range(2)]
+            totals = [
+                self.score_rows.all_reduce_row(softmax_state.row_sum[slot], lambda a, b: a + b) for slot in range(2)
+            ]
             self.wait_mma(0)
             cute.arch.sync_threads()  # all have read Q
+            # (5) O / l, m and l of each list entry.
             for slot in cutlass.range_constexpr(2):
                 row = self.score_rows.row(thread, slot)
                 entry_idx, head = entry + row // self.rows_per_query, row % self.rows_per_query
@@ -196,7 +203,7 @@ class SelectionKVOuter(SparseKVBlock):
         ]
 
     @cute.jit
-    def load_q(
+    def gather_q(
         self, q: cute.Tensor, query_list: cute.Tensor, kv_tile: KVBlockTile, entry: Int32, q_regs: Any, thread: Int32
     ) -> None:
         """Gathers a thread's vectors of the next tile of Q; rows and heads beyond the end are clamped."""
@@ -282,4 +289,4 @@ class SelectionKVOuter(SparseKVBlock):
                 row_sums[row, head] = row_sum
                 row_maxes[row, head] = row_max * math.log(2)
 
-    set_kernel_name(combine_kernel, "cudnn_attention_selection_add_blocks")
+    set_kernel_name(combine_kernel, "cudnn_attention_selection_kv_outer_combine")

@@ -305,21 +305,18 @@ class SparseQueryTile(BlockUnion, AttentionForward):
         tile_idx, _, _ = cute.arch.block_idx()
         list_len = cutlass.max(block_lists.indices.shape[2], 1)
         # Counts of steps, of tiles with rows, of unions, and of tiles.
-        steps_done, tiles_done, unions_done, iteration = (
-            Int32(0),
-            Int32(0),
-            Int32(0),
-            Int32(0),
-        )
+        steps_done, tiles_done, unions_done, iteration = Int32(0), Int32(0), Int32(0), Int32(0)
         while tile_idx < block_lists.tiles_per_head * self.s.key_heads:
             tile = self.tile_info(tile_idx, block_lists)
             if tile.num_rows > 0:
                 loads = self.tma_loads(tma_atoms, smem)
                 q_loads, kv_copies = loads[:-2], [self.kv_copy(*load, tile) for load in loads[-2:]]
                 for first_entry in cutlass.range(0, list_len, ENTRIES, unroll=1):
+                    # (1) Warps 1 to 3 build a union of 32 entries per row, while warp 0 loads the previous one.
                     if thread >= WARP_SIZE:
                         self.build_union(first_entry, block_lists, union, unions_done, tile, thread - WARP_SIZE)
                     self.sync_load_warpgroup()
+                    # (2) Warp 0 loads K and V of the union, after those of the window; warp 1 loads Q.
                     if thread < WARP_SIZE:
                         if const_expr(block_lists.window is not None):
                             if first_entry == 0:
@@ -328,10 +325,12 @@ class SparseQueryTile(BlockUnion, AttentionForward):
                     elif (thread // WARP_SIZE == 1) & (first_entry == 0):
                         self.load_q(q_loads, storage, tile, tiles_done, union, unions_done)
                     unions_done += 1
+                # (3) The end marker.
                 if thread < WARP_SIZE:
                     self.signal_end(storage, steps_done)
                 steps_done += 1
                 tiles_done += 1
+            # (4) The next tile.
             if const_expr(block_lists.tile_count_semaphore is not None):
                 if thread // WARP_SIZE == 1:
                     self.schedule_tile(block_lists, storage, iteration)
@@ -633,7 +632,7 @@ class SparseQueryTile(BlockUnion, AttentionForward):
                 for position, i in enumerate(self.score_rows.order(self.tile_n, slot)):
                     box_idx = position // 2 * 8 // self.kv_box  # four threads share eight adjacent columns
                     column = self.score_rows.column(thread, position) - box_idx * self.kv_box
-                    (span_begin, span_end) = spans[slot][box_idx]
+                    span_begin, span_end = spans[slot][box_idx]
                     visible = column < span_end
                     if const_expr(span_begin is not None):
                         visible = visible & (column >= span_begin)

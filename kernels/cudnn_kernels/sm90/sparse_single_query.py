@@ -80,11 +80,11 @@ class SparseSingleQuery(SparseQueryTile):
         """Heads of a query that a thread has."""
         return self.s.padded_group // 4
 
-    def mma_qk(self, num_queries: int = 1) -> WarpgroupMma:
+    def qk_mma(self, num_queries: int = 1) -> WarpgroupMma:
         """The GEMM S^T = K Q^T of some queries."""
         return WarpgroupMma(self.dtype, self.s.padded_group * num_queries)
 
-    def mma_pv(self) -> WarpgroupMma:
+    def pv_mma(self) -> WarpgroupMma:
         """The GEMM O^T = V^T P^T."""
         return WarpgroupMma(self.dtype, self.s.padded_group, rows=self.s.head_dim_v, a=MN)
 
@@ -109,7 +109,7 @@ class SparseSingleQuery(SparseQueryTile):
     def new_query(self) -> QueryState:
         """A query before its first block."""
         scaled_max, row_sum, true_max = (cute.make_rmem_tensor(self.heads_per_thread, Float32) for _ in range(3))
-        query = QueryState(self.mma_pv().accumulator(), scaled_max, row_sum, None if self.s.lse else true_max)
+        query = QueryState(self.pv_mma().accumulator(), scaled_max, row_sum, None if self.s.lse else true_max)
         query.acc.fill(0.0)
         query.scaled_max.fill(INITIAL_SHIFT)
         query.row_sum.fill(0.0)
@@ -124,7 +124,7 @@ class SparseSingleQuery(SparseQueryTile):
         one QK GEMM.
         """
         s, smem, thread, kv_pipeline = self.s, ctx.smem, ctx.thread, ctx.storage.kv_pipeline
-        mma_pv, sP = self.mma_pv(), self.sp_warpgroup(ctx)
+        mma_pv, sP = self.pv_mma(), self.sp_warpgroup(ctx)
         tOrVt, tOrP = mma_pv.fragment_a(transposed(smem["v"]), thread), mma_pv.fragment_b(sP, thread)
         queries = [self.new_query() for _ in range(s.queries_per_warpgroup)]
         stage, phase, has_step = self.next_step(ctx, stage, phase)
@@ -161,7 +161,7 @@ class SparseSingleQuery(SparseQueryTile):
         sP: cute.Tensor,
     ) -> None:
         """A step of one query, or of two. The last PV GEMM is left in flight."""
-        mma = self.mma_qk(count)
+        mma = self.qk_mma(count)
         tSrK = mma.fragment_a(ctx.smem["k"], ctx.thread)
         tSrQ = mma.fragment_b(self.sq_rows(ctx, first_query, count), ctx.thread)
         acc_S = mma.accumulator()
@@ -170,10 +170,10 @@ class SparseSingleQuery(SparseQueryTile):
         self.wait_mma(0)
         for i in cutlass.range_constexpr(count):
             acc_S_query = cute.make_tensor(
-                acc_S.iterator + 2 * self.heads_per_thread * i, self.mma_qk().accumulator().layout
+                acc_S.iterator + 2 * self.heads_per_thread * i, self.qk_mma().accumulator().layout
             )
             self.softmax_row(ctx, queries[first_query + i], acc_S_query, visible_ends[i], sP)
-            self.mma_pv().issue(queries[first_query + i].acc, tOrVt[None, None, None, stage], tOrP, True)
+            self.pv_mma().issue(queries[first_query + i].acc, tOrVt[None, None, None, stage], tOrP, True)
 
     def rows_of_step(self, ctx: WarpgroupContext, stage: Int32) -> Int32:
         """The warpgroup's rows that selected any box of a step, as bits."""
@@ -300,7 +300,7 @@ class SparseSingleQuery(SparseQueryTile):
 
     def store_transposed(self, values: cute.Tensor, smem_tile: cute.Tensor, thread: Int32) -> None:
         """Stores a fragment of S^T, or of 64 elements of O^T, as (heads, values) to shared memory."""
-        self.mma_qk().r2s(values, transposed(smem_tile), thread, True)
+        self.qk_mma().r2s(values, transposed(smem_tile), thread, True)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
@@ -320,7 +320,7 @@ class SparseSingleQuery(SparseQueryTile):
                 for i in self.slot_indices(acc, slot):
                     acc[i] = acc[i] * inv_sum
             for chunk in cutlass.range_constexpr(self.s.head_dim_v // WGMMA_M):
-                values = cute.make_rmem_tensor(self.mma_qk().accumulator().shape, self.out_dtype)
+                values = cute.make_rmem_tensor(self.qk_mma().accumulator().shape, self.out_dtype)
                 for i in cutlass.range_constexpr(cute.size(values)):
                     values[i] = acc[chunk * cute.size(values) + i].to(self.out_dtype)
                 chunks.append(values)

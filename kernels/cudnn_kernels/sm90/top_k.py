@@ -151,7 +151,7 @@ class TopK(WgmmaMixin, Kernel):
             batch, tile = seqlen_info.find_block(cu_seqlens_q, tile, self.rows_per_tile)
             seqlen = seqlen_info.varlen_seqlen_info(cu_seqlens_q, cu_seqlens_k, batch)
         q_tile = QueryTile(seqlen, tile * self.rows_per_tile, head, 0 if const_expr(c.varlen) else seqlen.batch)
-        self.load_q(q, sQ, q_tile, thread)
+        self.load_q_rows(q, sQ, q_tile, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         last_row = cutlass.min(q_tile.row_begin + self.rows_per_tile, seqlen.seqlen_q) - 1
@@ -177,7 +177,7 @@ class TopK(WgmmaMixin, Kernel):
         return cutlass.min((q_row + 1) // self.c.block - 2, cute.ceil_div(seqlen.seqlen_k, self.keys_per_block))
 
     @cute.jit
-    def load_q(self, q: cute.Tensor, sQ: cute.Tensor, q_tile: QueryTile, thread: Int32) -> None:
+    def load_q_rows(self, q: cute.Tensor, sQ: cute.Tensor, q_tile: QueryTile, thread: Int32) -> None:
         """Loads the query rows of all heads of the GQA group; rows that do not exist are 0."""
         c, seqlen = self.c, q_tile.seqlen
         columns, threads = c.head_dim // VECTOR, self.num_mma_warps * WARP_SIZE
@@ -243,11 +243,13 @@ class TopK(WgmmaMixin, Kernel):
         query = q_tile.row_begin + warp_index // self.warps_per_query * self.queries_per_warp
         for step in cutlass.range(num_steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
+            # (1) S = Q K^T.
             cute.arch.mbarrier_wait(k_pipeline.full + stage, phase)
             self.mma_ss(acc_S, tSrQ, tSrK, self.tile_n, c.head_dim, stage)
             self.wait_mma(0)
             if lane == 0:
                 cute.arch.mbarrier_arrive(k_pipeline.empty + stage)
+            # (2) P = exp2(scale S - LSE), (3) summed over heads, (4) complete for all warps of the query row.
             smem_sums = sums[None, None, None, step % self.sum_stages]
             orders = [self.acc_rows.order(self.tile_n, slot) for slot in range(2)]
             probs = [
@@ -256,6 +258,7 @@ class TopK(WgmmaMixin, Kernel):
             ]
             self.reduce_heads(probs, smem_sums[None, None, warp_index], wg_thread)
             self.sync_query_warps(warp_index)
+            # (5) Blocks of this step into the top-k list.
             if warp_index == leader:
                 for slot in cutlass.range_constexpr(self.queries_per_warp):
                     self.update_top_k(top_k, slot, smem_sums, leader, seqlen, query + slot, step)

@@ -71,17 +71,17 @@ class WgmmaMixin:
         """The descriptor of the B operand in shared memory, (columns, k, stages); ``transposed``: MN-major."""
         return self.wgmma(cute.size(tensor, mode=[0]), transposed).fragment_b(tensor, thread)
 
-    def mma_ss(self, acc: cute.Tensor, left: Any, right: Any, columns: int, depth: int, stage: Any) -> None:
+    def mma_ss(self, acc: cute.Tensor, a_operand: Any, b_operand: Any, columns: int, k_extent: int, stage: Any) -> None:
         """Issues acc = A B^T, both from shared memory."""
-        self.wgmma(columns).issue(acc, left, right[None, None, None, stage], False)
+        self.wgmma(columns).issue(acc, a_operand, b_operand[None, None, None, stage], False)
 
     def mma_rs(
         self,
         acc: cute.Tensor,
-        left: cute.Tensor,
-        right: Any,
+        a_operand: cute.Tensor,
+        b_operand: Any,
         columns: int,
-        depth: int,
+        k_extent: int,
         stage: Any,
         accumulate: bool = True,
     ) -> None:
@@ -90,7 +90,12 @@ class WgmmaMixin:
         B is MN-major, unless it has 8 bits, which wgmma takes K-major only.
         """
         mma = self.wgmma(columns, self.dtype.width == 16, True)
-        mma.issue(acc, register_operand(mma.mma(), left, (WGMMA_M, depth)), right[None, None, None, stage], accumulate)
+        mma.issue(
+            acc,
+            register_operand(mma.mma(), a_operand, (WGMMA_M, k_extent)),
+            b_operand[None, None, None, stage],
+            accumulate,
+        )
 
     def wait_mma(self, in_flight: int) -> None:
         """wgmma.wait_group: waits until at most ``in_flight`` GEMMs are pending."""
