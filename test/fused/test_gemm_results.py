@@ -275,7 +275,7 @@ def test_one_cluster_takes_many_tiles(
 ) -> None:
     """As many multiprocessors as one cluster needs; on sm_100a the caller's, on sm_90a one of two CTAs."""
     size = 2 if arch == "sm_90a" else cluster[0] * cluster[1]
-    few = replace(architecture.ARCHITECTURES[arch], multiprocessors=size)
+    few = replace(architecture.ARCHITECTURES[arch], num_sms=size)
     monkeypatch.setattr(host, "ARCHITECTURES", {**architecture.ARCHITECTURES, arch: few})
     problem = case(name, 264, 192, 72, 2, out=F16, side=F16, dtype=F16, amax=name == "gemm_dsrelu")
     report = execute(problem, arch, mma_tiler_mn=tile, cluster_shape_mn=cluster)

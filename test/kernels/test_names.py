@@ -44,7 +44,7 @@ def test_norm(arch: str) -> None:
 def test_every_kernel_is_named() -> None:
     for path in (ROOT / "kernels").rglob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        named = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "name"]
+        named = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "set_kernel_name"]
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         kernels = [f.name for f in functions if any("cute.kernel" in ast.unparse(d) for d in f.decorator_list)]
         assert sorted(named) == sorted(kernels), path

@@ -1,4 +1,4 @@
-"""Operations on values in registers."""
+"""Elementwise epilogue operations in registers: scaling, bias, gated and ReLU^2 activations and their gradients."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cudnn_kernels.epilogue import BLOCK, Gate
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, indices, pick
-from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, ValueSubset, indices, pick
+from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import unwoven
+from cudnn_kernels.pipeline.tma import concat_glu_row
 
 
-class _Multiply(Operation):
-    """One multiplication for each value, by the factor of its row slot."""
+class _Multiply(EpiOpImpl):
+    """Multiplies each value by the multiplier of its row slot."""
 
     streams = True
-    factors: list[Any]
+    multipliers: list[Any]
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
         x = values[self.o.value]
-        for slot, places in indices(x, some):
-            for i in places:
-                x.values[i] = x.values[i] * self.factors[slot]
+        for slot, positions in indices(x, some):
+            for i in positions:
+                x.values[i] = x.values[i] * self.multipliers[slot]
 
 
 class Scale(_Multiply):
-    """The same factor for all, which the caller passes.
+    """Multiplies by a scalar argument.
 
-    Where parts are computed early, all but the first read it from shared memory. Nothing else keeps ptxas from
-    computing a part even before the store of the one before begins, so that nothing is left to do during the store.
+    With early computation, all subtiles but the first read it from shared memory. Nothing else keeps ptxas from
+    hoisting a subtile's arithmetic above the store of the one before, and then nothing overlaps with the store.
     """
 
-    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width)
-        self.reads = plan.early and plan.parts > 1
+    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(declaration, params, width)
+        self.reads = params.early and params.num_subtiles > 1
 
     def bytes(self) -> int:
-        return 4 * self.plan.groups * self.reads
+        return 4 * self.params.groups * self.reads
 
-    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
-        super().enter(parameters, smem)
+    def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().setup_smem(parameters, smem)
         if self.reads:
-            layout = cute.make_layout(self.plan.groups)
+            layout = cute.make_layout(self.params.groups)
             self.words = smem.allocate_tensor(Float32, layout, byte_alignment=self.alignment)
 
-    def begin(self, tile: Tile) -> None:
+    def begin_tile(self, tile: Tile) -> None:
         factor = self.factor(tile)
-        self.factors = [factor] * self.plan.layout.slots
+        self.multipliers = [factor] * self.params.layout.slots
         if self.reads:
             put_word(self.words, tile, factor)
 
     def factor(self, tile: Tile) -> Float32:
-        """The factor of a tile."""
+        """The multiplier of a tile."""
         return self.parameters[0]
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, factor = values[self.o.value].values, self.factors[0]
-        if self.reads and part > 0:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        x, factor = values[self.o.value].values, self.multipliers[0]
+        if self.reads and subtile > 0:
             factor = read_again((self.words.iterator + tile.group).toint())
         x.store(x.load() * factor)  # two by one instruction, on Blackwell
 
 
 class MultiplyGroup(Scale):
-    """One factor, loaded before the tile's products."""
+    """Multiplies by one value per group, loaded before the mainloop of the tile."""
 
     def factor(self, tile: Tile) -> Float32:
         factor = Float32(self.parameters[0][tile.expert])
@@ -75,91 +75,93 @@ class MultiplyGroup(Scale):
 
 
 class MultiplyColumn(_Multiply):
-    """A thread loads the factors of its rows before the tile's products."""
+    """Multiplies each row by a value that the thread loads before the mainloop of the tile."""
 
-    def begin(self, tile: Tile) -> None:
-        (factors,) = self.parameters
-        self.factors = [load_row(factors, self.row(tile, slot), tile) for slot in range(self.plan.layout.slots)]
+    def begin_tile(self, tile: Tile) -> None:
+        (multiplier,) = self.parameters
+        self.multipliers = [
+            load_row(multiplier, self.row(tile, slot), tile) for slot in range(self.params.layout.slots)
+        ]
 
 
-class AddRow(Operation):
-    """The group loads what the tile's columns need into shared memory before the tile's products."""
+class AddRow(EpiOpImpl):
+    """Adds a row vector (bias), which the group loads to shared memory before the mainloop of the tile."""
 
-    tells = True
+    publishes_in_begin = True
 
     def bytes(self) -> int:
-        return self.plan.groups * self.columns() * 4 + 16
+        return self.params.groups * self.columns() * 4 + 16
 
-    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
-        super().enter(parameters, smem)
-        layout = cute.make_layout((self.columns(), self.plan.groups))
+    def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().setup_smem(parameters, smem)
+        layout = cute.make_layout((self.columns(), self.params.groups))
         self.buffers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
     def columns(self) -> int:
-        """Columns of a tile."""
-        return self.plan.parts * self.width
+        """Columns of the value in a tile."""
+        return self.params.num_subtiles * self.width
 
-    def begin(self, tile: Tile) -> None:
-        row, *factors = self.parameters
-        rows = [self.row(tile, slot) for slot in range(self.plan.layout.slots)]
-        if factors:
-            self.factors = [load_row(*factors, each, tile) for each in rows]
+    def begin_tile(self, tile: Tile) -> None:
+        row, *multiplier = self.parameters
+        rows = [self.row(tile, slot) for slot in range(self.params.layout.slots)]
+        if multiplier:
+            self.multipliers = [load_row(*multiplier, row_idx, tile) for row_idx in rows]
         else:
-            self.factors = [pick(each < tile.end, 1.0, 0.0) for each in rows]
-        for start in range(0, self.columns(), self.plan.threads):
-            load_columns(row, tile, self.buffers, tile.thread + start, self.columns(), self.o.halves)
+            self.multipliers = [pick(row_idx < tile.end, 1.0, 0.0) for row_idx in rows]
+        for start in range(0, self.columns(), self.params.threads):
+            load_columns(row, tile, self.buffers, tile.thread + start, self.columns(), self.o.concat_glu)
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values["x"]
         orders = [x.rows.order(self.width, slot) for slot in range(x.rows.slots)]
         for position, column in enumerate(zip(*orders, strict=True)):
-            value = self.buffers[self.place(part, x.rows.column(tile.thread, position)), tile.group]
-            for i, factor in zip(column, self.factors, strict=True):
-                x.values[i] = fma(value, factor, x.values[i])  # rows outside stay 0, for reductions
+            value = self.buffers[self.tile_column(subtile, x.rows.column(tile.thread, position)), tile.group]
+            for i, factor in zip(column, self.multipliers, strict=True):
+                x.values[i] = fma(value, factor, x.values[i])  # out-of-bounds rows stay 0, for reductions
 
 
-class Gated(Operation):
-    """Gate and other lie 32 columns apart, in the same thread."""
+class Gated(EpiOpImpl):
+    """Gate and up are 32 columns apart, in the same thread."""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x, half = values["x"], self.width // 2
-        y = Fragment(self.plan.fragment(Float32, half), half, x.rows)
+        y = Fragment(self.params.fragment(Float32, half), half, x.rows)
         activation = Activation(self.o.gate, self.parameters)
         for gate, other, target in pairs(x.rows, half, self.o.gate_first):
             y.values[target] = activation(x.values[gate], x.values[other])
         values["x"] = y
 
 
-class GatedBackward(Operation):
-    """Gate and other lie 32 columns apart, in the thread that has their gradient."""
+class GatedBackward(EpiOpImpl):
+    """Gate and up are 32 columns apart, in the thread that holds their gradient."""
 
     streams = True
 
-    def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        rows = self.plan.layout
-        self.made = {
-            name: Fragment(self.plan.fragment(Float32, width), width, rows)
+    def start(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        rows = self.params.layout
+        self.outputs = {
+            name: Fragment(self.params.fragment(Float32, width), width, rows)
             for name, width in (("x", 2 * self.width), ("activation", self.width), ("prob_gradient", self.width))
         }
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
         x, saved = values["x"], values[self.o.saved]
-        wide, y, product = self.made.values()
+        wide, y, product = self.outputs.values()
         activation = Activation(self.o.gate, self.parameters)
-        of_saved, of_x = (indices(each, some) for each in (saved, x))
-        for (_, both), (_, mine) in zip(of_saved, of_x, strict=True):
-            first, second = both[: len(mine)], both[len(mine) :]
-            gates, others = (first, second) if self.o.gate_first else (second, first)
-            for gate, other, i in zip(gates, others, mine, strict=True):
+        by_slot_of_saved, by_slot_of_x = (indices(y, some) for y in (saved, x))
+        for (_, saved_indices), (_, indices_of_x) in zip(by_slot_of_saved, by_slot_of_x, strict=True):
+            first, second = saved_indices[: len(indices_of_x)], saved_indices[len(indices_of_x) :]
+            gates, ups = (first, second) if self.o.gate_first else (second, first)
+            for gate, other, i in zip(gates, ups, indices_of_x, strict=True):
                 y.values[i], by_gate, by_other = activation.derivatives(saved.values[gate], saved.values[other])
                 product.values[i] = x.values[i] * y.values[i]
                 wide.values[gate] = x.values[i] * by_gate
                 wide.values[other] = x.values[i] * by_other
-        values |= self.made
+        values |= self.outputs
 
 
 def pairs(rows: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
-    """Where a gate and its other are in a thread's fragment, and what becomes of them in one of ``width`` columns."""
+    """Register indices of gate, up and result, for a result of ``width`` columns."""
     block = BLOCK // rows.neighbours  # values of a row in 32 columns
     for slot in range(rows.slots):
         wide = rows.order(2 * width, slot)
@@ -170,13 +172,13 @@ def pairs(rows: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, 
 
 
 class Activation:
-    """A declared gate at work: ``parameters`` are those that the caller passes."""
+    """Computes a gated activation; ``parameters`` are its float arguments."""
 
     def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
-        self.o = gate.given(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
+        self.o = gate.bind(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
 
     def clamped(self, gate: Float32, other: Float32) -> tuple[Float32, Float32]:
-        """g, and u plus the offset."""
+        """The clamped g, and the clamped u plus the offset."""
         o = self.o
         if o.clamp_max is not None:
             gate, other = (minimum(x, o.clamp_max) for x in (gate, other))
@@ -189,7 +191,7 @@ class Activation:
         return gate, other
 
     def bounded(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
-        """Of ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
+        """For ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
         betas = (self.o.beta1, self.o.beta2)
         inverses = [1.0 / x if isinstance(x, float) else cute.arch.rcp_approx(x) for x in betas]
         first, second = (tanh(x * scale) for x, scale in zip((gate, other), inverses, strict=True))
@@ -197,22 +199,22 @@ class Activation:
 
     def __call__(self, gate: Float32, other: Float32) -> Float32:
         o = self.o
-        if o.kind == "situ":
+        if o.activation == "situ":
             first, second, sigmoid = self.bounded(gate, other)
             return (o.beta2 * second) * (o.beta1 * first * sigmoid)
         gate, other = self.clamped(gate, other)
-        return other * (relu(gate) if o.kind == "relu" else swish(gate, o.slope))
+        return other * (relu(gate) if o.activation == "relu" else swish(gate, o.slope))
 
     def derivatives(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
-        """y, and its derivatives by the gate and by the other; they are NaN where one of the two is."""
+        """y, and its derivatives with respect to gate and up; NaN if one of the two is."""
         o = self.o
-        if o.kind == "situ":
+        if o.activation == "situ":
             first, second, sigmoid = self.bounded(gate, other)
             f, h = o.beta1 * first * sigmoid, o.beta2 * second
             by_gate = h * sigmoid * ((1.0 - first * first) + o.beta1 * first * (1.0 - sigmoid))
             return h * f, by_gate, f * (1.0 - second * second)
         g, u = self.clamped(gate, other)
-        if o.kind == "relu":
+        if o.activation == "relu":
             by_other = relu(g)
             by_gate = pick(g <= 0.0, 0.0, u)
         else:
@@ -227,30 +229,30 @@ class Activation:
         return y, by_gate, by_other
 
 
-class Round(Operation):
-    """To the type and back."""
+class Round(EpiOpImpl):
+    """Rounds to a type and back to float32."""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values[self.o.value].values
         x.store(x.load().to(DTYPES[self.o.dtype]).to(Float32))
 
 
-class SquaredRelu(Operation):
+class SquaredRelu(EpiOpImpl):
     """max(x, 0)^2"""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
         for i in range(cute.size(x)):
             y, _ = clamped_relu(x[i], self.o.clamp)
             x[i] = y * y
 
 
-class SquaredReluBackward(Operation):
-    """Both results from one product: relu(x) c, or x relu(c)."""
+class SquaredReluBackward(EpiOpImpl):
+    """Both results from one multiplication: relu(x) c, or x relu(c)."""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x, c = values["x"].values, values[self.o.gradient].values
-        gradient = self.plan.fragment(Float32, self.width)
+        gradient = self.params.fragment(Float32, self.width)
         for i in range(cute.size(x)):
             rectified, other = (c[i], x[i]) if self.o.of_saved else (x[i], c[i])
             y, slope = clamped_relu(rectified, self.o.clamp)
@@ -259,7 +261,7 @@ class SquaredReluBackward(Operation):
             x[i] = product + product if slope is None else (product + product) * slope
             if self.o.of_saved:
                 c[i] = y * y
-        values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
+        values["prob_gradient"] = Fragment(gradient, self.width, self.params.layout)
         if self.o.of_saved:
             values["activation"] = values.pop(self.o.gradient)
 
@@ -319,22 +321,22 @@ def maximum(a: Float32, b: Any) -> Float32:
 
 @cute.jit
 def put_word(words: cute.Tensor, tile: Tile, value: Float32) -> None:
-    """One thread of a group writes the group's word."""
+    """Thread 0 of a group writes the group's word to shared memory."""
     if tile.thread == 0:
         words[tile.group] = value
 
 
-def read_again(place: Int32) -> Float32:
-    """A word of shared memory, read after all that the warp has done before, whatever ptxas knows of it."""
+def read_again(column_index: Int32) -> Float32:
+    """A volatile load of a word of shared memory, which ptxas cannot move up."""
     cute.arch.sync_warp()
     return cute.arch.inline_ptx(
-        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[place]
+        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[column_index]
     )
 
 
 @cute.jit
 def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
-    """An element of a tensor (m, 1, l), 0 beyond the tile's last row."""
+    """An element of a tensor (m, 1, l), 0 if the row is out of bounds."""
     value = Float32(0.0)
     if row < tile.end:
         value = Float32(tensor[row, 0, tile.batch])
@@ -342,13 +344,15 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
 
 
 @cute.jit
-def load_columns(row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int, halves: bool) -> None:
-    """One thread: an element of a tensor (n, l) for a column of the tile, 0 beyond the last one, into shared memory."""
+def load_columns(
+    row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int, concat_glu: bool
+) -> None:
+    """One thread: loads an element of (n, l) for a column of the tile, 0 if out of bounds, to shared memory."""
     if column < columns:
         value = Float32(0.0)
         if tile.column * columns + column < row.shape[0]:
-            place = tile.column * columns + column
-            if const_expr(halves):
-                place = unwoven(place, row.shape[0], BLOCK)
-            value = Float32(row[place, tile.expert])
+            column_index = tile.column * columns + column
+            if const_expr(concat_glu):
+                column_index = concat_glu_row(column_index, row.shape[0], BLOCK)
+            value = Float32(row[column_index, tile.expert])
         buffers[column, tile.group] = value

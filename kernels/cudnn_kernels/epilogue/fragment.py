@@ -1,4 +1,4 @@
-"""The part of a tile that one thread holds, as epilogue operations see it, wherever the accumulator was."""
+"""A thread's fragment of a subtile as epilogue operations see it, for accumulators in registers or tensor memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from cutlass import Float32, Int32, select_
 
 from cudnn_kernels.epilogue import BLOCK
 
-WARP = 32
-FEW = 8  # values that stream through operations at a time, at most
+STREAM_WIDTH = 8  # values per row that consecutive elementwise operations process at a time, at most
 
 
 @dataclass(frozen=True)
 class RowLayout:
     """Which rows and columns of a group's tile a thread holds.
 
-    A thread has ``slots`` rows. ``neighbours`` threads, next to each other in a warp, share a row: each has every
-    ``neighbours``-th run of ``run`` columns. ``matrices``: a warp's values are 8 x 8 matrices as stmatrix has them.
-    A reduction keeps ``chains`` results at first, which do not wait for each other, and combines them in the end.
-    ``few`` values of a row stream through operations at a time.
+    A thread has ``slots`` rows. ``neighbours`` consecutive lanes share a row: each has every ``neighbours``-th run of
+    ``run`` columns. ``matrices``: a warp's values form the 8 x 8 matrices of stmatrix. A reduction keeps ``chains``
+    independent partial results and combines them at the end.
+    ``stream_width`` values of a row stream through operations at a time.
     """
 
     slots: int
@@ -31,7 +30,7 @@ class RowLayout:
     run: int
     matrices: bool
     chains: int = 1
-    few: int = FEW
+    stream_width: int = STREAM_WIDTH
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
@@ -47,17 +46,20 @@ class RowLayout:
         return (run * self.neighbours + thread % self.neighbours) * self.run + offset
 
     def before(self, thread: Int32, column: Int32) -> Int32:
-        """How many of a thread's positions are columns before this one."""
-        wide, own = self.neighbours * self.run, cutlass.max(column - thread % self.neighbours * self.run, Int32(0))
-        return own // wide * self.run + cutlass.min(own % wide, self.run)
+        """The number of a thread's positions that are columns before ``column``."""
+        wide, offset_in_run = (
+            self.neighbours * self.run,
+            cutlass.max(column - thread % self.neighbours * self.run, Int32(0)),
+        )
+        return offset_in_run // wide * self.run + cutlass.min(offset_in_run % wide, self.run)
 
     def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
-        """Tells of a position of ``order`` whether it is in the group's first so many rows and columns."""
+        """A predicate of a position of ``order``: whether it is in the first ``rows`` rows and ``columns`` columns."""
         row_exists = self.row(thread, slot) < rows
         return lambda position: row_exists & (self.column(thread, position) < columns)
 
     def across(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """``combine`` over the threads that share a row: all of them get the result."""
+        """``combine`` over the lanes that share a row, an all-reduce."""
         distance = 1
         while distance < self.neighbours:
             value = combine(value, cute.arch.shuffle_sync_bfly(value, distance))
@@ -79,20 +81,20 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Some:
-    """Some of a thread's values: row slots, and positions in the order of ``width`` columns."""
+class ValueSubset:
+    """A subset of a thread's values: row slots, each with positions in the order of ``width`` columns."""
 
     width: int
-    places: Sequence[tuple[int, Sequence[int]]]
+    slots: Sequence[tuple[int, Sequence[int]]]
 
 
-def indices(x: Fragment, some: Some) -> Iterator[tuple[int, list[int]]]:
-    """By row slot, the indices of some values.
+def indices(x: Fragment, some: ValueSubset) -> Iterator[tuple[int, list[int]]]:
+    """By row slot, the register indices of a subset of values.
 
-    Where x is twice as wide as these are of, two blocks of 32 columns stand for each.
+    If x is twice as wide as the subset's values, each block of 32 columns stands for two blocks of x.
     """
     block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
-    for slot, positions in some.places:
+    for slot, positions in some.slots:
         order = x.rows.order(x.width, slot)
         if x.width == some.width:
             yield slot, [order[p] for p in positions]
@@ -102,17 +104,17 @@ def indices(x: Fragment, some: Some) -> Iterator[tuple[int, list[int]]]:
 
 
 def accumulate(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
-    """Combines values with results that are kept: each with the next of them or, where several are kept and the values
-    are few, as a tree, so that none waits for the others.
+    """Combines values with the partial results, round robin; with several chains and few values, as a tree first, which
+    shortens the dependency chains.
     """
-    if len(chains) > 1 and 1 < len(values) <= FEW:
+    if len(chains) > 1 and 1 < len(values) <= STREAM_WIDTH:
         values = [tree(values, combine)]
     for i, value in enumerate(values):
         chains[i % len(chains)] = combine(chains[i % len(chains)], value)
 
 
 def tree(values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> Float32:
-    """Combines values by pairs, so that none of them waits for more than one other."""
+    """Combines values pairwise, with logarithmic depth."""
     if len(values) == 1:
         return values[0]
     half = len(values) // 2
@@ -120,7 +122,7 @@ def tree(values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> Float
 
 
 def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
-    """Distances from lane to lane, and whether lanes so far apart share what is left of ``count`` values."""
+    """The lane distances of a butterfly, each with whether the lanes split the remaining ``count`` values in halves."""
     steps, distance = [], first
     while distance < end:
         steps.append((distance, count % 2 == 0))
@@ -132,40 +134,44 @@ def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
 def reduce_scatter(
     values: Sequence[Float32], combine: Callable[[Any, Any], Any], first: int, end: int
 ) -> tuple[list[Float32], Int32]:
-    """Combines each value over the lanes whose numbers differ in nothing but the bits from ``first`` to below ``end``.
+    """Reduce-scatter of each value over the lanes whose indices differ only in the bits from ``first`` to below
+    ``end``.
 
-    Each of these lanes keeps as few of the results as halving allows: those, and the index of the first one.
+    Returns the results that the lane keeps (half as many after each step, while the count is even), and the index of
+    the first one.
     """
-    mine, start = list(values), Int32(0)
-    for distance, halved in halvings(len(mine), first, end):
+    kept_values, start = list(values), Int32(0)
+    for distance, halved in halvings(len(kept_values), first, end):
         if halved:
-            half, upper = len(mine) // 2, upper_lane(distance)
-            sent = [pick(upper, mine[i], mine[half + i]) for i in range(half)]
-            mine = [pick(upper, mine[half + i], mine[i]) for i in range(half)]
+            half, upper = len(kept_values) // 2, upper_lane(distance)
+            sent = [pick(upper, kept_values[i], kept_values[half + i]) for i in range(half)]
+            kept_values = [pick(upper, kept_values[half + i], kept_values[i]) for i in range(half)]
             start = start + Int32(select_(upper, Int32(half), Int32(0)))
         else:
-            sent = mine
-        mine = [combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(mine, sent, strict=True)]
-    return mine, start
+            sent = kept_values
+        kept_values = [
+            combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(kept_values, sent, strict=True)
+        ]
+    return kept_values, start
 
 
 def gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:
-    """All ``count`` values for every lane, of which ``reduce_scatter`` has left it these."""
-    mine = list(values)
+    """All-gather of ``count`` values, of which ``reduce_scatter`` has left each lane a part."""
+    kept_values = list(values)
     for distance, halved in reversed(halvings(count, first, end)):
         if halved:
             upper = upper_lane(distance)
-            others = [cute.arch.shuffle_sync_bfly(value, distance) for value in mine]
-            pairs = list(zip(mine, others, strict=True))
-            mine = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
-    return mine
+            received = [cute.arch.shuffle_sync_bfly(value, distance) for value in kept_values]
+            pairs = list(zip(kept_values, received, strict=True))
+            kept_values = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
+    return kept_values
 
 
 def upper_lane(distance: int) -> Any:
-    """Whether the lane is the upper one of two that are so far apart."""
+    """Whether the lane is the upper one of a pair ``distance`` lanes apart."""
     return cute.arch.lane_idx() // distance % 2 == 1
 
 
 def pick(condition: Any, chosen: Any, other: Any) -> Float32:
-    """One of two values, without a branch."""
+    """``chosen`` if the condition holds, else ``other``, without a branch."""
     return Float32(select_(condition, Float32(chosen), Float32(other)))

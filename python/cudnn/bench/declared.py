@@ -26,7 +26,7 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
     before, after = split(operations(api, OPERAND_TYPES["bf16"]))
     numbers = {name: value for name, value in api.defaults().items() if name in api.scalars}
     every = (*before, *after)
-    matrices = sum(width * o.staged / 16 for o, width in zip(every, widths(every), strict=True))
+    matrices = sum(width * o.staged_bits / 16 for o, width in zip(every, widths(every), strict=True))
     return gemm.benchmark(
         gemm.Fused(
             api.__name__,

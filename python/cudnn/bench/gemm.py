@@ -203,7 +203,7 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], Results]:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     z = blank(m, n, o.out)
     given = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
-    given |= {"multiprocessors": multiprocessors, "stream": launch.raw_stream(None, device)}
+    given |= {"num_sms": multiprocessors, "stream": launch.raw_stream(None, device)}
     arguments = [given[slot.name] for slot in configuration.slots()]
     return returning(functools.partial(run, *arguments), {"z": z})
 

@@ -123,7 +123,7 @@ class FusedGemm(FusedAPI):
 
     def store(self, name: str, value: str = "x", halves: bool = False) -> Any:
         """The store of a value into a tensor, whose columns may be halves that take turns in the value."""
-        return epilogue.StoreTile(name, self.kind(name), self.major(name), value, halves=halves)
+        return epilogue.StoreTile(name, self.kind(name), self.major(name), value, concat_glu=halves)
 
     def load(self, name: str) -> Any:
         """A tensor as the value ``c``."""
@@ -245,7 +245,7 @@ class FusedGemm(FusedAPI):
 
     def check_sum_factors(self, scales: str) -> None:
         """Raises where float32 factors of 128 columns of the result are not there."""
-        if epilogue.needs_of(self.operations()).width != 1:
+        if epilogue.traits_of(self.operations()).width != 1:
             allowed = f"{SCALES[0]} for 32: those of {SUM_VECTOR} columns are not there for this API's results"
             raise self.unsupported(f"{scales} tensor", f"{SUM_SCALES} for {SUM_VECTOR} elements", allowed)
 
@@ -269,7 +269,7 @@ class FusedGemm(FusedAPI):
     def operand(self, name: str) -> Operand:
         """A or B, as the kernels know it."""
         scale = BlockScale(self.kind("sfa"), self.sf_vec_size) if self.scaled else None
-        if name == "b" and scale is not None and scale.of_sums:
+        if name == "b" and scale is not None and scale.scales_accumulator:
             scale = replace(scale, rows=self.sfb_rows)
         return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
 

@@ -29,7 +29,7 @@ from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.problem import Operand
-from cudnn_kernels.schedule import GroupedK
+from cudnn_kernels.schedule import VarlenK
 
 TYPES = (*NARROW, *FLOAT8, FLOAT4, "uint8")
 OF_EXPERTS = Contiguous("experts", alignment=4)
@@ -91,7 +91,7 @@ class ExpertGradients(ExpertsGemm):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self.schedule = GroupedK()
+        self.schedule = VarlenK()
         self.expert = self._describe(given["sample_wgrad_expert"], "sample_wgrad_expert")
         offsets = given["sample_offsets"]
         read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it

@@ -39,7 +39,7 @@ from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.problem import Operand
-from cudnn_kernels.schedule import Dense, GroupedRows
+from cudnn_kernels.schedule import Dense, VarlenM
 
 FLOATS = ("float32", *NARROW)
 RESULT_TYPES = (*FLOATS, *FLOAT8)
@@ -254,7 +254,7 @@ class ExpertsGemm(FusedGemm):
         self.semantics = self.semantics or settings.SEMANTICS.get()
         in_atoms = self.scaled and self.kind("sfa") != SUM_SCALES
         aligned = ALIGNED if in_atoms or self.quantizes() else self.group_rows
-        grouped = GroupedRows(offsets="padded_offsets", aligned=aligned)
+        grouped = VarlenM(offsets="padded_offsets", row_alignment=aligned)
         self.schedule = Dense() if self.use_single_group_runtime_offsets else grouped
 
     # What a subclass says.
@@ -277,11 +277,11 @@ class ExpertsGemm(FusedGemm):
         if not self.given("bias"):
             return ()
         factors = self.multiplied_by(factor)
-        return (epilogue.AddRow("bias", self.kind("bias"), *factors, halves=self.halves),)
+        return (epilogue.AddRow("bias", self.kind("bias"), *factors, concat_glu=self.halves),)
 
     def summed_columns(self) -> tuple[Any, ...]:
         """The gradient of a bias, where it is asked for: each column's sum over the tokens of an expert."""
-        return (epilogue.SumColumn("dbias", self.kind("dbias"), halves=self.halves),) if self.given("dbias") else ()
+        return (epilogue.SumColumn("dbias", self.kind("dbias"), concat_glu=self.halves),) if self.given("dbias") else ()
 
     @property
     def halves(self) -> bool:
@@ -429,7 +429,7 @@ class ExpertsGemm(FusedGemm):
 
     def steps_of_ends(self) -> tuple[int, int]:
         """Rows, or tokens, whose multiples the ends of experts are, and that of the last one."""
-        return (max(self.schedule.aligned, 1),) * 2
+        return (max(self.schedule.row_alignment, 1),) * 2
 
     # Weights behind addresses.
 

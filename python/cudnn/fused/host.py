@@ -403,7 +403,7 @@ class FusedAPI(APIBase):
             raise self.error("samples", got, "one device")
         target = self._target()
         if target is not None:
-            self.usable(self.plan(target, sizes), ARCHITECTURES[target].multiprocessors)
+            self.usable(self.plan(target, sizes), ARCHITECTURES[target].num_sms)
         self._is_supported = True
         return True
 
@@ -449,7 +449,7 @@ class FusedAPI(APIBase):
 
     def usable(self, plan: Plan, count: int) -> int:
         """How many of so many multiprocessors the kernels may use: the margin leaves some clusters to others."""
-        if all(slot.name != "multiprocessors" for slot in plan.slots):
+        if all(slot.name != "num_sms" for slot in plan.slots):
             return count
         clusters = count // plan.cluster_size - self.margin
         if clusters <= 0:
@@ -468,7 +468,7 @@ class FusedAPI(APIBase):
         device = self._device
         if device.type == "cuda" and self.arch is None:
             return self.multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
-        return ARCHITECTURES[self._target() or "sm_90a"].multiprocessors
+        return ARCHITECTURES[self._target() or "sm_90a"].num_sms
 
     # Compilation.
 
@@ -534,7 +534,7 @@ class FusedAPI(APIBase):
         if call is None:
             self.refer(tensors, scalars)
             return
-        call.emulate(self.fitted_all(tensors), self.settled(scalars), ARCHITECTURES[arch].multiprocessors, workspace)
+        call.emulate(self.fitted_all(tensors), self.settled(scalars), ARCHITECTURES[arch].num_sms, workspace)
 
     def refer(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], *_: Any) -> None:
         """What :attr:`run` does on the CPU, without a check: also for float64, which no kernel takes, in float64."""

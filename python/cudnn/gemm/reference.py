@@ -47,12 +47,12 @@ def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Argumen
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
     x = wide(arguments[o.tensor])
-    values[o.value] = woven(x) if o.halves else x
+    values[o.value] = woven(x) if o.concat_glu else x
 
 
 def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
     x, target = values[o.value], arguments[o.tensor]
-    x = unwoven(x) if o.halves else x
+    x = unwoven(x) if o.concat_glu else x
     if o.dtype == FLOAT4:
         codes = e2m1(x)
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
@@ -78,7 +78,7 @@ def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Argum
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
     row, groups = wide(arguments[o.tensor]).unsqueeze(0), values[GROUPS]
-    row = woven(row) if o.halves else row
+    row = woven(row) if o.concat_glu else row
     if groups is not None:
         row = row.transpose(0, 2)[groups]
     x = values["x"]
@@ -89,13 +89,13 @@ def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
 
 
 def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
-    y, _, _ = activation(o.gate.given(arguments), *parts(values["x"], o.gate_first))
+    y, _, _ = activation(o.gate.bind(arguments), *parts(values["x"], o.gate_first))
     values["x"] = y.flatten(1, 2)
 
 
 def gated_backward(o: declared.GatedBackward, values: Values, arguments: Arguments) -> None:
     x, saved = values["x"], values[o.saved]
-    y, *slopes = activation(o.gate.given(arguments), *parts(saved, o.gate_first))
+    y, *slopes = activation(o.gate.bind(arguments), *parts(saved, o.gate_first))
     wide = x.new_empty(saved.shape)
     for target, slope in zip(parts(wide, o.gate_first), slopes, strict=True):
         target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * slope)
@@ -111,7 +111,7 @@ def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
 
 def activation(o: declared.Gate, gate: Any, other: Any) -> tuple[Any, Any, Any]:
     """y, and its derivatives by the gate and by the other."""
-    if o.kind == "situ":
+    if o.activation == "situ":
         first, second, sigmoid = (gate / o.beta1).tanh(), (other / o.beta2).tanh(), gate.sigmoid()
         f, h = o.beta1 * first * sigmoid, o.beta2 * second
         by_gate = h * ((1 - first * first) * sigmoid + f * (1 - sigmoid))
@@ -119,7 +119,7 @@ def activation(o: declared.Gate, gate: Any, other: Any) -> tuple[Any, Any, Any]:
     g = gate if o.clamp_max is None else gate.clamp(o.gate_min, o.clamp_max)
     clamps = o.clamp_max is not None or o.clamp_min is not None
     u = (other.clamp(o.clamp_min, o.clamp_max) if clamps else other) + o.offset
-    if o.kind == "relu":
+    if o.activation == "relu":
         f, slope = g.relu(), 1.0 - (g <= 0).to(g.dtype)
     else:
         sigmoid = (o.slope * g).sigmoid()
@@ -153,7 +153,7 @@ def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
         cos, sin = (table[rows].where((rows == positions).unsqueeze(1), float("nan")) for table in (cos, sin))
     sin = -sin if o.inverse else sin
     # For left columns, then for right ones.
-    halves = [(cos, sin)] * 2 if not o.whole else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
+    halves = [(cos, sin)] * 2 if not o.full_tables else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
     shape = (-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2))
     (cos, sin), (cos_right, sin_right) = ([t.reshape(shape) for t in pair] for pair in halves)
     heads = x.unflatten(1, (-1, o.head)).clone()
@@ -221,7 +221,7 @@ def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
 
 def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> None:
     x, target, groups = values[o.value], arguments[o.tensor], values[GROUPS]
-    x = unwoven(x) if o.halves else x
+    x = unwoven(x) if o.concat_glu else x
     if groups is None:
         target.copy_(x.sum(0).t())
     else:

@@ -111,13 +111,15 @@ class GemmDswiglu(GluLayout):
         """Writes what the samples had of d_ab12, c, amax and sfd, and adds to dprob. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
-        saved = epilogue.LoadTile("ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, halves=self.halves)
+        saved = epilogue.LoadTile(
+            "ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, concat_glu=self.halves
+        )
         back = epilogue.GatedBackward(epilogue.SWIGLU, self.gate_first, "ab12")
         sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
         values = ("x", "activation") if self.given("c") else ("x",)
         factors = [epilogue.MultiplyColumn("prob", value=value) for value in values if self.given("prob")]
         stored = (self.store("c", "activation"),) if self.given("c") else ()
-        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"halves": self.halves}}
+        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"concat_glu": self.halves}}
         ends = (replace(o, **changes.get(type(o), {})) for o in self.result_epilogue("d_ab12"))
         return (epilogue.Scale("alpha"), saved, back, *sums, *factors, *stored, *ends)
 

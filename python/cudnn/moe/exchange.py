@@ -26,12 +26,12 @@ from cudnn.runtime.memory import placed
 from cudnn.runtime.run import run
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
+    CombineExchangeConfiguration,
     DispatchConfiguration,
-    GiveBackConfiguration,
 )
 
 _WHERE = "Exchange"
-_DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "GiveBack"))
+_DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "CombineExchange"))
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Tensor = torch.Tensor
 
@@ -540,7 +540,7 @@ class InHost:
         """
         e, count = self.e, len(sent.row_of_rank)
         self._free(self.sums, self.words)
-        configuration = GiveBackConfiguration(
+        configuration = CombineExchangeConfiguration(
             name_of(e.dtype),
             e.hidden,
             row_of_choice.shape[1],

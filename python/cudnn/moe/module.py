@@ -38,8 +38,8 @@ class _Kept(NamedTuple):
     indices: Tensor
     weights: Tensor
     offsets: Tensor
-    token_of_row: Tensor
-    row_of_choice: Tensor
+    gather_idx: Tensor
+    scatter_idx: Tensor
 
 
 class _RouterBackward:
@@ -96,7 +96,7 @@ class _Layer(torch.autograd.Function):
         _, of_tokens, of_shared, of_router, *rest = ctx.needs_input_grad
         for part in sums:
             torch.autograd.graph.increment_version(part)
-        e, rows = layer._experts(parameters), Rows(kept.offsets, kept.token_of_row, kept.row_of_choice)
+        e, rows = layer._experts(parameters), Rows(kept.offsets, kept.gather_idx, kept.scatter_idx)
         needs = passes.Needs(of_tokens, of_tokens or of_shared or of_router, *rest)
         its = _RouterBackward(layer, kept, router, of_shared, of_router)
         given = (kept.hidden, kept.indices, kept.weights, rows, e, needs, sums)
@@ -379,8 +379,8 @@ class MoE(torch.nn.Module):
         """
         indices = kept.indices if not self.shared_experts else kept.indices[:, : self.top_k].contiguous()
         rule = rule_of(self.top_k, *self._rule[:3])
-        of_rows = None if rule.is_dense else by_weights.new_empty(kept.token_of_row.numel(), 1, 1)
-        rows = None if of_rows is None else (kept.row_of_choice, of_rows)
+        of_rows = None if rule.is_dense else by_weights.new_empty(kept.gather_idx.numel(), 1, 1)
+        rows = None if of_rows is None else (kept.scatter_idx, of_rows)
         given = (by_weights, kept.logits, indices, self.experts, rule, self._scaling_factor, rows)
         return logits_gradient(*given), of_rows
 

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -39,15 +40,29 @@ class Routing(NamedTuple):
     - ``indices`` int32 (T, K): the experts of a token.
     - ``weights`` float32 (T, K), differentiable; float64 of logits in float64.
     - ``offsets`` int32 (E,): where the rows of each expert end.
-    - ``token_of_row`` int32 (T * K,): the token of a row.
-    - ``row_of_choice`` int32 (T, K): the row of a token's choice.
+    - ``gather_idx`` int32 (T * K,): the token of each row.
+    - ``scatter_idx`` int32 (T, K): the row of each (token, k) slot.
+
+    ``token_of_row`` and ``row_of_choice`` are deprecated names of the last two.
     """
 
     indices: torch.Tensor
     weights: torch.Tensor
     offsets: torch.Tensor
-    token_of_row: torch.Tensor
-    row_of_choice: torch.Tensor
+    gather_idx: torch.Tensor
+    scatter_idx: torch.Tensor
+
+    @property
+    def token_of_row(self) -> torch.Tensor:
+        """Deprecated name of ``gather_idx``."""
+        warnings.warn("Routing.token_of_row is deprecated: use gather_idx", DeprecationWarning, stacklevel=2)
+        return self.gather_idx
+
+    @property
+    def row_of_choice(self) -> torch.Tensor:
+        """Deprecated name of ``scatter_idx``."""
+        warnings.warn("Routing.row_of_choice is deprecated: use scatter_idx", DeprecationWarning, stacklevel=2)
+        return self.scatter_idx
 
 
 def route(

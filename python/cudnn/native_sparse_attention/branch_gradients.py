@@ -43,7 +43,7 @@ def _compiled_for(
     **sizes: int,
 ) -> tuple[BranchGradientsConfiguration, dict[str, int]]:
     """What the kernels are compiled for, and the numbers that they take. ``compressed``: keys of a sequence."""
-    ends = {"packed": packed, "right": True, "left": True}
+    ends = {"varlen": packed, "right": True, "left": True}
     numbers = {"split": 0, "parts": 1}
     if not packed:
         whole = configuration(ARCH, dtype, heads, ends)
@@ -83,7 +83,7 @@ def branch_gradients(
         (q.shape[2], given["v"].shape[2]),
         ends is not None,
         window,
-        FusedAPI.multiprocessors(q.get_device()) if q.is_cuda else ARCHITECTURES[ARCH].multiprocessors,
+        FusedAPI.multiprocessors(q.get_device()) if q.is_cuda else ARCHITECTURES[ARCH].num_sms,
         compressed=keys["compressed_workspace"],
         b=count,
         hq=q.shape[1],
@@ -100,7 +100,7 @@ def branch_gradients(
     arguments = []
     for slot in c.slots():
         if isinstance(slot, Workspace):
-            size = slot.places({**sizes, "sk": keys[slot.name]})[1]
+            size = slot.offsets({**sizes, "sk": keys[slot.name]})[1]
             arguments.append(torch.empty(size, dtype=torch.uint8, device=q.device))
         elif isinstance(slot, Tensor):
             arguments.append(tensors[slot.name])

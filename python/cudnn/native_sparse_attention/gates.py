@@ -8,7 +8,7 @@ import torch
 from cudnn import settings
 from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import name_of
-from cudnn.native_sparse_attention.selection.api import TILES, apart
+from cudnn.native_sparse_attention.selection.api import TILES, single_query_threshold
 from cudnn.native_sparse_attention.selection.base import BLOCKS
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
@@ -16,7 +16,7 @@ from cudnn.runtime.registration import custom_op
 from cudnn.runtime.run import has_kernel, run
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
-    DRAWN,
+    TILE_COUNT_SEMAPHORE,
     GateConfiguration,
     GatedSelectionConfiguration,
     SelectionConfiguration,
@@ -131,7 +131,7 @@ def gated_selection(
     its log-sum-exp.
     """
     say("one kernel computes selection and the window, and adds up the branches, each times its gate")
-    out, own = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "keeps": bool(kept)}
+    out, own = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "save_for_backward": bool(kept)}
     tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *kept, lists, ends]
     _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, own)
     return out
@@ -168,10 +168,12 @@ def _select(
         True,
         **TILES[heads],
         **options,
-        apart=0 if options.get("keeps") else apart(len(q), heads, block_size),
+        single_query_threshold=0
+        if options.get("save_for_backward")
+        else single_query_threshold(len(q), heads, block_size),
     )
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
-    multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
-    workspace = torch.empty(workspace_size([DRAWN], {}), dtype=torch.uint8, device=q.device)
+    multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.num_sms
+    workspace = torch.empty(workspace_size([TILE_COUNT_SEMAPHORE], {}), dtype=torch.uint8, device=q.device)
     run(architecture.source(configuration), configuration, *tensors, *numbers, multiprocessors, workspace)

@@ -17,11 +17,11 @@ from cudnn_kernels.norm.heuristics import (
     BLOCK,
     MAXIMUM_COLUMNS,
     USUAL_COLUMNS,
-    WARP,
     best_num_threads,
     configure_rmsnorm_rht_amax,
     pick_rows_per_cta,
 )
+from cudnn_kernels.threads import WARP_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,8 +134,8 @@ class RmsNormRhtAmax(FusedAPI):
         n, threads = sizes["n"], self.num_threads
         if threads is None:
             raise self.error("columns of x", n, "multiples of 512", "pass num_threads")
-        if threads <= 0 or threads > 1024 or threads % WARP:
-            raise self.error("num_threads", threads, f"multiples of {WARP} from {WARP} to 1024")
+        if threads <= 0 or threads > 1024 or threads % WARP_SIZE:
+            raise self.error("num_threads", threads, f"multiples of {WARP_SIZE} from {WARP_SIZE} to 1024")
         if n % threads or n // threads % 8:
             raise self.error("num_threads", threads, f"{n} / num_threads a multiple of 8")
         if n > MAXIMUM_COLUMNS:

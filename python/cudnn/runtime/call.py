@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Plan:
     """How an API runs on an architecture: a kernel, not loaded yet, and the slots of its arguments, in order.
 
-    Slots are named after the API's tensors and scalars, and ``workspace``, ``multiprocessors``, ``stream``. The CTAs of
+    Slots are named after the API's tensors and scalars, and ``workspace``, ``num_sms``, ``stream``. The CTAs of
     a ``cluster`` start together. ``notice`` is said in the log, once for each API.
     """
 
@@ -231,7 +231,7 @@ def _arguments(api: FusedAPI, plan: Plan) -> str:
     Packed elements are taken as bytes, signed bytes as exponents.
     """
     views = {torch.float4_e2m1fn_x2: torch.uint8, torch.int8: torch.float8_e8m0fnu}
-    text = {"multiprocessors": "limit", "stream": "stream", "workspace": "workspace"}
+    text = {"num_sms": "limit", "stream": "stream", "workspace": "workspace"}
     text |= {name: f"s{i}" for i, name in enumerate(api.scalars)}
     for i, name in enumerate(api.names):
         viewed = api.given(name) and api.dtype(name) in views

@@ -262,7 +262,7 @@ class Attention(OverHeads):
     def ends(self) -> dict[str, Any]:
         """Options of a configuration: on which sides the window ends, and where the diagonal lies."""
         right, left = (end is not None for end in (self.window.right, self.window.left))
-        return {"packed": self.packed, "right": right, "left": left, "top_left": self.top_left}
+        return {"varlen": self.packed, "right": right, "left": left, "top_left": self.top_left}
 
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:

@@ -160,13 +160,13 @@ class CompressionAttention(Compressed):
             name_of(self.dtype("q")),
             *heads,
             tile,
-            packed=self.packed,
+            varlen=self.packed,
             right=True,
             compressed=True,
             lse="by strides" if self.given("lse") else "",
-            ends=name_of(ends) if ends is not None else "int32",
-            queue=arch == "sm_90a" and self.packed,
-            result=name_of(self.dtype("o")),
+            cu_seqlens_dtype=name_of(ends) if ends is not None else "int32",
+            dynamic_scheduler=arch == "sm_90a" and self.packed,
+            out_dtype=name_of(self.dtype("o")),
         )
         return kernel_plan(arch, configuration)
 

@@ -117,9 +117,9 @@ class CompressionAttentionBackward(Gradients, Compressed):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         given = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
         if arch == "sm_100a":
-            options = {"packed": self.packed, "compressed": True, "lse": "by strides"}
+            options = {"varlen": self.packed, "compressed": True, "lse": "by strides"}
             return kernel_plan(arch, GradientsConfiguration(*given, **options))
-        options = {**TILES[given[1:]], "packed": self.packed}
+        options = {**TILES[given[1:]], "varlen": self.packed}
         return kernel_plan(arch, CompressionBackwardConfiguration(*given, **options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:

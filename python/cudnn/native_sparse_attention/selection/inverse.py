@@ -6,9 +6,9 @@ from typing import Any
 
 from cudnn.lazy import torch
 from cudnn.runtime import launch
-from cudnn_kernels.attention.sparse import PART, InverseConfiguration
+from cudnn_kernels.attention.sparse import LIST_CHUNK, CsrTransposeConfiguration
 
-_SOURCE = "cudnn_kernels.attention.inverse:Inverse"
+_SOURCE = "cudnn_kernels.attention.csr_transpose:CsrTranspose"
 ROWS = (16, 32, 64, 128)
 WARPS = 2048
 """Rows of lists that a warp may have, one after the other, and how many warps are enough for all multiprocessors."""
@@ -20,7 +20,7 @@ def choosing_rows(
     cum_seqlen: Any,
     block_size: int,
     is_causal: bool = False,
-    part: int = PART,
+    part: int = LIST_CHUNK,
     tells: bool = False,
 ) -> tuple[Any, ...]:
     """The rows that chose each block, in ascending order, and where each block's rows end; on the lists' device.
@@ -69,7 +69,7 @@ def _sorted(
 
     rows, heads, _ = indices.shape
     each = next((x for x in ROWS if x * WARPS >= rows * heads), ROWS[-1])
-    passes = [InverseConfiguration(block, causal, puts, each, puts and tells) for puts in (False, True)]
+    passes = [CsrTransposeConfiguration(block, causal, puts, each, puts and tells) for puts in (False, True)]
     places = indices.new_zeros(blocks, -(-rows // each))
     run(_SOURCE, passes[0], indices, counts, ends, places)
     total = places.view(-1).cumsum(0, dtype=torch.int32)

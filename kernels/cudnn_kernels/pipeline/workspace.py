@@ -1,4 +1,4 @@
-"""The workspace of a call, divided."""
+"""Suballocation of a call's workspace."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cutlass import Int64
 from cudnn_kernels.signature import START, Region, Sizes, Workspace, sizes_of
 
 
-def divided(
+def workspace_pointers(
     slots: Sequence[Any], arguments: Mapping[str, Any], regions: Sequence[Region], sizes: Sizes | None = None
 ) -> dict[str, Any]:
-    """Pointers to regions of the workspace, by name. Without ``sizes``, the slots' own; matrices of two dimensions are
-    one each.
+    """Pointers to the regions of the workspace, by name. ``sizes`` default to those of the slots, with l = 1 for
+    matrices of two dimensions.
     """
     if not regions:
         return {}
     (workspace,) = (slot for slot in slots if isinstance(slot, Workspace))
-    places, _ = workspace.places(sizes or {"l": Int64(1), **sizes_of(slots, arguments, Int64)})
+    offsets, _ = workspace.offsets(sizes or {"l": Int64(1), **sizes_of(slots, arguments, Int64)})
     first = arguments[workspace.name].iterator
-    return {x.name: (first + cute.assume(Int64(places[x.name]), START)).align(16) for x in regions}
+    return {x.name: (first + cute.assume(Int64(offsets[x.name]), START)).align(16) for x in regions}
