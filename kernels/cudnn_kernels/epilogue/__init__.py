@@ -6,9 +6,9 @@ the package implement them on a GPU, ``cudnn_kernels.epilogue.registry`` maps ea
 and ``cudnn.gemm.reference`` defines them for whole tensors.
 
 ``tensor`` names an argument of the kernel. An operation declares its arguments (``slots``), the width of the values
-that it reads and defines (``width``, ``outputs``), and its requirements (``step``, ``staged_bits``, ``registers``), so
-that neither the host nor the heuristics need to know it. Types go by PyTorch's names, ``major`` is the dimension of
-stride 1.
+that it reads and defines (``width``, ``outputs``), and its requirements (``column_multiple``, ``staged_bits``,
+``extra_registers``), so that neither the host nor the heuristics need to know it. Types go by PyTorch's names,
+``major`` is the dimension of stride 1.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class SizeNames:
 class EpiOp:
     """Configuration of an epilogue operation: plain data, implemented by the class of the same name."""
 
-    columns: ClassVar[int] = 1
-    """Columns of tiles and subtiles are multiples of this number."""
-    registers: ClassVar[bool] = False
+    extra_registers: ClassVar[bool] = False
     """Whether it holds more registers than a fragment, which ping-pong on Hopper cannot afford."""
     two_pass: ClassVar[bool] = False
     """Whether subtiles may be narrower than its columns: a first pass over the subtiles reduces them, with the
@@ -69,19 +67,19 @@ class EpiOp:
     """The name of the value that it transforms."""
 
     @property
-    def step(self) -> int:
-        """``columns``, if it depends on the fields."""
-        return self.columns
+    def column_multiple(self) -> int:
+        """Columns of tiles and subtiles are multiples of this number."""
+        return 1
 
     @property
     def segment_stride(self) -> int:
-        """The split-half stride: half of ``step``, if the operation pairs columns that are this far apart. A subtile
-        may then be narrower than ``step``: two segments that start ``segment_stride`` columns apart.
+        """The split-half stride: half of ``column_multiple``, if the operation pairs columns that are this far apart. A
+        subtile may then be narrower than ``column_multiple``: two segments that start ``segment_stride`` columns apart.
         """
         return 0
 
     @property
-    def rows(self) -> int:
+    def row_multiple(self) -> int:
         """Rows of a group (expert) are multiples of this number."""
         return 1
 
@@ -147,31 +145,39 @@ class EpilogueTraits:
     ``two_pass_multiple`` that divides ``columns``.
     """
 
-    columns: int
-    rows: int
+    column_multiple: int
+    row_multiple: int
     width: Fraction
     staged_bits: tuple[int, ...]
-    registers: bool
-    bits: int
+    extra_registers: bool
+    staged_bits_per_column: int
     segment_stride: int = 0
     segment_multiple: int = 1
     two_pass_multiple: int = 0
 
     def accepts(self, epi_tile_n: int) -> bool:
         """Whether subtiles may have ``epi_tile_n`` columns."""
-        return epi_tile_n % self.columns == 0 or self.is_split(epi_tile_n) or self.subtiles_per_pass(epi_tile_n) > 1
+        return (
+            epi_tile_n % self.column_multiple == 0
+            or self.is_split(epi_tile_n)
+            or self.subtiles_per_pass(epi_tile_n) > 1
+        )
 
     def subtiles_per_pass(self, epi_tile_n: int) -> int:
         """The number of subtiles of ``epi_tile_n`` columns that are reduced in a first pass; 1: there is one pass."""
-        divides = self.two_pass_multiple and epi_tile_n % self.two_pass_multiple == 0 and self.columns % epi_tile_n == 0
-        return self.columns // epi_tile_n if divides else 1
+        divides = (
+            self.two_pass_multiple
+            and epi_tile_n % self.two_pass_multiple == 0
+            and self.column_multiple % epi_tile_n == 0
+        )
+        return self.column_multiple // epi_tile_n if divides else 1
 
     def is_split(self, epi_tile_n: int) -> bool:
         """Whether a subtile of ``epi_tile_n`` columns must be two segments, ``segment_stride`` columns apart."""
         half = epi_tile_n // 2
         return (
             bool(self.segment_stride)
-            and epi_tile_n % self.columns != 0
+            and epi_tile_n % self.column_multiple != 0
             and self.segment_stride % half == 0
             and half % self.segment_multiple == 0
         )
@@ -180,7 +186,7 @@ class EpilogueTraits:
 def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
     """The traits of an epilogue: what all operations require together."""
     widths, last = widths_of(epilogue)
-    columns = math.lcm(*((o.step / width).numerator for o, width in zip(epilogue, widths, strict=True)))
+    columns = math.lcm(*((o.column_multiple / width).numerator for o, width in zip(epilogue, widths, strict=True)))
     segment_stride = {o.segment_stride for o in epilogue if o.segment_stride}
     one = len(segment_stride) == 1 and last == 1 and columns == 2 * min(segment_stride)
     two_pass_multiple = 0
@@ -190,17 +196,17 @@ def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
         and not any(isinstance(o, LoadTile) for o in epilogue)
     ):
         two_pass_multiple = math.lcm(
-            *((o.step / w).numerator for o, w in zip(epilogue, widths, strict=True) if not o.two_pass)
+            *((o.column_multiple / w).numerator for o, w in zip(epilogue, widths, strict=True) if not o.two_pass)
         )
     return EpilogueTraits(
         columns,
-        math.lcm(*(o.rows for o in epilogue)),
+        math.lcm(*(o.row_multiple for o in epilogue)),
         last,
         tuple(o.staged_bits for o in epilogue if o.staged_bits),
-        any(o.registers for o in epilogue),
+        any(o.extra_registers for o in epilogue),
         math.ceil(sum(o.staged_bits * width for o, width in zip(epilogue, widths, strict=True))),
         min(segment_stride) if one else 0,
-        math.lcm(*(o.step for o in epilogue if not o.segment_stride)),
+        math.lcm(*(o.column_multiple for o in epilogue if not o.segment_stride)),
         two_pass_multiple,
     )
 
@@ -242,7 +248,7 @@ class _Tile(EpiOp):
     concat_glu: bool = field(default=False, kw_only=True)
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return 2 * BLOCK if self.concat_glu else 1
 
     @property
@@ -361,7 +367,10 @@ class Gated(EpiOp):
 
     gate: Gate = SWIGLU
     gate_first: bool = False
-    columns: ClassVar[int] = 2 * BLOCK
+
+    @property
+    def column_multiple(self) -> int:
+        return 2 * BLOCK
 
     def outputs(self, widths: Widths) -> Widths:
         return {"x": widths["x"] / 2}
@@ -386,7 +395,10 @@ class GatedBackward(EpiOp):
     gate: Gate = SWIGLU
     gate_first: bool = False
     saved: str = "c"
-    columns: ClassVar[int] = BLOCK
+
+    @property
+    def column_multiple(self) -> int:
+        return BLOCK
 
     def outputs(self, widths: Widths) -> Widths:
         before = widths["x"]
@@ -415,7 +427,7 @@ class Deinterleave(EpiOp):
     size: int
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return self.size
 
 
@@ -447,10 +459,10 @@ class Rotate(EpiOp):
     positions: str = ""
     first: int = 0
     full_tables: bool = False
-    registers: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         """With split halves, the smallest divisor of a head, in multiples of 16, that holds both."""
         if self.interleaved:
             return 2
@@ -458,7 +470,7 @@ class Rotate(EpiOp):
 
     @property
     def segment_stride(self) -> int:
-        return self.rotary // 2 if self.step == self.rotary else 0
+        return self.rotary // 2 if self.column_multiple == self.rotary else 0
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         shape = ("positions" if self.positions else names.rows, self.rotary if self.full_tables else self.rotary // 2)
@@ -478,14 +490,14 @@ class Hadamard(EpiOp):
     result: str = "rotated"
     value: str = "x"
     factor: float = 1.0
-    registers: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return 16 if self.along == "n" else 1
 
     @property
-    def rows(self) -> int:
+    def row_multiple(self) -> int:
         return 16 if self.along == "m" else 1
 
     def outputs(self, widths: Widths) -> Widths:
@@ -531,7 +543,7 @@ class Amax(EpiOp):
     roles: int = 1
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return self.roles * BLOCK if self.roles > 1 else 1
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
@@ -620,11 +632,11 @@ class QuantizeRows(EpiOp):
     value: str = "x"
     by_value: bool = False
     power_of_two: bool = False
-    registers: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
     two_pass: ClassVar[bool] = True
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return self.vector
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
@@ -651,10 +663,10 @@ class QuantizeColumns(EpiOp):
     source: str = "x"
     by_value: ClassVar[bool] = False
     power_of_two: ClassVar[bool] = False
-    registers: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
 
     @property
-    def rows(self) -> int:
+    def row_multiple(self) -> int:
         return 128 if self.by_expert else 32
 
     def outputs(self, widths: Widths) -> Widths:
@@ -699,8 +711,11 @@ class StoreColumns(EpiOp):
     scales: str
     norm_const: str
     value: str = "x"
-    registers: ClassVar[bool] = True
-    rows: ClassVar[int] = 64  # pyright: ignore[reportIncompatibleMethodOverride]
+    extra_registers: ClassVar[bool] = True
+
+    @property
+    def row_multiple(self) -> int:
+        return 64
 
     def slots(self, names: SizeNames) -> tuple[Tensor | Scalar, ...]:
         types = {self.tensor: "uint8", self.scales: "float8_e4m3fn"}

@@ -19,62 +19,63 @@ from cudnn_kernels.pipeline.tma import concat_glu_row
 class _Multiply(EpiOpImpl):
     """Multiplies each value by the multiplier of its row slot."""
 
-    streams = True
+    elementwise = True
     multipliers: list[Any]
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
-        x = values[self.o.value]
-        for slot, positions in indices(x, some):
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x = values[self.op.value]
+        for slot, positions in indices(x, subset):
             for i in positions:
                 x.values[i] = x.values[i] * self.multipliers[slot]
 
 
-class Scale(_Multiply):
+class ScaleImpl(_Multiply):
     """Multiplies by a scalar argument.
 
-    With early computation, all subtiles but the first read it from shared memory. Nothing else keeps ptxas from
-    hoisting a subtile's arithmetic above the store of the one before, and then nothing overlaps with the store.
+    If the arithmetic overlaps with the TMA store of the subtile before (``params.overlaps_stores``), all subtiles but
+    the first read the multiplier from shared memory by a volatile load: nothing else keeps ptxas from hoisting the
+    arithmetic of all subtiles above the first store.
     """
 
-    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
-        super().__init__(declaration, params, width)
-        self.reads = params.early and params.num_subtiles > 1
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
+        self.reloads = params.overlaps_stores and params.num_subtiles > 1
 
     def bytes(self) -> int:
-        return 4 * self.params.groups * self.reads
+        return 4 * self.params.num_warpgroups * self.reloads
 
     def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
         super().setup_smem(parameters, smem)
-        if self.reads:
-            layout = cute.make_layout(self.params.groups)
-            self.words = smem.allocate_tensor(Float32, layout, byte_alignment=self.alignment)
+        if self.reloads:
+            layout = cute.make_layout(self.params.num_warpgroups)
+            self.multiplier_smem = smem.allocate_tensor(Float32, layout, byte_alignment=self.alignment)
 
     def begin_tile(self, tile: Tile) -> None:
-        factor = self.factor(tile)
-        self.multipliers = [factor] * self.params.layout.slots
-        if self.reads:
-            put_word(self.words, tile, factor)
+        multiplier = self.multiplier(tile)
+        self.multipliers = [multiplier] * self.params.layout.slots
+        if self.reloads:
+            store_per_warpgroup(self.multiplier_smem, tile, multiplier)
 
-    def factor(self, tile: Tile) -> Float32:
+    def multiplier(self, tile: Tile) -> Float32:
         """The multiplier of a tile."""
         return self.parameters[0]
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        x, factor = values[self.o.value].values, self.multipliers[0]
-        if self.reads and subtile > 0:
-            factor = read_again((self.words.iterator + tile.group).toint())
-        x.store(x.load() * factor)  # two by one instruction, on Blackwell
+        x, multiplier = values[self.op.value].values, self.multipliers[0]
+        if self.reloads and subtile > 0:
+            multiplier = load_volatile((self.multiplier_smem.iterator + tile.wg_idx).toint())
+        x.store(x.load() * multiplier)  # a vector: Blackwell multiplies two values by one instruction
 
 
-class MultiplyGroup(Scale):
+class MultiplyGroupImpl(ScaleImpl):
     """Multiplies by one value per group, loaded before the mainloop of the tile."""
 
-    def factor(self, tile: Tile) -> Float32:
-        factor = Float32(self.parameters[0][tile.expert])
-        return math.prod([factor] * (self.o.power - 1), start=factor)
+    def multiplier(self, tile: Tile) -> Float32:
+        value = Float32(self.parameters[0][tile.expert])
+        return math.prod([value] * (self.op.power - 1), start=value)
 
 
-class MultiplyColumn(_Multiply):
+class MultiplyColumnImpl(_Multiply):
     """Multiplies each row by a value that the thread loads before the mainloop of the tile."""
 
     def begin_tile(self, tile: Tile) -> None:
@@ -84,17 +85,17 @@ class MultiplyColumn(_Multiply):
         ]
 
 
-class AddRow(EpiOpImpl):
-    """Adds a row vector (bias), which the group loads to shared memory before the mainloop of the tile."""
+class AddRowImpl(EpiOpImpl):
+    """Adds a row vector (bias), which the warpgroup loads to shared memory before the mainloop of the tile."""
 
-    publishes_in_begin = True
+    writes_smem_in_begin = True
 
     def bytes(self) -> int:
-        return self.params.groups * self.columns() * 4 + 16
+        return self.params.num_warpgroups * self.columns() * 4 + 16
 
     def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
         super().setup_smem(parameters, smem)
-        layout = cute.make_layout((self.columns(), self.params.groups))
+        layout = cute.make_layout((self.columns(), self.params.num_warpgroups))
         self.buffers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
     def columns(self) -> int:
@@ -109,161 +110,161 @@ class AddRow(EpiOpImpl):
         else:
             self.multipliers = [pick(row_idx < tile.end, 1.0, 0.0) for row_idx in rows]
         for start in range(0, self.columns(), self.params.threads):
-            load_columns(row, tile, self.buffers, tile.thread + start, self.columns(), self.o.concat_glu)
+            load_column(row, tile, self.buffers, tile.thread + start, self.columns(), self.op.concat_glu)
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values["x"]
-        orders = [x.rows.order(self.width, slot) for slot in range(x.rows.slots)]
+        orders = [x.layout.order(self.width, slot) for slot in range(x.layout.slots)]
         for position, column in enumerate(zip(*orders, strict=True)):
-            value = self.buffers[self.tile_column(subtile, x.rows.column(tile.thread, position)), tile.group]
-            for i, factor in zip(column, self.multipliers, strict=True):
-                x.values[i] = fma(value, factor, x.values[i])  # out-of-bounds rows stay 0, for reductions
+            value = self.buffers[self.tile_column(subtile, x.layout.column(tile.thread, position)), tile.wg_idx]
+            for i, multiplier in zip(column, self.multipliers, strict=True):
+                x.values[i] = fma(value, multiplier, x.values[i])  # out-of-bounds rows stay 0, for reductions
 
 
-class Gated(EpiOpImpl):
-    """Gate and up are 32 columns apart, in the same thread."""
+class GatedImpl(EpiOpImpl):
+    """Gated activation. A gate column and its up column are 32 columns apart, so that one thread holds both."""
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x, half = values["x"], self.width // 2
-        y = Fragment(self.params.fragment(Float32, half), half, x.rows)
-        activation = Activation(self.o.gate, self.parameters)
-        for gate, other, target in pairs(x.rows, half, self.o.gate_first):
-            y.values[target] = activation(x.values[gate], x.values[other])
+        y = Fragment(self.params.fragment(Float32, half), half, x.layout)
+        activation = Activation(self.op.gate, self.parameters)
+        for gate, up, target in gate_up_indices(x.layout, half, self.op.gate_first):
+            y.values[target] = activation(x.values[gate], x.values[up])
         values["x"] = y
 
 
-class GatedBackward(EpiOpImpl):
-    """Gate and up are 32 columns apart, in the thread that holds their gradient."""
+class GatedBackwardImpl(EpiOpImpl):
+    """Backward pass of a gated activation. The thread that holds a gradient of y also holds its gate and up values."""
 
-    streams = True
+    elementwise = True
 
-    def start(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+    def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         rows = self.params.layout
         self.outputs = {
             name: Fragment(self.params.fragment(Float32, width), width, rows)
             for name, width in (("x", 2 * self.width), ("activation", self.width), ("prob_gradient", self.width))
         }
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
-        x, saved = values["x"], values[self.o.saved]
-        wide, y, product = self.outputs.values()
-        activation = Activation(self.o.gate, self.parameters)
-        by_slot_of_saved, by_slot_of_x = (indices(y, some) for y in (saved, x))
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x, saved = values["x"], values[self.op.saved]
+        dx, y, prob_gradient = self.outputs.values()
+        activation = Activation(self.op.gate, self.parameters)
+        by_slot_of_saved, by_slot_of_x = (indices(fragment, subset) for fragment in (saved, x))
         for (_, saved_indices), (_, indices_of_x) in zip(by_slot_of_saved, by_slot_of_x, strict=True):
             first, second = saved_indices[: len(indices_of_x)], saved_indices[len(indices_of_x) :]
-            gates, ups = (first, second) if self.o.gate_first else (second, first)
-            for gate, other, i in zip(gates, ups, indices_of_x, strict=True):
-                y.values[i], by_gate, by_other = activation.derivatives(saved.values[gate], saved.values[other])
-                product.values[i] = x.values[i] * y.values[i]
-                wide.values[gate] = x.values[i] * by_gate
-                wide.values[other] = x.values[i] * by_other
+            gates, ups = (first, second) if self.op.gate_first else (second, first)
+            for gate, up, i in zip(gates, ups, indices_of_x, strict=True):
+                y.values[i], d_gate, d_up = activation.derivatives(saved.values[gate], saved.values[up])
+                prob_gradient.values[i] = x.values[i] * y.values[i]
+                dx.values[gate] = x.values[i] * d_gate
+                dx.values[up] = x.values[i] * d_up
         values |= self.outputs
 
 
-def pairs(rows: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
+def gate_up_indices(layout: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
     """Register indices of gate, up and result, for a result of ``width`` columns."""
-    block = BLOCK // rows.neighbours  # values of a row in 32 columns
-    for slot in range(rows.slots):
-        wide = rows.order(2 * width, slot)
-        for position, target in enumerate(rows.order(width, slot)):
+    block = BLOCK // layout.lanes_per_row  # values of a row in 32 columns
+    for slot in range(layout.slots):
+        input_order = layout.order(2 * width, slot)
+        for position, target in enumerate(layout.order(width, slot)):
             first = position // block * 2 * block + position % block
-            gate, other = (wide[first + (block if second else 0)] for second in (not gate_first, gate_first))
-            yield gate, other, target
+            gate, up = (input_order[first + (block if second else 0)] for second in (not gate_first, gate_first))
+            yield gate, up, target
 
 
 class Activation:
-    """Computes a gated activation; ``parameters`` are its float arguments."""
+    """Computes a gated activation, see :class:`cudnn_kernels.epilogue.Gate`; ``parameters`` are its float arguments."""
 
     def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
-        self.o = gate.bind(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
+        self.gate = gate.bind(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
 
-    def clamped(self, gate: Float32, other: Float32) -> tuple[Float32, Float32]:
+    def clamped(self, gate: Float32, up: Float32) -> tuple[Float32, Float32]:
         """The clamped g, and the clamped u plus the offset."""
-        o = self.o
-        if o.clamp_max is not None:
-            gate, other = (minimum(x, o.clamp_max) for x in (gate, other))
-        if o.gate_min is not None:
-            gate = maximum(gate, o.gate_min)
-        if o.clamp_min is not None:
-            other = maximum(other, o.clamp_min)
-        if not (isinstance(o.offset, float) and o.offset == 0.0):
-            other = other + o.offset
-        return gate, other
+        p = self.gate
+        if p.clamp_max is not None:
+            gate, up = (minimum(x, p.clamp_max) for x in (gate, up))
+        if p.gate_min is not None:
+            gate = maximum(gate, p.gate_min)
+        if p.clamp_min is not None:
+            up = maximum(up, p.clamp_min)
+        if not (isinstance(p.offset, float) and p.offset == 0.0):
+            up = up + p.offset
+        return gate, up
 
-    def bounded(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
+    def bounded(self, gate: Float32, up: Float32) -> tuple[Float32, Float32, Float32]:
         """For ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
-        betas = (self.o.beta1, self.o.beta2)
+        betas = (self.gate.beta1, self.gate.beta2)
         inverses = [1.0 / x if isinstance(x, float) else cute.arch.rcp_approx(x) for x in betas]
-        first, second = (tanh(x * scale) for x, scale in zip((gate, other), inverses, strict=True))
-        return first, second, cute.arch.rcp_approx(1.0 + exponential(gate, 1.0))
+        tanh_gate, tanh_up = (tanh(x * scale) for x, scale in zip((gate, up), inverses, strict=True))
+        return tanh_gate, tanh_up, cute.arch.rcp_approx(1.0 + exponential(gate, 1.0))
 
-    def __call__(self, gate: Float32, other: Float32) -> Float32:
-        o = self.o
-        if o.activation == "situ":
-            first, second, sigmoid = self.bounded(gate, other)
-            return (o.beta2 * second) * (o.beta1 * first * sigmoid)
-        gate, other = self.clamped(gate, other)
-        return other * (relu(gate) if o.activation == "relu" else swish(gate, o.slope))
+    def __call__(self, gate: Float32, up: Float32) -> Float32:
+        p = self.gate
+        if p.activation == "situ":
+            tanh_gate, tanh_up, sigmoid = self.bounded(gate, up)
+            return (p.beta2 * tanh_up) * (p.beta1 * tanh_gate * sigmoid)
+        gate, up = self.clamped(gate, up)
+        return up * (relu(gate) if p.activation == "relu" else swish(gate, p.slope))
 
-    def derivatives(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
-        """y, and its derivatives with respect to gate and up; NaN if one of the two is."""
-        o = self.o
-        if o.activation == "situ":
-            first, second, sigmoid = self.bounded(gate, other)
-            f, h = o.beta1 * first * sigmoid, o.beta2 * second
-            by_gate = h * sigmoid * ((1.0 - first * first) + o.beta1 * first * (1.0 - sigmoid))
-            return h * f, by_gate, f * (1.0 - second * second)
-        g, u = self.clamped(gate, other)
-        if o.activation == "relu":
-            by_other = relu(g)
-            by_gate = pick(g <= 0.0, 0.0, u)
+    def derivatives(self, gate: Float32, up: Float32) -> tuple[Float32, Float32, Float32]:
+        """y, and its derivatives with respect to gate and up; NaN if gate or up is NaN."""
+        p = self.gate
+        if p.activation == "situ":
+            tanh_gate, tanh_up, sigmoid = self.bounded(gate, up)
+            f, h = p.beta1 * tanh_gate * sigmoid, p.beta2 * tanh_up
+            d_gate = h * sigmoid * ((1.0 - tanh_gate * tanh_gate) + p.beta1 * tanh_gate * (1.0 - sigmoid))
+            return h * f, d_gate, f * (1.0 - tanh_up * tanh_up)
+        g, u = self.clamped(gate, up)
+        if p.activation == "relu":
+            d_up = relu(g)
+            d_gate = pick(g <= 0.0, 0.0, u)
         else:
-            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, o.slope))
-            by_other = g * sigmoid
-            by_gate = u * (sigmoid * o.slope * (g - by_other) + sigmoid)
-        y = u * by_other
-        if o.clamp_max is not None:
-            by_gate, by_other = (pick(x > o.clamp_max, 0.0, d) for x, d in ((gate, by_gate), (other, by_other)))
-        if o.clamp_min is not None:
-            by_other = pick(other < o.clamp_min, 0.0, by_other)
-        return y, by_gate, by_other
+            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, p.slope))
+            d_up = g * sigmoid
+            d_gate = u * (sigmoid * p.slope * (g - d_up) + sigmoid)
+        y = u * d_up
+        if p.clamp_max is not None:
+            d_gate, d_up = (pick(x > p.clamp_max, 0.0, d) for x, d in ((gate, d_gate), (up, d_up)))
+        if p.clamp_min is not None:
+            d_up = pick(up < p.clamp_min, 0.0, d_up)
+        return y, d_gate, d_up
 
 
-class Round(EpiOpImpl):
+class RoundImpl(EpiOpImpl):
     """Rounds to a type and back to float32."""
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value].values
-        x.store(x.load().to(DTYPES[self.o.dtype]).to(Float32))
+        x = values[self.op.value].values
+        x.store(x.load().to(DTYPES[self.op.dtype]).to(Float32))
 
 
-class SquaredRelu(EpiOpImpl):
+class SquaredReluImpl(EpiOpImpl):
     """max(x, 0)^2"""
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
         for i in range(cute.size(x)):
-            y, _ = clamped_relu(x[i], self.o.clamp)
+            y, _ = clamped_relu(x[i], self.op.clamp)
             x[i] = y * y
 
 
-class SquaredReluBackward(EpiOpImpl):
+class SquaredReluBackwardImpl(EpiOpImpl):
     """Both results from one multiplication: relu(x) c, or x relu(c)."""
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        x, c = values["x"].values, values[self.o.gradient].values
+        x, c = values["x"].values, values[self.op.gradient].values
         gradient = self.params.fragment(Float32, self.width)
         for i in range(cute.size(x)):
-            rectified, other = (c[i], x[i]) if self.o.of_saved else (x[i], c[i])
-            y, slope = clamped_relu(rectified, self.o.clamp)
+            rectified, other = (c[i], x[i]) if self.op.of_saved else (x[i], c[i])
+            y, slope = clamped_relu(rectified, self.op.clamp)
             product = y * other
             gradient[i] = y * product
             x[i] = product + product if slope is None else (product + product) * slope
-            if self.o.of_saved:
+            if self.op.of_saved:
                 c[i] = y * y
         values["prob_gradient"] = Fragment(gradient, self.width, self.params.layout)
-        if self.o.of_saved:
-            values["activation"] = values.pop(self.o.gradient)
+        if self.op.of_saved:
+            values["activation"] = values.pop(self.op.gradient)
 
 
 def relu(x: Float32) -> Float32:
@@ -320,17 +321,17 @@ def maximum(a: Float32, b: Any) -> Float32:
 
 
 @cute.jit
-def put_word(words: cute.Tensor, tile: Tile, value: Float32) -> None:
-    """Thread 0 of a group writes the group's word to shared memory."""
+def store_per_warpgroup(smem: cute.Tensor, tile: Tile, value: Float32) -> None:
+    """Thread 0 of a warpgroup stores the warpgroup's value to shared memory."""
     if tile.thread == 0:
-        words[tile.group] = value
+        smem[tile.wg_idx] = value
 
 
-def read_again(column_index: Int32) -> Float32:
-    """A volatile load of a word of shared memory, which ptxas cannot move up."""
+def load_volatile(address: Int32) -> Float32:
+    """A volatile load from shared memory, which ptxas cannot hoist."""
     cute.arch.sync_warp()
     return cute.arch.inline_ptx(
-        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[column_index]
+        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
     )
 
 
@@ -344,7 +345,7 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
 
 
 @cute.jit
-def load_columns(
+def load_column(
     row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int, concat_glu: bool
 ) -> None:
     """One thread: loads an element of (n, l) for a column of the tile, 0 if out of bounds, to shared memory."""
@@ -355,4 +356,4 @@ def load_columns(
             if const_expr(concat_glu):
                 column_index = concat_glu_row(column_index, row.shape[0], BLOCK)
             value = Float32(row[column_index, tile.expert])
-        buffers[column, tile.group] = value
+        buffers[column, tile.wg_idx] = value

@@ -1,4 +1,8 @@
-"""A thread's fragment of a subtile as epilogue operations see it, for accumulators in registers or tensor memory."""
+"""A thread's fragment of a tile: its values in registers, and the rows and columns that they belong to.
+
+The layout depends on where accumulators are: in registers (wgmma) or in tensor memory (tcgen05). Epilogue operations
+and the softmax of attention are written against this interface. Warp-level reductions are here too.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +16,57 @@ from cutlass import Float32, Int32, select_
 
 from cudnn_kernels.epilogue import BLOCK
 
-STREAM_WIDTH = 8  # values per row that consecutive elementwise operations process at a time, at most
+STREAM_WIDTH = 8  # the largest ``stream_width``
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which rows and columns of a group's tile a thread holds.
+    """Which rows and columns of a warpgroup's tile a thread holds.
 
-    A thread has ``slots`` rows. ``neighbours`` consecutive lanes share a row: each has every ``neighbours``-th run of
-    ``run`` columns. ``matrices``: a warp's values form the 8 x 8 matrices of stmatrix. A reduction keeps ``chains``
-    independent partial results and combines them at the end.
-    ``stream_width`` values of a row stream through operations at a time.
+    A thread holds values of ``slots`` rows: a row slot is the index of a row among those. ``lanes_per_row`` consecutive
+    lanes share a row; each holds runs of ``run`` contiguous columns, one run in every ``lanes_per_row``. A position is
+    the index of a value among a thread's values of a row, from left to right.
+
+    ``matrices``: a warp's values form the 8 x 8 matrices of stmatrix. A reduction keeps ``chains`` independent partial
+    results, which shortens the dependency chain, and combines them at the end. ``stream_width``: values of a row that
+    consecutive elementwise operations process at a time, if they run together.
     """
 
     slots: int
-    neighbours: int
+    lanes_per_row: int
     run: int
     matrices: bool
     chains: int = 1
     stream_width: int = STREAM_WIDTH
 
     def order(self, width: int, slot: int) -> Sequence[int]:
-        """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
+        """Register indices of the values of a row slot, by position, in a fragment of ``width`` columns."""
         raise NotImplementedError
 
     def row(self, thread: Any, slot: Any) -> Any:
-        """The row of a slot, counted from the group's first."""
+        """The row of a slot, counted from the warpgroup's first row."""
         raise NotImplementedError
 
     def column(self, thread: Int32, position: Any) -> Int32:
-        """The column of the value at a position of ``order``."""
+        """The column of a position."""
         run, offset = position // self.run, position % self.run
-        return (run * self.neighbours + thread % self.neighbours) * self.run + offset
+        return (run * self.lanes_per_row + thread % self.lanes_per_row) * self.run + offset
 
-    def before(self, thread: Int32, column: Int32) -> Int32:
-        """The number of a thread's positions that are columns before ``column``."""
-        wide, offset_in_run = (
-            self.neighbours * self.run,
-            cutlass.max(column - thread % self.neighbours * self.run, Int32(0)),
-        )
-        return offset_in_run // wide * self.run + cutlass.min(offset_in_run % wide, self.run)
+    def columns_before(self, thread: Int32, column: Int32) -> Int32:
+        """How many of a thread's positions are columns before ``column``."""
+        period = self.lanes_per_row * self.run  # columns between the starts of a thread's runs
+        offset = cutlass.max(column - thread % self.lanes_per_row * self.run, Int32(0))
+        return offset // period * self.run + cutlass.min(offset % period, self.run)
 
-    def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
-        """A predicate of a position of ``order``: whether it is in the first ``rows`` rows and ``columns`` columns."""
+    def in_bounds(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
+        """A predicate of a position: whether it is in the first ``rows`` rows and ``columns`` columns."""
         row_exists = self.row(thread, slot) < rows
         return lambda position: row_exists & (self.column(thread, position) < columns)
 
-    def across(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """``combine`` over the lanes that share a row, an all-reduce."""
+    def all_reduce_row(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """All-reduces a value over the lanes that share a row, by butterfly shuffles."""
         distance = 1
-        while distance < self.neighbours:
+        while distance < self.lanes_per_row:
             value = combine(value, cute.arch.shuffle_sync_bfly(value, distance))
             distance *= 2
         return value
@@ -69,34 +74,35 @@ class RowLayout:
 
 @dataclass
 class Fragment:
-    """float32 values of one thread: ``width`` columns of the group's rows."""
+    """float32 values of one thread, of ``width`` columns of the warpgroup's rows."""
 
     values: cute.Tensor
     width: int
-    rows: RowLayout
+    layout: RowLayout
 
     def row_values(self, slot: int) -> list[Float32]:
-        """The values of a row slot, from left to right."""
-        return [self.values[i] for i in self.rows.order(self.width, slot)]
+        """The values of a row slot, by position."""
+        return [self.values[i] for i in self.layout.order(self.width, slot)]
 
 
 @dataclass(frozen=True)
 class ValueSubset:
-    """A subset of a thread's values: row slots, each with positions in the order of ``width`` columns."""
+    """A subset of a thread's values: positions of row slots, in a fragment of ``width`` columns."""
 
     width: int
     slots: Sequence[tuple[int, Sequence[int]]]
 
 
-def indices(x: Fragment, some: ValueSubset) -> Iterator[tuple[int, list[int]]]:
-    """By row slot, the register indices of a subset of values.
+def indices(x: Fragment, subset: ValueSubset) -> Iterator[tuple[int, list[int]]]:
+    """Each row slot of a subset, with the register indices of its values in x.
 
-    If x is twice as wide as the subset's values, each block of 32 columns stands for two blocks of x.
+    If x is twice as wide as the subset (gate and up columns), each block of 32 columns of the subset selects the gate
+    and the up block of x: the indices in the first of both blocks come first.
     """
-    block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
-    for slot, positions in some.slots:
-        order = x.rows.order(x.width, slot)
-        if x.width == some.width:
+    block = BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
+    for slot, positions in subset.slots:
+        order = x.layout.order(x.width, slot)
+        if x.width == subset.width:
             yield slot, [order[p] for p in positions]
         else:
             first = [p // block * 2 * block + p % block for p in positions]
@@ -104,8 +110,8 @@ def indices(x: Fragment, some: ValueSubset) -> Iterator[tuple[int, list[int]]]:
 
 
 def accumulate(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
-    """Combines values with the partial results, round robin; with several chains and few values, as a tree first, which
-    shortens the dependency chains.
+    """Combines values with the partial results, round robin. With several chains and few values, the values are first
+    combined as a tree, which shortens the dependency chains.
     """
     if len(chains) > 1 and 1 < len(values) <= STREAM_WIDTH:
         values = [tree(values, combine)]
@@ -121,8 +127,10 @@ def tree(values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> Float
     return combine(tree(values[:half], combine), tree(values[half:], combine))
 
 
-def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
-    """The lane distances of a butterfly, each with whether the lanes split the remaining ``count`` values in halves."""
+def butterfly_steps(count: int, first: int, end: int) -> list[tuple[int, bool]]:
+    """The steps of a reduce-scatter of ``count`` values: each lane distance from ``first`` to below ``end``, and
+    whether the two lanes split the remaining values in halves (if their number is even) or both keep all of them.
+    """
     steps, distance = [], first
     while distance < end:
         steps.append((distance, count % 2 == 0))
@@ -134,37 +142,35 @@ def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
 def reduce_scatter(
     values: Sequence[Float32], combine: Callable[[Any, Any], Any], first: int, end: int
 ) -> tuple[list[Float32], Int32]:
-    """Reduce-scatter of each value over the lanes whose indices differ only in the bits from ``first`` to below
+    """Reduce-scatter of each value over the lanes whose distances have only the bits ``first``, 2 ``first``, ... below
     ``end``.
 
     Returns the results that the lane keeps (half as many after each step, while the count is even), and the index of
     the first one.
     """
-    kept_values, start = list(values), Int32(0)
-    for distance, halved in halvings(len(kept_values), first, end):
+    results, start = list(values), Int32(0)
+    for distance, halved in butterfly_steps(len(results), first, end):
         if halved:
-            half, upper = len(kept_values) // 2, upper_lane(distance)
-            sent = [pick(upper, kept_values[i], kept_values[half + i]) for i in range(half)]
-            kept_values = [pick(upper, kept_values[half + i], kept_values[i]) for i in range(half)]
+            half, upper = len(results) // 2, upper_lane(distance)
+            sent = [pick(upper, results[i], results[half + i]) for i in range(half)]
+            results = [pick(upper, results[half + i], results[i]) for i in range(half)]
             start = start + Int32(select_(upper, Int32(half), Int32(0)))
         else:
-            sent = kept_values
-        kept_values = [
-            combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(kept_values, sent, strict=True)
-        ]
-    return kept_values, start
+            sent = results
+        results = [combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(results, sent, strict=True)]
+    return results, start
 
 
-def gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:
-    """All-gather of ``count`` values, of which ``reduce_scatter`` has left each lane a part."""
-    kept_values = list(values)
-    for distance, halved in reversed(halvings(count, first, end)):
+def all_gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:
+    """The inverse of ``reduce_scatter``: returns all ``count`` results, of which each lane has some."""
+    results = list(values)
+    for distance, halved in reversed(butterfly_steps(count, first, end)):
         if halved:
             upper = upper_lane(distance)
-            received = [cute.arch.shuffle_sync_bfly(value, distance) for value in kept_values]
-            pairs = list(zip(kept_values, received, strict=True))
-            kept_values = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
-    return kept_values
+            received = [cute.arch.shuffle_sync_bfly(value, distance) for value in results]
+            pairs = list(zip(results, received, strict=True))
+            results = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
+    return results
 
 
 def upper_lane(distance: int) -> Any:

@@ -12,41 +12,43 @@ from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick, upper_lan
 from cudnn_kernels.epilogue.operation import EpiOpImpl, Tile
 
 
-class Hadamard(EpiOpImpl):
-    """A step pairs values of one thread, or of lanes whose indices differ in one bit."""
+class HadamardImpl(EpiOpImpl):
+    """The butterfly step d = 1, 2, 4, 8 combines values i and i + d of 16: two values of a thread, or the values of two
+    lanes whose indices differ in one bit.
+    """
 
-    reduces = True  # a column's last rows may be out of bounds
+    reduces = True  # 16 values of a column may include out-of-bounds rows
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value]
+        x = values[self.op.value]
         rounded = self.params.fragment(BFloat16, x.width)
         rounded.store(x.values.load().to(BFloat16))
         y = self.params.fragment(Float32, x.width)
         y.store(rounded.load().to(Float32))
-        orders = [x.rows.order(x.width, slot) for slot in range(x.rows.slots)]
+        orders = [x.layout.order(x.width, slot) for slot in range(x.layout.slots)]
         for step in (1, 2, 4, 8):
-            if self.o.along == "n":
-                lanes, distance = column_step(x.rows, step)
+            if self.op.along == "n":
+                lanes, distance = column_step(x.layout, step)
                 groups_of_16 = orders
             else:
-                lanes, distance = row_step(x.rows, step)
+                lanes, distance = row_step(x.layout, step)
                 groups_of_16 = list(zip(*orders, strict=True))
             if lanes:
                 combine_lanes(y, lanes)
             else:
                 for group_of_16 in groups_of_16:
                     combine_pairs(y, group_of_16, distance)
-        y.store(y.load() * Float32(self.o.factor))
-        values[self.o.result] = Fragment(y, x.width, x.rows)
+        y.store(y.load() * Float32(self.op.factor))
+        values[self.op.result] = Fragment(y, x.width, x.layout)
 
 
 def column_step(rows: RowLayout, step: int) -> tuple[int, int]:
     """The distance of two values that are ``step`` columns apart: in lanes, or in positions of a thread."""
     if step < rows.run:
         return 0, step
-    if step < rows.run * rows.neighbours:
+    if step < rows.run * rows.lanes_per_row:
         return step // rows.run, 0
-    return 0, step // rows.neighbours
+    return 0, step // rows.lanes_per_row
 
 
 def row_step(rows: RowLayout, step: int) -> tuple[int, int]:

@@ -22,98 +22,105 @@ from cudnn_kernels.threads import WARP_SIZE
 
 
 class ColumnBlocks:
-    """Reduces each column of a subtile over blocks of ``rows`` rows: warps to shared memory, then one thread."""
+    """Reduces each column of a subtile over blocks of ``rows`` rows, in two steps: each warp reduces its rows of a
+    block and stores the results to shared memory; then one thread per column and block combines the results of the
+    warps.
+    """
 
     def __init__(self, params: EpilogueParams, width: int, rows: int, combine: Callable[[Any, Any], Any]) -> None:
         layout = params.layout
         self.params, self.width, self.combine = params, width, combine
-        self.stack = sum(layout.row(0, slot) < rows for slot in range(layout.slots))  # slots of a thread in a block
-        self.warp_rows = self.stack * WARP_SIZE // layout.neighbours  # of a block, in one warp
+        self.slots_per_block = sum(layout.row(0, slot) < rows for slot in range(layout.slots))  # of a thread
+        self.warp_rows = self.slots_per_block * WARP_SIZE // layout.lanes_per_row  # of a block, in one warp
         self.warps = rows // self.warp_rows  # that share a block
 
     def bytes(self) -> int:
         """Bytes of shared memory that ``setup_smem`` allocates."""
-        return self.params.groups * self.params.rows // self.warp_rows * self.width * 4 + 16
+        return self.params.num_warpgroups * self.params.rows // self.warp_rows * self.width * 4 + 16
 
     def setup_smem(self, smem: Any) -> None:
         """At the start of the kernel: allocates shared memory."""
-        layout = cute.make_layout((self.width, self.params.rows // self.warp_rows, self.params.groups))
-        self.buffers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        layout = cute.make_layout((self.width, self.params.rows // self.warp_rows, self.params.num_warpgroups))
+        self.warp_results = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
-    def gather(self, tile: Tile, x: Fragment, reduce: Callable[[list[Float32]], Float32]) -> cute.Tensor:
-        """The warps' results in shared memory; ``reduce`` combines a thread's values of a column."""
-        layout, results = self.params.layout, self.buffers[None, None, tile.group]
-        orders = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
-        for slot in range(0, layout.slots, self.stack):
-            columns = zip(*orders[slot : slot + self.stack], strict=True)
-            result = [reduce([x.values[i] for i in column]) for column in columns]
-            role_index, first = reduce_scatter(result, self.combine, layout.neighbours, WARP_SIZE)
-            for i, value in enumerate(role_index):
+    def reduce_warps(self, tile: Tile, x: Fragment, reduce: Callable[[list[Float32]], Float32]) -> cute.Tensor:
+        """The first step: the warps' results in shared memory; ``reduce`` combines a thread's values of a column."""
+        layout, warp_results = self.params.layout, self.warp_results[None, None, tile.wg_idx]
+        orders = [x.layout.order(self.width, slot) for slot in range(layout.slots)]
+        for slot in range(0, layout.slots, self.slots_per_block):
+            columns = zip(*orders[slot : slot + self.slots_per_block], strict=True)
+            thread_results = [reduce([x.values[i] for i in column]) for column in columns]
+            lane_results, first = reduce_scatter(thread_results, self.combine, layout.lanes_per_row, WARP_SIZE)
+            for i, value in enumerate(lane_results):
                 column = layout.column(tile.thread, first + i)
-                results[column, layout.row(tile.thread, slot) // self.warp_rows] = value
+                warp_results[column, layout.row(tile.thread, slot) // self.warp_rows] = value
         tile.barrier()
-        return results
+        return warp_results
 
-    def result(self, results: cute.Tensor, column: Int32, block: Any) -> Float32:
-        """The result of a column and a block, from the warps' results."""
-        result = results[column, block * self.warps]
+    def result(self, warp_results: cute.Tensor, column: Int32, block: Any) -> Float32:
+        """The second step, for a column and a block."""
+        result = warp_results[column, block * self.warps]
         for warp in range(1, self.warps):
-            result = self.combine(result, results[column, block * self.warps + warp])
+            result = self.combine(result, warp_results[column, block * self.warps + warp])
         return result
 
 
-class Amax(EpiOpImpl):
-    """A maximum in registers over the tile, then one atomic max per warp on the bits, ordered as the values."""
+class AmaxImpl(EpiOpImpl):
+    """A maximum in registers over the tile, then one integer atomic max per warp: the bits of non-negative floats have
+    the order of the floats, and NaN is the largest.
+    """
 
-    reduces = streams = observes = True
+    reduces = elementwise = read_only = True
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
-        x, role = values[self.o.value], self.role_of(values[self.o.value])
-        for _, places in indices(x, some):
-            for role_index, largest in enumerate(self.largest):
-                magnitudes = [cute.math.absf(x.values[i]) for i in places if role[i] == role_index]
-                accumulate(largest, magnitudes, maximum)
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x, role_of = values[self.op.value], self.roles_of(values[self.op.value])
+        for _, value_indices in indices(x, subset):
+            for role, chains in enumerate(self.amax):
+                magnitudes = [cute.math.absf(x.values[i]) for i in value_indices if role_of[i] == role]
+                accumulate(chains, magnitudes, maximum)
 
     def begin_tile(self, tile: Tile) -> None:
-        self.largest = [[Float32(0.0)] * self.params.layout.chains for _ in range(self.o.roles)]
+        self.amax = [[Float32(0.0)] * self.params.layout.chains for _ in range(self.op.roles)]
 
-    def role_of(self, x: Fragment) -> dict[int, int]:
-        """The role (gate or up) of each value of a fragment."""
-        block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
-        orders = (x.rows.order(x.width, slot) for slot in range(x.rows.slots))
-        return {i: position // block % self.o.roles for order in orders for position, i in enumerate(order)}
+    def roles_of(self, x: Fragment) -> dict[int, int]:
+        """The role (gate or up) of each value of a fragment, by register index."""
+        block = BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
+        orders = (x.layout.order(x.width, slot) for slot in range(x.layout.slots))
+        return {i: position // block % self.op.roles for order in orders for position, i in enumerate(order)}
 
     def end_tile(self, tile: Tile) -> None:
         (amax,) = self.parameters
-        first = tile.expert * self.o.roles if self.o.by_expert else Int32(0)
-        for role_index, largest in enumerate(self.largest):
-            raise_amax(amax, first + role_index, functools.reduce(maximum, largest))
+        first = tile.expert * self.op.roles if self.op.by_expert else Int32(0)
+        for role, chains in enumerate(self.amax):
+            atomic_amax(amax, first + role, functools.reduce(maximum, chains))
 
 
-class SumRow(EpiOpImpl):
-    """A sum in registers over the tile's columns, then one atomic add per row, or an ordered second kernel."""
+class SumRowImpl(EpiOpImpl):
+    """A sum in registers over the tile's columns, then one atomic add per row; if ordered (deterministic), a partial
+    sum per tile, which a second kernel adds up.
+    """
 
-    reduces = streams = observes = True
+    reduces = elementwise = read_only = True
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
-        x = values[self.o.value]
-        for slot, places in indices(x, some):
-            accumulate(self.sums[slot], [x.values[i] for i in places], operator.add)
-
-    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
-        super().__init__(declaration, params, width)
-        if declaration.ordered and params.num_subtiles * width < TILE_COLUMNS:
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
+        if epi_op.ordered and params.num_subtiles * width < TILE_COLUMNS:
             raise ValueError(
                 f"tile: got {params.num_subtiles * width} columns; allowed: at least {TILE_COLUMNS}, for sums"
             )
 
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x = values[self.op.value]
+        for slot, value_indices in indices(x, subset):
+            accumulate(self.sums[slot], [x.values[i] for i in value_indices], operator.add)
+
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        sums = arguments[self.o.tensor]
-        if not self.o.ordered:
+        sums = arguments[self.op.tensor]
+        if not self.op.ordered:
             return (sums,)
         # A tensor (m, 1, l) of the first tiles' partial sums, and the stride to those of the next tiles.
         rows, batch = sums.shape[0], sums.shape[2]
-        blocks = cute.recast_ptr(arguments[f"{self.o.tensor} sums"], dtype=Float32)
+        blocks = cute.recast_ptr(arguments[f"{self.op.tensor} sums"], dtype=Float32)
         return cute.make_tensor(blocks, cute.make_layout((rows, 1, batch), stride=(1, 0, rows))), Int32(rows * batch)
 
     def begin_tile(self, tile: Tile) -> None:
@@ -123,16 +130,16 @@ class SumRow(EpiOpImpl):
     def end_tile(self, tile: Tile) -> None:
         sums, *tile_stride = self.parameters
         layout = self.params.layout
-        for slot, role_index in enumerate(self.sums):
-            total = layout.across(functools.reduce(operator.add, role_index), operator.add)
-            chosen = tile.thread % layout.neighbours == 0
-            first = Int64(tile.column) * tile_stride[0] if tile_stride else None
-            add_to_row(sums, self.row(tile, slot), tile, first, total, chosen)
+        for slot, chains in enumerate(self.sums):
+            total = layout.all_reduce_row(functools.reduce(operator.add, chains), operator.add)
+            is_first_lane = tile.thread % layout.lanes_per_row == 0
+            tile_offset = Int64(tile.column) * tile_stride[0] if tile_stride else None
+            add_to_row(sums, self.row(tile, slot), tile, tile_offset, total, is_first_lane)
 
     def launch_follow_up(self, arguments: Mapping[str, Any]) -> None:
-        if not self.o.ordered:
+        if not self.op.ordered:
             return
-        target, offsets = arguments[self.o.tensor], arguments.get(self.params.offsets)
+        target, offsets = arguments[self.op.tensor], arguments.get(self.params.offsets)
         tiles = Int32(cute.ceil_div(arguments["n"], self.params.tile_columns))
         kernel = self.add_tiles(*self.prepare(arguments), target, offsets, tiles)
         launch(kernel, target.shape[0], target.shape[2], arguments["stream"])
@@ -158,24 +165,26 @@ class SumRow(EpiOpImpl):
     set_kernel_name(add_tiles, "cudnn_sum_rows")
 
 
-class SumColumn(EpiOpImpl):
+class SumColumnImpl(EpiOpImpl):
     """Warps reduce their rows to shared memory; one thread per column adds up and stores the partial sum of 64 rows."""
 
-    reduces = observes = True
+    reduces = read_only = True
 
-    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
-        super().__init__(declaration, params, width)
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
         self.blockwise = ColumnBlocks(params, width, BLOCK_ROWS, operator.add)
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        return self.blocks(arguments), Int32(arguments[self.o.tensor].shape[1]), self.stride(arguments)
+        return self.blocks(arguments), Int32(arguments[self.op.tensor].shape[1]), self.stride(arguments)
 
     def blocks(self, arguments: Mapping[str, Any]) -> cute.Pointer:
         """The partial sums of blocks, in the workspace."""
-        return cute.recast_ptr(arguments[f"{self.o.tensor} sums"], dtype=Float32)
+        return cute.recast_ptr(arguments[f"{self.op.tensor} sums"], dtype=Float32)
 
     def stride(self, arguments: Mapping[str, Any]) -> Int32:
-        """The stride of block indices between groups; with varlen_m, rows separate groups up to one block."""
+        """The stride of block indices between groups. With varlen_m, a block's index is its first row / 64 plus the
+        group index: the tail of a group and the head of the next one may be in the same 64 rows of the tensor.
+        """
         return Int32(1) if self.params.offsets else Int32(cute.ceil_div(arguments["m"], BLOCK_ROWS))
 
     def bytes(self) -> int:
@@ -186,12 +195,13 @@ class SumColumn(EpiOpImpl):
         self.blockwise.setup_smem(smem)
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        sums = self.blockwise.gather(tile, values[self.o.value], lambda column: functools.reduce(operator.add, column))
+        x = values[self.op.value]
+        warp_sums = self.blockwise.reduce_warps(tile, x, lambda column: functools.reduce(operator.add, column))
         for start in range(0, self.width, self.params.threads):
-            self.write(tile, subtile, tile.thread + start, sums)
+            self.write(tile, subtile, tile.thread + start, warp_sums)
 
     @cute.jit
-    def write(self, tile: Tile, subtile: int, column: Int32, sums: cute.Tensor) -> None:
+    def write(self, tile: Tile, subtile: int, column: Int32, warp_sums: cute.Tensor) -> None:
         """One thread: stores the partial sums of a column of the subtile."""
         blocks, columns, stride = self.parameters
         column_index = self.column(tile, subtile, column)
@@ -199,12 +209,12 @@ class SumColumn(EpiOpImpl):
             for block in cutlass.range_constexpr(self.params.rows // BLOCK_ROWS):
                 row = tile.row + block * BLOCK_ROWS
                 if row < tile.end:
-                    total = self.blockwise.result(sums, column, block)
-                    number = row // BLOCK_ROWS + tile.expert * stride
-                    cute.arch.store(blocks + (Int64(number) * columns + column_index), total)
+                    total = self.blockwise.result(warp_sums, column, block)
+                    block_index = row // BLOCK_ROWS + tile.expert * stride
+                    cute.arch.store(blocks + (Int64(block_index) * columns + column_index), total)
 
     def launch_follow_up(self, arguments: Mapping[str, Any]) -> None:
-        target, offsets = arguments[self.o.tensor], arguments.get(self.params.offsets)
+        target, offsets = arguments[self.op.tensor], arguments.get(self.params.offsets)
         kernel_arguments = (self.blocks(arguments), target, offsets, Int32(arguments["m"]), self.stride(arguments))
         launch(self.add_blocks(*kernel_arguments), target.shape[1], target.shape[0], arguments["stream"])
 
@@ -225,7 +235,7 @@ class SumColumn(EpiOpImpl):
             total = Float32(0.0)
             for i in cutlass.range((end - start + BLOCK_ROWS - 1) // BLOCK_ROWS, unroll=4):
                 total += cute.arch.load(blocks + (Int64(first + i) * columns + column), Float32)
-            if const_expr(self.o.concat_glu):
+            if const_expr(self.op.concat_glu):
                 column = concat_glu_row(column, columns, BLOCK)
             target[group, column] = total.to(target.element_type)
 
@@ -239,24 +249,24 @@ def launch(kernel: Any, count: Any, groups: Any, stream: Any) -> None:
 
 
 @cute.jit
-def raise_amax(amax: cute.Tensor, index: Int32, largest: Float32) -> None:
-    """Atomic max of an element of ``amax`` and the warp's largest value, which is >= 0 or NaN."""
-    bits = cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")
+def atomic_amax(amax: cute.Tensor, index: Int32, value: Float32) -> None:
+    """Atomic max of an element of ``amax`` and the largest value of a warp; values are >= 0 or NaN."""
+    bits = cute.arch.warp_redux_sync(value.bitcast(Int32), "max")
     if cute.arch.lane_idx() == 0:
-        offset = cute.recast_ptr(amax.iterator + index, dtype=Int32)
-        cute.arch.red(offset, bits, op="max", dtype="s32", sem="relaxed", scope="gpu")
+        address = cute.recast_ptr(amax.iterator + index, dtype=Int32)
+        cute.arch.red(address, bits, op="max", dtype="s32", sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def add_to_row(
-    sums: cute.Tensor, row: Int32, tile: Tile, tile_stride: Int64 | None, value: Float32, chosen: Any
+    sums: cute.Tensor, row: Int32, tile: Tile, tile_offset: Int64 | None, value: Float32, is_first_lane: Any
 ) -> None:
-    """The chosen thread adds a value to a row of a tensor (m, 1, l), or stores it at an offset, if the row is in
-    bounds.
+    """The first lane of a row adds a value to the row's sum in a tensor (m, 1, l) or, with ``tile_offset``, stores it
+    as the tile's partial sum, if the row is in bounds.
     """
-    if chosen and row < tile.end:
+    if is_first_lane and row < tile.end:
         offset = cute.crd2idx((row, 0, tile.batch), sums.layout)
-        if const_expr(tile_stride is None):
+        if const_expr(tile_offset is None):
             cute.arch.red(sums.iterator + offset, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
         else:
-            cute.arch.store(sums.iterator + (tile_stride + offset), value)
+            cute.arch.store(sums.iterator + (tile_offset + offset), value)

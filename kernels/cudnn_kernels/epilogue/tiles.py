@@ -1,4 +1,6 @@
-"""Loads and stores of tiles: between registers and shared memory (r2s), and by TMA to and from global memory."""
+"""Loads and stores of tiles in the epilogue: TMA between global and shared memory, and copies between shared memory and
+registers (r2s: stmatrix; s2r: ldmatrix), subtile by subtile.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +28,35 @@ class _StagedTile(EpiOpImpl):
     alignment = 1024  # of the widest swizzle
     tma_op: Any  # the TMA operation
 
-    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
-        super().__init__(declaration, params, width)
-        packed = FORMATS[declaration.dtype].packed
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
+        packed = FORMATS[epi_op.dtype].packed
         self.packed = packed > 1
-        self.num_segments = width // BLOCK if declaration.concat_glu else params.num_segments
+        self.num_segments = width // BLOCK if epi_op.concat_glu else params.num_segments
         self.shape = (params.rows, width // self.num_segments // packed)  # of a segment, in elements of the tensor
-        self.element = Uint8 if self.packed else DTYPES[declaration.dtype]
-        if self.packed and declaration.major != "n":
-            raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
-        if params.ragged_m and declaration.major != "n":
-            raise ValueError(f"{declaration.tensor}: got major m; allowed: n, if groups may end in the middle of tiles")
-        if declaration.concat_glu and (params.num_segments > 1 or self.packed):
+        self.element = Uint8 if self.packed else DTYPES[epi_op.dtype]
+        if self.packed and epi_op.major != "n":
+            raise ValueError(f"{epi_op.tensor}: {epi_op.dtype} is packed along n, so major must be n")
+        if params.ragged_m and epi_op.major != "n":
+            raise ValueError(f"{epi_op.tensor}: got major m; allowed: n, if groups may end in the middle of tiles")
+        if epi_op.concat_glu and (params.num_segments > 1 or self.packed):
             allowed = "subtiles of one segment, types of 8 bits and more"
-            raise ValueError(f"{declaration.tensor}: got concatenated halves; allowed: none but of {allowed}")
+            raise ValueError(f"{epi_op.tensor}: got concatenated halves; allowed: none but of {allowed}")
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        one = cute.slice_(self.layout(), (None, None, 0))
-        return tuple(cpasync.make_tiled_tma_atom(self.tma_op(), self.view(arguments), one, self.shape))
+        one_segment = cute.slice_(self.layout(), (None, None, 0))
+        return tuple(cpasync.make_tiled_tma_atom(self.tma_op(), self.view(arguments), one_segment, self.shape))
 
     def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
         """The tensor for TMA; a ragged view if groups may end in the middle of a tile.
 
         Rows beyond the group are loaded as zeros, so that they do not contribute to reductions, and are not stored.
         """
-        tensor = arguments[self.o.tensor]
+        tensor = arguments[self.op.tensor]
         return ragged_view(tensor, 0) if self.params.ragged_m else tensor
 
     def bytes(self) -> int:
-        return self.params.groups * self.params.stages * self.subtile_bytes()
+        return self.params.num_warpgroups * self.params.stages * self.subtile_bytes()
 
     def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
         super().setup_smem(parameters, smem)
@@ -62,44 +64,46 @@ class _StagedTile(EpiOpImpl):
         self.buffers = smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     def subtile_bytes(self) -> int:
-        """Bytes of a subtile of the group's rows."""
+        """Bytes of a subtile of the warpgroup's rows."""
         return self.shape[0] * self.shape[1] * self.num_segments * self.element.width // 8
 
     def layout(self) -> Any:
-        """The layout of the stages of all groups, segment by segment."""
-        order = LayoutEnum.ROW_MAJOR if self.o.major == "n" else LayoutEnum.COL_MAJOR
-        count = self.params.groups * self.params.stages * self.num_segments
+        """The layout of the stages of all warpgroups, segment by segment."""
+        order = LayoutEnum.ROW_MAJOR if self.op.major == "n" else LayoutEnum.COL_MAJOR
+        count = self.params.num_warpgroups * self.params.stages * self.num_segments
         return sm90.make_smem_layout_epi(self.element, order, self.shape, count)
 
     def stage(self, tile: Tile, subtile: int) -> Any:
-        """The index of the group's stage for a subtile."""
-        return tile.group * self.params.stages + subtile % self.params.stages
+        """The index of a subtile's stage among those of all warpgroups."""
+        return tile.wg_idx * self.params.stages + subtile % self.params.stages
 
     def buffer(self, tile: Tile, subtile: int) -> cute.Tensor:
-        """The group's stage for a subtile, with the segments' columns joined."""
+        """A subtile's stage, with the segments' columns joined."""
         if self.num_segments == 1:
             return self.buffers[None, None, self.stage(tile, subtile)]
         joined = cute.local_tile(self.buffers, (*self.shape, self.num_segments), (0, 0, self.stage(tile, subtile)))
         return cute.group_modes(joined, 1, 3)
 
     def tma_partitions(self, tile: Tile, subtile: int) -> list[tuple[cute.Tensor, cute.Tensor]]:
-        """``tma_partition`` of the subtile's segments in shared and in global memory."""
+        """``tma_partition`` of each segment of a subtile: in shared and in global memory."""
         atom, tensor = self.parameters[:2]
         row, batch = self.rows(tile)
         shifted = cute.domain_offset((row, 0, 0), tensor)
         one_cta = cute.make_layout(1)
-        pairs_of_tiles = []
+        partitions = []
         for which in range(self.num_segments):
             coord = (0, self.segment(tile, subtile, which), batch)
-            if self.o.concat_glu:  # whole blocks; blocks beyond the first half are out of bounds
-                blocks = Int32(tensor.shape[1]) // (2 * BLOCK)
-                pair = (tile.column * self.params.num_subtiles + subtile) * (self.num_segments // 2) + which // 2
-                coord = (0, Int32(select_(pair < blocks, pair + which % 2 * blocks, 2 * blocks)), batch)
+            if self.op.concat_glu:  # a segment is a block of 32 columns; blocks of both halves alternate
+                blocks_of_half = Int32(tensor.shape[1]) // (2 * BLOCK)
+                block = (tile.column * self.params.num_subtiles + subtile) * (self.num_segments // 2) + which // 2
+                block_of_tensor = block + which % 2 * blocks_of_half
+                out_of_bounds = 2 * blocks_of_half
+                coord = (0, Int32(select_(block < blocks_of_half, block_of_tensor, out_of_bounds)), batch)
             gD = cute.local_tile(shifted, self.shape, coord)
             sD = self.buffers[None, None, self.stage(tile, subtile) * self.num_segments + which]
-            two = (cute.group_modes(x, 0, 2) for x in (sD, gD))
-            pairs_of_tiles.append(cpasync.tma_partition(atom, 0, one_cta, *two))
-        return pairs_of_tiles
+            smem_and_gmem = (cute.group_modes(x, 0, 2) for x in (sD, gD))
+            partitions.append(cpasync.tma_partition(atom, 0, one_cta, *smem_and_gmem))
+        return partitions
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:
         """The row of the TMA view where the tile begins, and the batch coordinate."""
@@ -107,42 +111,43 @@ class _StagedTile(EpiOpImpl):
             return tile.row, tile.batch
         return ragged_coord(tile.row, tile.end, self.params.rows, 1)
 
-    def thread_copy(self, matrix: Any, tile: Tile) -> tuple[Any, Any]:
-        """The tiled copy of registers and shared memory: stmatrix or ldmatrix, or a thread's contiguous columns."""
-        transposed = self.o.major == "m"
+    def thread_copy(self, matrix_op: Any, tile: Tile) -> tuple[Any, Any]:
+        """The tiled copy between registers and shared memory: stmatrix or ldmatrix, or vectors of contiguous columns.
+        """
+        transposed = self.op.major == "m"
         if self.element.width == 16 and self.params.layout.matrices:
-            atom = cute.make_copy_atom(matrix(transposed, 4), self.element)
+            atom = cute.make_copy_atom(matrix_op(transposed, 4), self.element)
         else:
             bits = self.element.width if transposed else min(128, self.element.width * self.params.layout.run)
             atom = cute.make_copy_atom(CopyUniversalOp(), self.element, num_bits_per_copy=bits)
         return atom, self.params.tiled_copy(atom, self.width).get_slice(tile.thread)
 
 
-class StoreTile(_StagedTile):
-    """Stores a value: registers to shared memory, then a TMA store, or a TMA reduction (add)."""
+class StoreTileImpl(_StagedTile):
+    """Stores a value: from registers to shared memory, then by a TMA store, or by a TMA reduction (add)."""
 
-    observes = True
+    read_only = True
 
-    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
-        super().__init__(declaration, params, width)
-        if params.ragged_m and declaration.pointers:
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
+        if params.ragged_m and epi_op.pointers:
             raise ValueError(
-                f"{declaration.tensor}: got pointers; allowed: a tensor, if groups may end in the middle of a tile"
+                f"{epi_op.tensor}: got pointers; allowed: a tensor, if groups may end in the middle of a tile"
             )
-        if declaration.adds and self.element.width < 16:
-            raise ValueError(f"{declaration.tensor}: got {declaration.dtype}; allowed: 16 and 32 bits, to add to")
+        if epi_op.adds and self.element.width < 16:
+            raise ValueError(f"{epi_op.tensor}: got {epi_op.dtype}; allowed: 16 and 32 bits, to add to")
 
     def tma_op(self) -> Any:
-        return cpasync.CopyReduceBulkTensorTileS2GOp() if self.o.adds else cpasync.CopyBulkTensorTileS2GOp()
+        return cpasync.CopyReduceBulkTensorTileS2GOp() if self.op.adds else cpasync.CopyBulkTensorTileS2GOp()
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        return (*super().prepare(arguments), arguments[self.o.tensor] if self.o.pointers else None)
+        return (*super().prepare(arguments), arguments[self.op.tensor] if self.op.pointers else None)
 
     def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
-        if self.o.pointers:
+        if self.op.pointers:
             columns = arguments["n"] * self.width // self.params.width
-            columns, pointers = columns // FORMATS[self.o.dtype].packed, arguments[self.o.tensor]
-            return ptr_array_view(self.element, arguments["m"], columns, self.o.major == "n", pointers)
+            columns, pointers = columns // FORMATS[self.op.dtype].packed, arguments[self.op.tensor]
+            return ptr_array_view(self.element, arguments["m"], columns, self.op.major == "n", pointers)
         return super().view(arguments)
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:
@@ -150,32 +155,31 @@ class StoreTile(_StagedTile):
         return row, batch if self.params.ragged_m else ptr_array_coord(self.parameters[2], batch)
 
     @property
-    def streams(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def elementwise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.element.width >= 16
 
-    def start(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+    def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         self.rounded = self.params.fragment(self.element, self.width)
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
-        x = values[self.o.value]
-        for _, positions in indices(x, some):
-            for left, right in zip(
-                positions[::2], positions[1::2], strict=True
-            ):  # adjacent columns, rounded by one instruction
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x = values[self.op.value]
+        for _, positions in indices(x, subset):
+            # One instruction rounds two adjacent columns.
+            for left, right in zip(positions[::2], positions[1::2], strict=True):
                 pair = cute.make_rmem_tensor(2, Float32)
                 pair[0], pair[1] = x.values[left], x.values[right]
-                joined = cute.make_rmem_tensor(2, self.element)
-                joined.store(pair.load().to(self.element))
-                self.rounded[left], self.rounded[right] = joined[0], joined[1]
+                rounded_pair = cute.make_rmem_tensor(2, self.element)
+                rounded_pair.store(pair.load().to(self.element))
+                self.rounded[left], self.rounded[right] = rounded_pair[0], rounded_pair[1]
 
-    def finish(self, tile: Tile, subtile: int) -> None:
-        if not self.params.early:
+    def end_subtile(self, tile: Tile, subtile: int) -> None:
+        if not self.params.overlaps_stores:
             self.r2s(tile, subtile)
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         self.rounded = self.params.fragment(Float32 if self.packed else self.element, self.width)
-        self.rounded.store(values[self.o.value].values.load().to(self.rounded.element_type))
-        self.finish(tile, subtile)
+        self.rounded.store(values[self.op.value].values.load().to(self.rounded.element_type))
+        self.end_subtile(tile, subtile)
 
     def r2s(self, tile: Tile, subtile: int) -> None:
         buffer = self.buffer(tile, subtile)
@@ -187,7 +191,7 @@ class StoreTile(_StagedTile):
 
     def store_pairs(self, fragment: Fragment, buffer: cute.Tensor, thread: Int32) -> None:
         """fp4: packs two columns into a byte, the left one in the low half, a run of a thread's columns at a time."""
-        rows = fragment.rows
+        rows = fragment.layout
         size = min(16, rows.run // 2)  # bytes
         runs = cute.flat_divide(buffer, (1, size))
         pairs = cute.make_rmem_tensor(size, Uint8)
@@ -203,30 +207,33 @@ class StoreTile(_StagedTile):
                 else:
                     runs[(0, None, *coord)].store(pairs.load())
 
-    def commit(self, tile: Tile, subtile: int) -> None:
+    def issue_tma(self, tile: Tile, subtile: int) -> None:
         for source, target in self.tma_partitions(tile, subtile):
             cute.copy(self.parameters[0], source, target)
 
 
-class LoadTile(_StagedTile):
-    """Loads a tensor by TMA: the first subtiles during the mainloop, each later one when a stage is free."""
+class LoadTileImpl(_StagedTile):
+    """Loads a tensor by TMA. The loads of the first subtiles overlap with the mainloop; ``issue_tma`` of a subtile
+    issues the load of the subtile that uses the same stage next.
+    """
 
+    elementwise = True
     tma_op = cpasync.CopyBulkTensorTileG2SOp
 
-    def __init__(self, declaration: Any, params: EpilogueParams, width: int) -> None:
-        super().__init__(declaration, params, width)
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
         if self.packed:
-            raise ValueError(f"{declaration.tensor}: {declaration.dtype} can be stored, not loaded")
+            raise ValueError(f"{epi_op.tensor}: {epi_op.dtype} can be stored, not loaded")
 
     def bytes(self) -> int:
-        return super().bytes() + self.params.groups * self.params.stages * 8
+        return super().bytes() + self.params.num_warpgroups * self.params.stages * 8
 
     def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
         super().setup_smem(parameters, smem)
-        self.full = smem.allocate_array(cutlass.Int64, self.params.groups * self.params.stages)
+        self.full = smem.allocate_array(cutlass.Int64, self.params.num_warpgroups * self.params.stages)
 
     def init_barriers(self) -> None:
-        for i in range(self.params.groups * self.params.stages):
+        for i in range(self.params.num_warpgroups * self.params.stages):
             cute.arch.mbarrier_init(self.full + i, 1)
 
     @cute.jit
@@ -247,36 +254,34 @@ class LoadTile(_StagedTile):
         for target, source in self.tma_partitions(tile, subtile):
             cute.copy(self.parameters[0], source, target, tma_bar_ptr=full)
 
-    streams = True
-
-    def start(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+    def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         self.loaded = self.load(tile, subtile)
-        values[self.o.value] = Fragment(self.params.fragment(Float32, self.width), self.width, self.params.layout)
+        values[self.op.value] = Fragment(self.params.fragment(Float32, self.width), self.width, self.params.layout)
         if self.element.width == 8:  # four values per conversion
-            values[self.o.value].values.store(self.loaded.load().to(Float32))
+            values[self.op.value].values.store(self.loaded.load().to(Float32))
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: ValueSubset) -> None:
-        x = values[self.o.value]
-        for _, positions in indices(x, some if self.element.width > 8 else ValueSubset(x.width, ())):
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x = values[self.op.value]
+        for _, positions in indices(x, subset if self.element.width > 8 else ValueSubset(x.width, ())):
             for i in positions:
                 x.values[i] = Float32(self.loaded[i])
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        wide = self.params.fragment(Float32, self.width)
-        wide.store(self.load(tile, subtile).load().to(Float32))
-        values[self.o.value] = Fragment(wide, self.width, self.params.layout)
+        converted = self.params.fragment(Float32, self.width)
+        converted.store(self.load(tile, subtile).load().to(Float32))
+        values[self.op.value] = Fragment(converted, self.width, self.params.layout)
 
     def load(self, tile: Tile, subtile: int) -> cute.Tensor:
         """Waits for a subtile and loads it to registers."""
         use, stage = divmod(subtile, self.params.stages)
-        uses = -(-(self.params.num_subtiles - stage) // self.params.stages)  # of this stage, in each tile
-        cute.arch.mbarrier_wait(self.full + self.stage(tile, subtile), (tile.count * uses + use) % 2)
+        uses_per_tile = -(-(self.params.num_subtiles - stage) // self.params.stages)  # of this stage
+        cute.arch.mbarrier_wait(self.full + self.stage(tile, subtile), (tile.iteration * uses_per_tile + use) % 2)
         atom, copy = self.thread_copy(warp.LdMatrix8x8x16bOp, tile)
         loaded = self.params.fragment(self.element, self.width)
         cute.copy(atom, copy.partition_S(self.buffer(tile, subtile)), copy.retile(loaded))
         return loaded
 
-    def commit(self, tile: Tile, subtile: int) -> None:
+    def issue_tma(self, tile: Tile, subtile: int) -> None:
         if subtile + self.params.stages < self.params.num_subtiles:  # all threads have read the stage
             self.issue_load(tile, subtile + self.params.stages)
 
@@ -287,8 +292,8 @@ def e2m1(x: Float32) -> Int32:
     Hopper has no such conversion. Adding 2^22 times a power of two rounds x to multiples of half that power.
     """
     size = cute.arch.fmin(cute.math.absf(x), Float32(6.0))
-    power = cute.arch.fmax(size, Float32(1.0)).bitcast(Int32) & 0x7F800000  # 1, 2 or 4: of the least, but at least 1
+    power = cute.arch.fmax(size, Float32(1.0)).bitcast(Int32) & 0x7F800000  # x's power of two: 1, 2 or 4
     magic = power + (22 << 23)
     count = (size + magic.bitcast(Float32)).bitcast(Int32) - magic
-    exponent = (power >> 23) - 127  # 2 and 3 halves of a power share codes with 4 and 5 of the power before
+    exponent = (power >> 23) - 127  # each power of two adds two codes: count is in halves of the power
     return count + exponent + exponent | x.bitcast(Int32) >> 28 & 8

@@ -79,7 +79,7 @@ class Gemm(Mainloop):
         self.threads = 32 * (self.gather_warp + (GATHER_WARPS if c.gathers else 0))
         self.epilogue = self.epilogue_of(
             rows=ROWS,
-            groups=1,
+            num_warpgroups=1,
             threads=ROWS,
             layout=TensorMemoryRows(),
             tiled_copy=lambda atom, width: cute.make_tiled_copy_tv(
@@ -365,11 +365,11 @@ class Gemm(Mainloop):
         if const_expr(self.operand_scales):
             acc_copy, acc_source = self.tmem_copy(acc, tcgen05.Ld32x32bOp, CHUNK, thread)
             store_copy, store_target = self.tmem_copy(acc, tcgen05.St32x32bOp, CHUNK, thread)
-        count, position = Int32(0), Int32(0)
+        iteration, position = Int32(0), Int32(0)
         cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
-            tile = self.tile(work, cta_coord, 0, count, thread, 0)
+            tile = self.tile(work, cta_coord, 0, iteration, thread, 0)
             self.epilogue.begin_tile(tile)
             if const_expr(self.operand_scales):
                 # (1) Promotion: promoted += scale * acc for the accumulator of each k tile.
@@ -397,9 +397,9 @@ class Gemm(Mainloop):
             else:
                 full = acc_pipeline.wait_and_advance()
             # (3) Load each subtile from tensor memory and run the epilogue operations on it.
-            steps = self.epilogue.steps()
-            for step in cutlass.range_constexpr(len(steps)):
-                subtile, act = steps[step]
+            subtile_passes = self.epilogue.subtile_passes()
+            for step in cutlass.range_constexpr(len(subtile_passes)):
+                subtile, process = subtile_passes[step]
                 values = params.fragment(Float32, params.width)
                 if const_expr(self.operand_scales):
                     self.tmem_load(copy, source, self.chunks(subtile), self.acc_stages, values)
@@ -409,15 +409,16 @@ class Gemm(Mainloop):
                         self.tmem_load(copy, source, self.chunks(subtile), full.index, values)
                 else:
                     self.tmem_load(copy, source, self.chunks(subtile), full.index, values)
-                if const_expr(step == len(steps) - 1 and not self.operand_scales):
+                if const_expr(step == len(subtile_passes) - 1 and not self.operand_scales):
                     full.release()
                 fragment = Fragment(values, params.width, params.layout)
-                self.epilogue.clear(tile, params.segment(subtile) * params.width // params.num_segments, fragment)
-                act(tile, subtile, fragment)
+                first_column = params.segment(subtile) * params.width // params.num_segments
+                self.epilogue.zero_out_of_bounds(tile, first_column, fragment)
+                process(tile, subtile, fragment)
             self.epilogue.end_tile(tile)
-            count += 1
+            iteration += 1
             cursor = self.scheduler.advance_to_next_work(cursor)
-        self.epilogue.drain(thread)
+        self.epilogue.store_tail(thread)
 
     def tmem_copy(self, acc: cute.Tensor, operation: Any, width: int, thread: Int32) -> tuple[Any, cute.Tensor]:
         """The copy of ``width`` columns of a thread's row from or to tensor memory, and its partition of all

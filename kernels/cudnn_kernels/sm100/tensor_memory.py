@@ -33,7 +33,7 @@ class TensorMemoryRows(RowLayout):
     """
 
     slots: int = 1
-    neighbours: int = 1
+    lanes_per_row: int = 1
     run: int = 32
     matrices: bool = False
     chains: int = 2
@@ -45,7 +45,7 @@ class TensorMemoryRows(RowLayout):
     def row(self, thread: Int32, slot: int) -> Int32:
         return thread
 
-    def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
+    def in_bounds(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
         end = Int32(select_(thread < rows, columns, Int32(0)))  # one comparison and one select per value
         return lambda position: self.column(thread, position) < end
 

@@ -88,12 +88,12 @@ class Gemm(Mainloop):
         self.tiled_operands = [x for x in self.operands if not x.operand.index]  # loaded by tiled TMA
         self.epilogue = self.epilogue_of(
             rows=self.wg_rows,
-            groups=MMA_WARPGROUPS,
+            num_warpgroups=MMA_WARPGROUPS,
             threads=WARPGROUP_SIZE,
             layout=WgmmaRows(slots=2 * (self.wg_rows // 64)),
             tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
             fragment=self.fragment,
-            early=self.computes_early(),
+            overlaps_stores=self.overlaps_stores(),
         )
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
@@ -117,13 +117,13 @@ class Gemm(Mainloop):
         """Registers for ``width`` columns of a warpgroup's rows, or of ``rows`` rows, in the accumulator's order."""
         return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.wg_rows, width)), dtype)
 
-    def computes_early(self) -> bool:
+    def overlaps_stores(self) -> bool:
         """Whether a subtile is computed while the one before is stored: if both warpgroups share the tile, so that
         nothing else overlaps with the stores, registers suffice, and the accumulator is scaled (see ``Scale``).
         """
         traits = traits_of(self.c.epilogue)
         scaled = any(isinstance(o, (Scale, MultiplyGroup)) for o in self.c.epilogue)
-        return scaled and not (self.c.pingpong or self.promotion or traits.registers or traits.width > 1)
+        return scaled and not (self.c.pingpong or self.promotion or traits.extra_registers or traits.width > 1)
 
     def stage_bytes(self) -> int:
         return sum(operand.bits() for operand in self.operands) // 8
@@ -264,7 +264,7 @@ class Gemm(Mainloop):
         tCrA = mma.make_fragment_A(thr_mma.partition_A(sA_wg))
         tCrB = mma.make_fragment_B(thr_mma.partition_B(sB))
         acc = self.fragment(Float32, self.tile_n)
-        count, position = Int32(0), Int32(0)  # tiles so far; the pipeline position of the tile's first k tile
+        iteration, position = Int32(0), Int32(0)  # tiles so far; the pipeline position of the tile's first k tile
         if const_expr(c.pingpong):
             cursor, first = self.scheduler.initial_work_pingpong(wg_idx)
             position = wg_idx * first.k_tiles(self.tile_k)
@@ -274,7 +274,7 @@ class Gemm(Mainloop):
             cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
-            tile = self.tile(work, cta_coord, wg_in_tile, count, thread, wg_idx)
+            tile = self.tile(work, cta_coord, wg_in_tile, iteration, thread, wg_idx)
             k_tiles = work.k_tiles(self.tile_k)
             self.epilogue.begin_tile(tile)
             # (1) Ping-pong: wait until the other warpgroup has issued the MMAs of its tile.
@@ -292,9 +292,9 @@ class Gemm(Mainloop):
                     position += self.scheduler.work_tile(cursor).k_tiles(self.tile_k)
             # (3) Epilogue.
             self.run_epilogue(acc, tile)
-            count += 1
+            iteration += 1
             cursor = self.scheduler.advance_to_next_work(cursor)
-        self.epilogue.drain(thread)
+        self.epilogue.store_tail(thread)
 
     @cute.jit
     def mma_tile(
@@ -526,7 +526,7 @@ class Gemm(Mainloop):
                 return scale
             per_row = [[row * columns[first + column] for column in range(0, self.partial_n, granule)] for row in sfa]
             return lambda slot, position: per_row[slot][
-                position // layout.run * layout.run * layout.neighbours // granule
+                position // layout.run * layout.run * layout.lanes_per_row // granule
             ]
 
         return [scale_of(i) for i in range(len(acc_tiles))]
@@ -548,8 +548,8 @@ class Gemm(Mainloop):
         params = self.epilogue.params
         half = params.width // 2  # values of a subtile in each M64 block
         segment = half // params.num_segments
-        self.epilogue.clear(tile, 0, Fragment(acc, self.tile_n, params.layout))
-        for subtile, act in self.epilogue.steps():
+        self.epilogue.zero_out_of_bounds(tile, 0, Fragment(acc, self.tile_n, params.layout))
+        for subtile, process in self.epilogue.subtile_passes():
             values = self.fragment(Float32, params.width)
             for atom in range(self.wg_rows // 64):
                 for which in range(params.num_segments):
@@ -557,7 +557,7 @@ class Gemm(Mainloop):
                     for i in range(segment):
                         values[i + which * segment + atom * half] = acc[i + first]
             fragment = Fragment(values, params.width, params.layout)
-            act(tile, subtile, fragment)
+            process(tile, subtile, fragment)
         self.epilogue.end_tile(tile)
 
 

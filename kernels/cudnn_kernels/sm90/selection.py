@@ -126,8 +126,8 @@ class Selection(SparseSingleQuery):
         After a tile's first step it is speculative (with the old maximum), unless true maxima are returned. A warp
         whose values exceed the bound recomputes its scores.
         """
-        # One nested assignment: a softmax_state assigned by itself would be carried through the branches by the DSL,
-        # which rebinds the fields of the shared state.
+        # One nested assignment: the DSL would carry a softmax_state of a plain assignment through the branches and
+        # rebind the fields of the shared state.
         acc_S, (softmax_state, row_scales), (spans, any_visible, all_visible) = (
             mainloop_state.score_mmas[0][0],
             mainloop_state.row_state,

@@ -30,7 +30,7 @@ from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 VECTORS_PER_CHUNK = WGMMA_M // VECTOR  # 16-byte vectors of 64 elements
 
 
-INITIAL_SHIFT = -1e30  # scaled maximum before the first score: the first rescale multiplies the sums by 0
+INITIAL_SHIFT = -1e30  # scaled maximum before the first score: the first rescale sets the sums to 0
 
 
 @dataclass

@@ -150,7 +150,7 @@ class GemmRope(DenseGemm):
             raise self.error("rotated_begin and rotated_end", (begin, end), f"multiples of {head}, in order, up to {n}")
         if not self.given("positions") and sizes["positions"] != sizes["m"]:
             raise self.error("rows of cos and sin", sizes["positions"], f"{sizes['m']}, those of a", "pass positions")
-        columns, sums = epilogue.traits_of(self.operations()).columns, self.sf_vec_size == SUM_VECTOR
+        columns, sums = epilogue.traits_of(self.operations()).column_multiple, self.sf_vec_size == SUM_VECTOR
         together = columns if columns % 32 == 0 else 2 * columns
         most = 256 if not sums and (self.scaled or self.accurate or self.kind("a") not in FLOAT8) else 128
         if together > most or (self.scaled and not sums and 256 % together):
