@@ -138,7 +138,7 @@ def test_addresses_of_a_storage_that_moves_are_few() -> None:
         others.append(torch.ones(4))  # takes that memory
         storage.resize_(16)
     kept = [key for key, each in address_tables._TABLES.items() if each.memory.cdata == StorageWeakRef(storage).cdata]
-    assert len(kept) == 2 * operands.MOVES < len(seen)
+    assert len(kept) == 2 * address_tables.MOVES < len(seen)
 
 
 def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from cudnn import settings
@@ -32,6 +32,20 @@ def derived(execute: Signature) -> Signature:
     """Marks an ``execute`` of which only the signature is written: its class passes the arguments on to ``run``."""
     execute.is_derived = True  # pyright: ignore[reportFunctionMemberAccess]
     return execute
+
+
+def with_resolved_inputs(
+    where: str, tensors: Mapping[str, Any], written: Collection[str], stream: Any
+) -> Mapping[str, Any]:
+    """Tensors by name, with copies made on ``stream`` of those that are negative views and not ``written``."""
+    for name, x in tensors.items():
+        if x is not None and not torch._C._has_storage(x):
+            check_tensor(where, name, x)
+    lazy = [name for name, x in tensors.items() if x is not None and x.is_neg() and name not in written]
+    if not lazy:
+        return tensors
+    with on_stream(stream, tensors[lazy[0]]):
+        return {**tensors, **{name: resolved(tensors[name]) for name in lazy}}
 
 
 class FusedAPI(APIBase):
@@ -308,14 +322,8 @@ class FusedAPI(APIBase):
     @classmethod
     def resolved(cls, tensors: Mapping[str, Any], stream: Any) -> Mapping[str, Any]:
         """Tensors by name, inputs that are negative views as copies made on ``stream``: for calls that may allocate."""
-        for name, x in tensors.items():
-            if x is not None and not torch._C._has_storage(x):
-                check_tensor(cls._title(), name, x)
-        lazy = [name for name, x in tensors.items() if x is not None and x.is_neg() and not cls.spec(name).written]
-        if not lazy:
-            return tensors
-        with on_stream(stream, tensors[lazy[0]]):
-            return {**tensors, **{name: resolved(tensors[name]) for name in lazy}}
+        written = {name for name in tensors if cls.spec(name).written}
+        return with_resolved_inputs(cls._title(), tensors, written, stream)
 
     def given(self, name: str) -> bool:
         """Whether there is a sample of a tensor."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
 from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
+from cudnn.fused.host import with_resolved_inputs
 from cudnn.fused.objects import written
 from cudnn.lazy import torch
 from cudnn.runtime import launch
@@ -93,6 +94,11 @@ class SlidingWindowAttention(APIBase):
         self.handle = cudnn_handle
         self._built: Any = None
         self._refusal: Exception | None = None
+
+    @classmethod
+    def resolved(cls, tensors: Mapping[str, Any], stream: Any) -> Mapping[str, Any]:
+        """Tensors by name, inputs that are negative views as copies: for the wrapper, which may allocate."""
+        return with_resolved_inputs(cls._title(), tensors, ("o", "stats"), stream)
 
     def _count(self, name: str, value: Any) -> Any:
         """An argument of 0 and more, or None."""
