@@ -123,7 +123,8 @@ def test_gradients_of_scores_far_below_zero(name: str, s_q: int, s_kv: int, dtyp
         rows = valid["q" if port == "dQ" else "kv"]
         # Element 0 of dQ and dK is a sum that cancels out, times a large number.
         got, right = (torch.where(rows, x[port].double(), 0.0)[..., 1:] for x in (gradients, exact))
-        torch.testing.assert_close(got, right, rtol=0, atol=0.02 * right.abs().max().item())
+        # A row that sees one key has gradients of 0, computed as a difference of float32 numbers.
+        torch.testing.assert_close(got, right, rtol=0, atol=max(0.02 * right.abs().max().item(), 1e-5))
 
 
 @pytest.mark.parametrize("implementation", [AUTO, COMPOSITE])

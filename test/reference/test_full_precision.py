@@ -145,6 +145,7 @@ def of_convolution(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     graph = cudnn.pygraph(backend="reference", **FLOATS)
     names = [graph.tensor_like(t) for t in (x, w)]
     y = graph.conv_fprop(*names, padding=[1, 1], stride=[1, 1], dilation=[1, 1]).set_output(True)
+    y.set_stride(x.stride())
     graph.build([cudnn.heur_mode.A])
     found = torch.empty_like(x)
     graph.execute({names[0]: x, names[1]: w, y: found}, None)
