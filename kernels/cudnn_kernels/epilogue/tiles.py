@@ -112,8 +112,7 @@ class _StagedTile(EpiOpImpl):
         return ragged_coord(tile.row, tile.end, self.params.rows, 1)
 
     def thread_copy(self, matrix_op: Any, tile: Tile) -> tuple[Any, Any]:
-        """The tiled copy between registers and shared memory: stmatrix or ldmatrix, or vectors of contiguous columns.
-        """
+        """The tiled copy between registers and shared memory: stmatrix, ldmatrix, or vectors of columns."""
         transposed = self.op.major == "m"
         if self.element.width == 16 and self.params.layout.matrices:
             atom = cute.make_copy_atom(matrix_op(transposed, 4), self.element)

@@ -135,12 +135,10 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             "epi_tile_n": traits.column_multiple if one_subtile else int(64 / traits.width),
         }
     elif traits.width > 1:
-        most = PINGPONG_EXPERT_BITS if grouped else PINGPONG_BITS
-        pingpong_choice = (
-            bits == 16 and traits.staged_bits_per_column <= most and not traits.extra_registers and not scale
-        )
-        choice |= {"epi_tile_n": 32, "pingpong": pingpong_choice}
-        if grouped and pingpong_choice:
+        max_bits = PINGPONG_EXPERT_BITS if grouped else PINGPONG_BITS
+        pingpong = bits == 16 and traits.staged_bits_per_column <= max_bits and not traits.extra_registers and not scale
+        choice |= {"epi_tile_n": 32, "pingpong": pingpong}
+        if grouped and pingpong:
             choice |= (
                 {"cluster": (1, 2), "swizzle_size": swizzle_size(problem)}
                 if two_tiles_fit(problem.n, 128)
