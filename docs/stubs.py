@@ -1,6 +1,6 @@
 """The stubs of the package, what type checkers see of names that exist at run time only: `python docs/generate.py`.
 
-A test fails while one is out of date.
+A test fails while one is out of date. They are laid out as `ruff format` would do it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cudnn
-from cudnn import registry
-from cudnn.fused import operator
+from cudnn.fused import operator, registry
 
 _WRITTEN = "Written by `python docs/generate.py`."
 _OPERATORS = f'''"""The operators of the fused APIs, ``cudnn.ops``, for type checkers. {_WRITTEN}"""
@@ -43,11 +42,7 @@ def _operator(name: str) -> str:
     result = f"tuple[{', '.join(['Tensor'] * len(api.returns))}]"
     about = f"{', '.join(api.returns)}; what there is not has no elements. See :class:`cudnn.{api.__name__}`."
     about = _wrapped(f'"""{api.title}: {about}"""')
-    # No line ends within a parameter.
-    arguments = [
-        line.replace("\0", " ") for line in _wrapped(" ".join(f"{each},".replace(" ", "\0") for each in shown))
-    ]
-    return "\n".join([f"def {name}(", *arguments, f") -> {result}:  # fmt: skip", *about, ""])
+    return "\n".join([f"def {name}(", *(f"    {each}," for each in shown), f") -> {result}:", *about, ""])
 
 
 def _wrapped(text: str) -> list[str]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import library
@@ -270,14 +269,17 @@ class _Choice:
     """The plan chosen for one graph, cuDNN and GPU, as a file."""
 
     def __init__(self, graph: pygraph, device: str) -> None:
-        from cudnn.launch.cache import folder
+        from cudnn.runtime.cache import user
 
         self._what = {"graph": repr(graph), "cudnn": library.version(), "device": device}
         digest = hashlib.sha256(json.dumps(self._what, sort_keys=True).encode()).hexdigest()
-        self._path = Path(folder(), "plans", f"{digest[:32]}.json")
+        self._store = user()
+        self._path = None if self._store is None else self._store.folder / "plans" / f"{digest[:32]}.json"
 
     def read(self) -> str | None:
         """Name of the plan; None where none is known."""
+        if self._path is None:
+            return None
         try:
             found = json.loads(self._path.read_bytes())
             return found["plan"] if {key: found[key] for key in self._what} == self._what else None
@@ -289,8 +291,10 @@ class _Choice:
 
     def write(self, tag: str) -> None:
         """Keeps the name of the plan. A folder that cannot be written to costs the next run a measurement."""
+        if self._store is None or self._path is None:
+            return
         try:
-            self._path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
             with open(descriptor, "w") as file:

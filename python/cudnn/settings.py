@@ -98,7 +98,8 @@ KERNEL_CACHE = Setting(
     str,
     "",
     "Where compiled kernels of the fused APIs are kept, and in `plans` what `cudnn.autotune` chose; unset: the user's "
-    "cache folder. `cudnn cache list` shows it.",
+    "cache folder or, where that cannot be written to, `cudnn-fused-<uid>` among the temporary files. "
+    "`cudnn cache list` shows it.",
 )
 SYSTEM_KERNEL_CACHE = Setting(
     "CUDNN_SYSTEM_KERNEL_CACHE",
@@ -124,14 +125,6 @@ PLAN_CUDA_GRAPHS = Setting(
     True,
     "Whether calls of a graph whose tensors lie where they lay before launch a CUDA graph that the plan keeps, instead "
     "of calling cuDNN. Read at a graph's first call with tensors of a kind.",
-)
-FUSED_CUDA_GRAPHS = Setting(
-    "CUDNN_FUSED_CUDA_GRAPHS",
-    "1 or 0",
-    _flag,
-    True,
-    "Whether calls of a fused API whose tensors lie where they lay before launch a CUDA graph of the kernel that is "
-    "kept for them. Read when its object is compiled.",
 )
 CLUSTER_OVERLAP_MARGIN = Setting(
     "CUDNNFE_CLUSTER_OVERLAP_MARGIN",
@@ -189,7 +182,6 @@ SETTINGS = (
     SYSTEM_KERNEL_CACHE,
     EMULATE,
     PLAN_CUDA_GRAPHS,
-    FUSED_CUDA_GRAPHS,
     CLUSTER_OVERLAP_MARGIN,
     GEMM_DYNAMIC_M,
     GEMM_DYNAMIC_MNKL,

@@ -15,7 +15,7 @@ from cudnn.backend import cuda_graph
 from cudnn.backend import handle as handles
 from cudnn.backend.device import DeviceProperties
 from cudnn.backend.engine import OperationGraph, heuristics
-from cudnn.backend.handle import Handle, Lane, create_handle, destroy_handle
+from cudnn.backend.handle import Handle, create_handle, destroy_handle
 from cudnn.backend.library import Library
 from cudnn.backend.plan import ExecutionPlan, Pack, PlanList
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, knob_type, numerical_note
@@ -435,10 +435,10 @@ def test_a_failed_pack_is_not_kept(plan: ExecutionPlan, described_handle: Handle
 def test_an_event_is_destroyed_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(cuda_graph, "_driver", lambda name, *_: called.append(name))
-    lane = Lane(0, 0, {})
-    lane.marker = cuda_graph.Event(7)
+    handle = Handle(1, 0)
+    handle.marker = cuda_graph.Event(7)
     assert not called
-    del lane
+    del handle
     assert called.count("cuEventDestroy_v2") == 1
     cuda_graph.Event()  # was not made
     assert called.count("cuEventDestroy_v2") == 1

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 import cudnn
 from cudnn.cli import app, progress, selftest
-from cudnn.cli.programs import grouped
-from cudnn.cli.programs.gemm_matrix import Variant
-from ptx_emulator import calibration
+from cudnn.demo_cases import grouped
+from cudnn.demo_cases.gemm_matrix import Variant
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,15 +144,14 @@ def test_a_bar_on_a_terminal(piped: bool, tmp_path: Path) -> None:
 
 
 def test_selftest_shows_what_it_does(said: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    cases, advance = calibration.cases, progress.Steps.advance
+    advance = progress.Steps.advance
 
     def slowly(steps: progress.Steps, *arguments: Any) -> None:
         said()
         advance(steps, *arguments)
 
     monkeypatch.setattr(progress.Steps, "advance", slowly)
-    monkeypatch.setattr(selftest, "sample", lambda arch, count: [Variant("gemm_amax", (128, 128, 64, 1))])
-    monkeypatch.setattr(calibration, "cases", lambda arch: [c for c in cases(arch) if c.family == "f64"])
+    monkeypatch.setattr(selftest, "sample", lambda arch, count: [Variant("gemm_amax", (128, 128, 64, 1))] * 2)
     monkeypatch.setattr(grouped, "variants", lambda full: [])
     result = CliRunner().invoke(app, ["selftest", "--arch", "sm_90a", "--emulate"])
     assert result.exit_code == 0, result.output

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cudnn import bench, registry
-from cudnn.cli import programs
+from cudnn import bench, demo_cases
 from support.cli import invoke, words
 
 REFUSED = {
@@ -22,17 +21,12 @@ REFUSED = {
         (["gemm_amax", "--routing", "zipf"], "got 'zipf'; allowed: uniform."),
         (["--from-csv", "missing.csv"], "missing.csv"),
         (["--from-csv", __file__], "no CSV file of `cudnn bench`"),
-        (["rmsnorm_rht_amax", "--model"], "allowed: " + ", ".join(registry.gemms())),
-        (["gemm_amax", "--model", "--csv", "x.csv"], "got --csv or --plot; allowed: neither"),
-        (["gemm_amax", "--clock", "1500"], "got 1500; allowed: a positive number, with --model"),
-        (["gemm_amax", "--model", "--clock", "-1"], "got -1; allowed: a positive number, with --model"),
-        (["--model", "--from-csv", "x.csv", "--clock", "9"], "got 9; allowed: a positive number"),
         (["gemm_swiglu", "--ranks", "2"], "allowed: 2 to 16, with moe, --quick"),
         (["moe", "--ranks", "1"], "allowed: 2 to 16, with moe, --quick"),
         (["moe", "--ranks", "2", "--all"], "allowed: 2 to 16, with moe, --quick"),
     ],
     "emulate": [
-        (["nothing"], f"TARGET: got 'nothing'; allowed: {programs.PROGRAMS[0]}, "),
+        (["nothing"], f"TARGET: got 'nothing'; allowed: {demo_cases.PROGRAMS[0]}, "),
         (["missing.py"], "TARGET: got 'missing.py'; allowed: a file that exists."),
         (["rmsnorm_rht_amax", "--arch", "sm_80"], "--arch: got 'sm_80'; allowed: sm_90a, sm_100a."),
         (["rmsnorm_rht_amax", "--scheduler", "fair"], "got 'fair'; allowed: lowest-pc, random, lazy."),
@@ -45,7 +39,7 @@ REFUSED = {
         ([], "allowed: a file or --example, one of the two"),
         (["program.py", "--example", "conv"], "one of the two"),
         (["--example", "rope"], "got 'rope'; allowed: attention, conv, matmul, rmsnorm"),
-        (["--example", "conv", "--format", "png"], "got 'png'; allowed: text, mermaid, svg"),
+        (["--example", "conv", "--format", "png"], "got 'png'; allowed: text, svg"),
         (["absent.py"], "got 'absent.py'; allowed: a file that exists"),
     ],
 }

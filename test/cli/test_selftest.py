@@ -11,11 +11,11 @@ import torch
 from typer.testing import Result
 
 import cudnn
-from cudnn import launch, registry
-from cudnn.cli import progress, selftest
-from cudnn.cli.programs import gemm_operands, grouped
-from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
-from ptx_emulator import calibration
+from cudnn.cli import selftest
+from cudnn.demo_cases import gemm_operands, grouped
+from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.fused import registry
+from cudnn.runtime import launch
 from support.cli import invoke, words
 from support.selection import brief
 
@@ -30,12 +30,10 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """Two variants, and the microkernels of two families."""
+    """Two variants."""
     chosen = [SMALL, Variant("gemm_srelu", (128, 128, 256, 1), "float8_e4m3fn", scale="float8_e8m0fnu", vector=32)]
-    cases = calibration.cases
     monkeypatch.setattr(selftest, "sample", lambda arch, count: chosen)
     monkeypatch.setattr(grouped, "variants", lambda full: [])
-    monkeypatch.setattr(calibration, "cases", lambda arch: [c for c in cases(arch) if c.family in ("f64", "mbarrier")])
     return chosen
 
 
@@ -81,59 +79,27 @@ def test_in_the_emulator(arch: str, few: list[Variant], tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["about"]["where"] == f"emulated {arch}"
     assert report["about"]["torch"] == torch.__version__
-    gemms = [f for f in report["findings"] if not f["group"].startswith("microkernels")]
-    assert [(f["name"], f["verdict"]) for f in gemms] == [(str(variant), selftest.AGREES) for variant in few]
-    small = {f["verdict"] for f in report["findings"] if f["group"].startswith("microkernels")}
-    # A chip's results are kept for sm_90a; two microkernels hold what the emulator refuses.
-    assert small == ({selftest.AGREES, selftest.UNKNOWN} if arch == "sm_90a" else {selftest.UNKNOWN})
+    found = [(f["name"], f["verdict"]) for f in report["findings"]]
+    assert found == [(str(variant), selftest.AGREES) for variant in few]
     assert f"0 of {len(report['findings'])} failed." in words(result)
 
 
 def test_wrong_results_make_it_fail(few: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GEMM with another definition, one that is refused, a microkernel with other results."""
+    """A GEMM with another definition, and one that is refused."""
     few[1] = Variant("gemm_srelu", (128, 128, 256, 1), scale="float8_e8m0fnu")
-    compare, operands, seen = calibration.compare, gemm_operands.operands, []
+    operands = gemm_operands.operands
 
     def doubled(variant: Variant, device: str) -> Any:
         found = operands(variant, device)
         found.product.mul_(2)
         return found
 
-    def first_is_wrong(case: Any, *arguments: Any) -> Any:
-        difference = compare(case, *arguments)
-        difference.wrong = 0 if seen else 1
-        seen.append(case)
-        return difference
-
-    monkeypatch.setattr("cudnn.cli.programs.dense.operands", doubled)
-    monkeypatch.setattr(calibration, "compare", first_is_wrong)
+    monkeypatch.setattr("cudnn.demo_cases.dense.operands", doubled)
     result = run("--arch", "sm_90a", "--emulate")
     assert result.exit_code == 1
     assert f"gemm_amax, {SMALL}: amax: error" in words(result)
     assert "GemmSrelu: a tensor dtype, with scale factors: got bfloat16" in words(result)
-    assert f"microkernels: {seen[0].family}, {seen[0].name}: 1 of" in words(result)
-    assert "3 of" in result.output.splitlines()[-1]
-
-
-def test_without_results_of_a_chip_the_emulator_is_what_a_chip_is_compared_with(
-    few: list[Variant], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chip that does as the emulator does, but for one kernel that it refuses and one with another result."""
-    known = [case for case in calibration.cases("sm_100a") if not case.refused]
-
-    def on_chip(cases: Any, arch: str) -> Any:
-        outputs = {case.id: calibration.run_emulated(case, arch) for case in known}
-        outputs[known[1].id] = [output + 1 for output in outputs[known[1].id]]
-        del outputs[known[0].id]
-        return outputs, {known[0].id: "cuModuleLoadDataEx: no"}, {"driver": "13.0"}
-
-    monkeypatch.setattr(calibration, "cases", lambda arch: known)
-    monkeypatch.setattr(calibration, "run_all", on_chip)
-    findings, about = selftest.microkernels("sm_100a", False, progress.Steps("", None))
-    assert about == {"driver": "13.0"}
-    assert [finding.verdict for finding in findings[:2]] == [selftest.FAILED] * 2
-    assert findings[0].detail == "cuModuleLoadDataEx: no"
-    assert {finding.verdict for finding in findings[2:]} == {selftest.AGREES}
+    assert "2 of" in result.output.splitlines()[-1]
 
 
 def test_processes_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import calibration
 import cudnn
+from calibration import Case, Difference, Golden, Tolerance
+from calibration.__main__ import write
+from calibration.cases import tensors
+from calibration.maps import Map
 from emulator.golden.kernels import FILE, KERNELS, Kernel
-from ptx_emulator import Misaligned, UnsupportedPTX, calibration
-from ptx_emulator.calibration import Case, Difference, Golden, Tolerance
-from ptx_emulator.calibration.__main__ import write
-from ptx_emulator.calibration.cases import tensors
-from ptx_emulator.calibration.maps import Map
+from ptx_emulator import Misaligned, UnsupportedPTX
 
 ARCH = "sm_90a"
 CASES = calibration.cases(ARCH)
@@ -187,8 +189,10 @@ def test_tensor_maps_that_are_refused(change: dict[str, object], message: str) -
 
 # -- the command
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ptx_emulator.calibration", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[2] / "python")
+    line = [sys.executable, "-m", "calibration", *arguments]
+    return subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import launch
+from cudnn.runtime import launch
 from cudnn_kernels.signature import bind
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
@@ -649,7 +649,7 @@ def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Rec
 
 
 def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.fused.call import say
+    from cudnn.runtime.call import say
 
     say.cache_clear()
     for _ in range(2):

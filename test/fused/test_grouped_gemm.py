@@ -1,9 +1,7 @@
-"""The grouped fused GEMMs against their formulas in float64, in PyTorch and in the emulator; and what they refuse."""
+"""The grouped fused GEMMs against their formulas in float64, in PyTorch and in the emulator."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -11,16 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn
-from cudnn import registry
 from cudnn.fused import operator as operator_of
-from cudnn.fused.call import Call, Layout
-from cudnn.fused.gradients import WGradInputOrder
-from cudnn.fused.grouped import ExpertsGemm, numbered
+from cudnn.fused import registry
+from cudnn.fused.grouped import ExpertsGemm
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
-from support import gemm, gemms, grouped
+from support import gemms, grouped
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
 from support.recorded import OnGpu, Recorded
-from support.selection import within
 
 pytest.importorskip("ptx_emulator")
 
@@ -542,154 +537,6 @@ def test_sizes_of_a_call_with_addresses_only() -> None:
     assert {name: sizes[name] for name in ("m", "n", "k", "experts")} == {"m": 512, "n": 128, "k": 128, "experts": 2}
 
 
-WRONG_ADDRESSES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"b_ptrs": torch.zeros(3, dtype=torch.int32)}, ValueError, "b_ptrs must be int64: got torch.int32"),
-    ({"b_ptrs": torch.zeros(2, dtype=torch.int64)}, ValueError, "b_ptrs length mismatch: got 2; allowed: expected 3"),
-    ({"b_ptrs": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, "b_ptrs must be 1-D"),
-    ({"b_ptrs": torch.zeros(6, dtype=torch.int64)[::2]}, ValueError, "b_ptrs must be contiguous"),
-    ({"b_ptrs": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
-    ({"b": torch.zeros(128, 128, 3).bfloat16()}, ValueError, "b_tensor and b_ptrs: got both; allowed: one of them"),
-    ({"n": None}, ValueError, "n and b_dtype: got None and torch.bfloat16; allowed: both, for weights behind b_ptrs"),
-    ({"b_dtype": F16}, ValueError, "b_dtype: got torch.float16; allowed: bfloat16, the type of a"),
-]
-
-
-@pytest.mark.parametrize(("changed", "error", "words"), WRONG_ADDRESSES)
-def test_wrong_addresses(changed: dict[str, Any], error: Any, words: str) -> None:
-    p = grouped.problem("grouped_gemm_quant")
-    grouped.addressed(p)
-    p.options |= {key: value for key, value in changed.items() if key in p.options}
-    p.given |= {key: value for key, value in changed.items() if key not in p.options}
-    with pytest.raises(error, match=words):
-        grouped.run(p, "reference")
-
-
-# Weight gradients.
-
-
-def gradients(ends: tuple[int, ...], tokens: int, indexed: str = "", **more: Any) -> None:
-    """Of ``indexed`` operands, tokens are those of half as many, by number."""
-    a, b = torch.randn(tokens, 136).bfloat16(), torch.randn(tokens, 72).bfloat16()
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    given = {"a": a, "b": b}
-    for name in indexed:
-        given[name], more[f"{name}_index"] = gemm.lines(given[name][..., None], 0)
-        given[name] = given[name][..., 0]
-    a, b = (numbered(x, more.get(f"{name}_index")) for name, x in given.items())
-    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(given["a"].T, given["b"], None, None, offsets, wgrad_dtype=F32, **more)
-    start = 0
-    for expert, end in enumerate(ends):
-        scale = more["global_scale_a"][expert] * more["global_scale_b"][expert] if "global_scale_a" in more else 1.0
-        expected = scale * (a[start:end].double().T @ b[start:end].double())
-        torch.testing.assert_close(wgrad[expert].double(), expected, rtol=1e-4, atol=1e-4)
-        start = end
-
-
-SLOW = [pytest.param(*case, marks=pytest.mark.full) for case in (("sm_100a", ""), ("sm_90a", "b"), ("sm_100a", "a"))]
-
-
-@pytest.mark.parametrize(
-    ("where", "indexed"), [*(("reference", names) for names in ("", "a", "b", "ab")), ("sm_90a", ""), *SLOW]
-)
-def test_weight_gradients(where: str, indexed: str) -> None:
-    scales = {} if indexed else {name: torch.rand(3) + 0.5 for name in ("global_scale_a", "global_scale_b")}
-    with within(where):
-        gradients((5, 5, 180), 200, indexed, **scales)
-
-
-def test_numbers_of_tokens() -> None:
-    """What is refused, before anything runs; and no numbers, which are nothing to do."""
-    p = grouped.problem("grouped_gemm", "fp8", inputs={"a_index": I32})
-    with pytest.raises(ValueError, match="a_index tensor: got a tensor, for float8_e4m3fn; allowed: None, but for"):
-        grouped.run(p, "reference")
-    p = grouped.problem("grouped_gemm", inputs={"a_index": I32, "prob": F32})
-    p.given["a_index"] = p.given["a_index"][1:]
-    with pytest.raises(ValueError, match=r"prob tensor shape mismatch: expected \(199, 1, 1\)"):
-        grouped.run(p, "reference")
-    p.given |= {"a_index": p.given["a_index"][:0], "prob": p.given["prob"][:0]}
-    grouped.run(p, "sm_90a")
-    assert p.results["d_tensor"].shape == (0, 128, 1)
-    x, index = torch.zeros(64, 32).bfloat16(), torch.zeros(64, dtype=torch.int32)
-    with pytest.raises(ValueError, match="a_index tensor: got a tensor, with contiguous tokens of a; allowed: None"):
-        cudnn.grouped_gemm_wgrad_wrapper(x.T.contiguous(), x, None, None, index[:2], a_index=index)
-
-
-def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:
-    """Operands with scale factors, each expert's of its own; with other tokens after the last one."""
-    m, n, tokens, device = 136, 72, more.pop("offsets_of", ends[-1]) + 128, "cuda" if where == "gpu" else "cpu"
-    a, b = (grouped.operand(kind, rows, tokens, 1, device) for rows in (m, n))
-    vector = grouped.KINDS[kind][2]
-    sfa, sfb = (grouped.by_expert(x.scales, sorted(ends), vector) for x in (a, b))
-    names = more.pop("scales_of", () if kind == "mxfp8" else ("global_scale_a", "global_scale_b"))
-    scales = {key: torch.rand(len(ends), device=device) + 0.5 for key in names}
-    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    for x in (a, b) if "input_order" in more else ():
-        raw, packed = x.tensor[..., 0].view(torch.uint8), 2 if kind != "mxfp8" else 1
-        parts = raw.tensor_split([end // packed for end in ends], 1)
-        x.tensor = torch.cat([part.reshape(-1) for part in parts]).view(raw.shape).view(x.tensor.dtype)[..., None]
-    addressed = more.pop("addressed", False)
-    out: Any = torch.full((len(ends), m, n), 2.0, device=device)
-    out = [x.clone() for x in out] if addressed else out
-    given = {"wgrad_tensor": out}
-    if addressed:
-        given = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
-    with within(where):
-        cudnn.grouped_gemm_wgrad_wrapper(
-            a.tensor[..., 0],
-            b.tensor[..., 0].T,
-            sfa,
-            sfb,
-            offsets,
-            wgrad_dtype=F32,
-            sf_vec_size=vector,
-            **given,
-            **scales,
-            **more,
-        )
-    start = 0
-    for expert, end in enumerate(ends):
-        expected = a.values[:, start:end, 0] @ b.values[:, start:end, 0].T
-        for scale in scales.values():
-            expected = expected * scale[expert].double()
-        expected = expected + (2.0 if more.get("accumulate_on_output") else 0.0)
-        torch.testing.assert_close(out[expert].double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-        start = end
-
-
-SCALED: list[dict[str, Any]] = [
-    {"kind": "mxfp8", "ends": (128, 128, 384), "accumulate_on_output": True},
-    {"kind": "nvfp4", "ends": (64, 64, 192), "addressed": True},
-    {"kind": "mxfp4", "ends": (128, 256), "addressed": True, "accumulate_on_output": True},
-    {"kind": "nvfp4", "ends": (64, 64, 256), "input_order": "tensor_ragged"},
-    {"kind": "mxfp8", "ends": (128, 384, 384), "addressed": True, "input_order": WGradInputOrder.TensorRagged},
-]
-
-
-@pytest.mark.parametrize("given", SCALED, ids=lambda given: "-".join(map(str, given)) + given["kind"])
-@pytest.mark.parametrize("where", WHERE)
-def test_scaled_weight_gradients(where: str, given: dict[str, Any]) -> None:
-    scaled_gradients(where, **given)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_gradients_of_experts_matrices(where: str) -> None:
-    """Of bfloat16: the contiguous tokens of each expert are a matrix of its own; those of b are apart."""
-    device, ends = "cuda" if where == "gpu" else "cpu", (64, 64, 200)
-    a, b = torch.randn(136, 208, device=device).bfloat16(), torch.randn(208, 72, device=device).bfloat16()
-    parts = torch.cat([x.reshape(-1) for x in a.tensor_split(ends, 1)]).view(a.shape)
-    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    with within(where):
-        (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(
-            parts, b, None, None, offsets, wgrad_dtype=F32, input_order="tensor_ragged"
-        )
-        for found, start, end in zip(wgrad, (0, *ends[:-1]), ends, strict=True):
-            torch.testing.assert_close(found, a[:, start:end].float() @ b[start:end].float(), rtol=1e-4, atol=1e-4)
-        with pytest.raises(
-            NotImplementedError, match=r"input_order: got 'tensor_ragged' .*; allowed: with scale factors or"
-        ):
-            cudnn.grouped_gemm_wgrad_wrapper(parts.half(), b.half(), None, None, offsets, input_order="tensor_ragged")
-
-
 def test_what_functions_say_of_themselves() -> None:
     """Programs ask the functions what they support, and how large a workspace is that our kernels do not use."""
     assert cudnn.grouped_gemm_quant_wrapper_sm100.supports_optional_amax
@@ -699,37 +546,6 @@ def test_what_functions_say_of_themselves() -> None:
     assert (size(3), size(2, output_mode="discrete", input_order="tensor_ragged"), size(0)) == (1536, 1280, 1)
     with pytest.raises(ValueError, match="num_experts: got -1; allowed: 0 or more"):
         size(-1)
-
-
-NO_TOKENS = [(BF16, None, 16, {}), (E4M3, E8M0, 32, {}), (FP4, E4M3, 16, {"input_order": "tensor_ragged"})]
-
-
-@pytest.mark.parametrize(("dtype", "scale", "vector", "more"), NO_TOKENS, ids=["bf16", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("where", WHERE)
-def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vector: int, more: dict[str, Any]) -> None:
-    """In a tensor and at addresses, or added to what they were. Empty operands are as Transformer Engine makes them."""
-    device = "cuda" if where == "gpu" else "cpu"
-    out = torch.full((2, 16, 32), 7.0, device=device)
-    nothing, offsets = torch.empty(0, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    a, b = nothing.to(BF16), nothing.to(BF16)
-    if scale is not None:
-        a, b = (nothing.to(torch.uint8).view(dtype) for _ in range(2))
-    a, b, factors = a.as_strided((16, 0), (16, 1)), b.as_strided((0, 32), (32, 1)), None
-    if scale is not None:
-        factors = nothing.to(torch.uint8).as_strided((128, 0), (16, 1)).view(scale)
-    if more:
-        more = more | {f"global_scale_{name}": torch.zeros(2, device=device) for name in "ab"}
-    given: dict[str, Any] = {"wgrad_dtype": F32, "sf_vec_size": vector, **more}
-    behind = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
-    with within(where):
-        call = functools.partial(cudnn.grouped_gemm_wgrad_wrapper, a, b, factors, factors, offsets, **given)
-        for added in (True, False):
-            call(**behind, accumulate_on_output=added)
-            assert bool((out == 7.0).all()) if added else not out.any()
-        out.fill_(7.0)
-        (wgrad,) = call(wgrad_tensor=out)
-        assert wgrad is out
-        assert not out.any()
 
 
 # Versions.
@@ -801,23 +617,6 @@ def test_largest_magnitudes_without_samples() -> None:
     assert all(torch.equal(x, p.results[name]) for name, x in found.items())
 
 
-def test_samples_that_tell_where_experts_end() -> None:
-    """Of gradients with scale factors, ends are looked at when an object is made; float4 with factors of 8 bits has
-    global ones.
-    """
-    for ends, error in (
-        ((128, 64), "offsets: got .128, 64.; allowed: numbers that do not decrease, from 0 to 320"),
-        ((64, 384), "offsets: got .64, 384.; allowed: numbers that do not"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            scaled_gradients("reference", "nvfp4", ends, offsets_of=192)
-    with pytest.raises(ValueError, match=r"global_scale_a and global_scale_b: got None; allowed: both, for factors of"):
-        scaled_gradients("reference", "nvfp4", (64, 192), scales_of=())
-    a, factors = torch.zeros(128, 128).to(E4M3), torch.ones(128, 4).to(E8M0)
-    with pytest.raises(ValueError, match=r"offsets tensor: got the shape \(1, 2\); allowed: \(e,\)"):
-        cudnn.GroupedGemmWgrad(a, a.T, factors, factors, torch.tensor([[64, 128]]).int(), sf_vec_size=32)
-
-
 @pytest.mark.parametrize(("kind", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])
 def test_a_warm_call_looks_at_every_shape(kind: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at those of scale factors, which stand for many sizes, so that the kernel cannot relate them."""
@@ -844,103 +643,6 @@ def test_a_warm_call_looks_at_every_shape(kind: str, flat: bool, monkeypatch: py
         execute(given)
 
 
-SUMS: list[tuple[dict[str, Any], dict[str, Any], str, type[Exception], str]] = [
-    # changes of samples, and of options, where; the error, its words
-    ({"d": BF16}, {}, "sm_90a", ValueError, "d tensor dtype: got bfloat16; allowed: float8_e4m3fn or float8_e5m2, for"),
-    ({}, {"sf_vec_size": 32}, "sm_90a", ValueError, "sf_vec_size: got 32; allowed: 128, for s"),
-    ({"d_col": E4M3}, {}, "sm_90a", ValueError, "d_col tensor: got a tensor; allowed: None, for sfd_row of float32"),
-    ({}, {}, "sm_100a", NotImplementedError, "sfa and sfd_row tensors, on sm_100a: got float32 for both; allowed: f"),
-    ({"sfa": None, "sfb": None}, {}, "sm_90a", NotImplementedError, "for sfd_row of float32, on sm_90a: got float8_e4"),
-]
-
-
-@pytest.mark.parametrize(("changed", "options", "arch", "error", "words"), SUMS)
-def test_float32_factors_of_a_result_that_are_refused(
-    changed: dict[str, Any], options: dict[str, Any], arch: str, error: type[Exception], words: str
-) -> None:
-    api = cudnn.GroupedGemmGlu
-    given = api.blank((256, 256, 128, 2), "fp8_128", "meta")
-    sizes = api.example_sizes({"m": 256, "n": 256, "k": 128, "experts": 2}) | {"vector": 128}
-    for name, dtype in ({"d": E4M3, "sfd_row": F32} | changed).items():
-        given[name] = dtype and api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
-    with pytest.raises(error, match=words):
-        api(**api.samples(given), **{"sf_vec_size": 128} | options, arch=arch).check_support()
-
-
-VALUES = [
-    (
-        "grouped_gemm",
-        {"padded_offsets": torch.tensor([64, 60, 208], dtype=I32)},
-        "offsets: got .64, 60, 208.; allowed: numbers that do not decrease, from 0 to 208",
-    ),
-    ("grouped_gemm", {"padded_offsets": torch.tensor([64, 64, 224], dtype=I32)}, "offsets: got .64, 64, 224."),
-    (
-        "grouped_gemm_glu_hadamard",
-        {"padded_offsets": torch.tensor([64, 72, 208], dtype=I32)},
-        "offsets: got .*, multiples of 16",
-    ),
-    ("discrete_grouped_gemm_swiglu", {"b_ptrs": torch.tensor([16, 0, 32])}, "b_ptrs: got 0x0; allowed: addresses, mul"),
-]
-"""Values that a call may not have; with words of the error."""
-
-
-@pytest.mark.parametrize(("name", "changed", "words"), VALUES)
-def test_values_that_no_kernel_takes(name: str, changed: dict[str, Any], words: str) -> None:
-    """In the host's memory they are always looked at."""
-    p = grouped.problem(name, ends=(64, 64, 208), inputs={"prob": F32})
-    grouped.run(p, "reference")
-    p.given |= changed
-    with pytest.raises(ValueError, match=words):
-        grouped.run(p, "reference")
-
-
-def test_values_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the kernel starts, which is not there."""
-    monkeypatch.setattr("cudnn.launch.compile_for_emulation", lambda *given: None)
-    monkeypatch.setattr(registry.find("grouped_gemm_quant"), "objects", {})
-    p = grouped.problem("grouped_gemm_quant", "nvfp4", (256, 512), inputs={"prob": F32})
-    p.given["padded_offsets"][0] = 128
-    with pytest.raises(ValueError, match=r"offsets: got \[128, 512\]; allowed: .* from 0 to 512, multiples of 256"):
-        grouped.run(p, "sm_90a")
-
-
-def test_values_of_weight_gradients() -> None:
-    """Contiguous tokens of experts are multiples of 16 bytes, those with scale factors of four blocks."""
-    a, b = torch.zeros(64, 200).bfloat16(), torch.zeros(200, 32).bfloat16()
-    for ends, allowed in (((64, 100), "multiples of 8"), ((64, 208), "from 0 to 200, multiples of 8")):
-        with pytest.raises(ValueError, match=f"offsets: got .*; allowed: .*{allowed}"):
-            cudnn.grouped_gemm_wgrad_wrapper(a, b, None, None, torch.tensor(ends, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"offsets: got \[64, 192\]; allowed: .*, multiples of 128"):
-        scaled_gradients("reference", "mxfp8", (64, 192))
-
-
-@pytest.mark.parametrize("setting", ["0", "1"])
-def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at where that is asked for, before the kernel starts, whatever dimensions the factors have."""
-    ran: list[Any] = []
-
-    def checked(call: Call, *_: Any) -> Layout:
-        if not call.refits:
-            raise ValueError("factors are flat")
-        return Layout(lambda *_: False, 0, 132, 0)
-
-    monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", setting)
-    monkeypatch.setattr("cudnn.launch.kernel", lambda *_: lambda *given: ran.append(given))
-    monkeypatch.setattr(Call, "_check", checked)
-    p = grouped.problem("grouped_gemm_quant", "mxfp8", ends=(256, 512), n=64, k=64)
-    api: Any = cudnn.GroupedGemmQuant
-    given = {name: p.given.get(name) for name in api.names} | {"d": torch.empty(512, 64, 1).bfloat16()}
-    made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
-    made.compile()
-    given |= {key: given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
-    for ends in ([256, 512], [256, 250], [256, 250]):
-        given["padded_offsets"].copy_(torch.tensor(ends))
-        wrong = setting == "1" and ends[1] == 250
-        with pytest.raises(ValueError, match=r"offsets: got .256, 250") if wrong else contextlib.nullcontext():
-            made.run(tuple(given.values()), (None,) * len(made.scalars), 0, None)
-    assert len(ran) == (3 if setting == "0" else 1)
-
-
 def test_the_hadamard_matrix_is_built_in() -> None:
     """The same one may be given; another one only where it is not looked at."""
     p = grouped.problem("grouped_gemm_glu_hadamard", ends=(64,), inputs={"prob": F32})
@@ -959,97 +661,6 @@ def test_the_hadamard_matrix_is_built_in() -> None:
     one.compile()
     other.compile()
     assert one._unseen is other._unseen  # never freed, since any stream may still write there
-
-
-# What is refused.
-
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    # the API, the problem, changes of its inputs; the error, its words
-    ("grouped_gemm", {}, {"b": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
-    ("grouped_gemm", {"kind": "mxfp8"}, {}, TypeError, "sf"),
-    ("grouped_gemm_quant", {"m_aligned": 128}, {}, ValueError, "m_aligned: got 128; allowed: 256"),
-    (
-        "grouped_gemm_quant",
-        {"d_dtype": F32},
-        {"d": torch.zeros(200, 128, 1)[..., 0]},
-        ValueError,
-        "d_tensor: got torch.float32 with 2 dimensions; allowed: torch.float32 with 3, as a",
-    ),
-    ("grouped_gemm", {}, {"d": torch.zeros(200, 128, 1)}, ValueError, "pass d_dtype=torch.float32"),
-    ("grouped_gemm_quant", {"b_dtype": BF16}, {}, ValueError, "b_dtype: got torch.bfloat16; allowed: None, where b is"),
-    ("grouped_gemm_quant", {"cd_major": "m"}, {}, ValueError, "cd_major: got 'm'; allowed: 'n'"),
-    ("grouped_gemm_quant", {"sf_fp8_dtype_override": "e5m3"}, {}, ValueError, "sf_fp8_dtype_override: got 'e5m3'"),
-    ("grouped_gemm_quant", {"mma_tiler_mn": (256, 128)}, {}, ValueError, "mma_tiler_mn: got .256, 128.; allowed: 256"),
-    ("grouped_gemm_quant", {"cluster_shape_mn": (1, 1)}, {}, ValueError, "an even number of rows, for a tile of 256"),
-    ("grouped_gemm_quant", {"cluster_shape_mn": (4, 1), "mma_tiler_mn": (128, 256)}, {}, ValueError, "128 or 256 rows"),
-    (
-        "grouped_gemm_quant",
-        {"kind": "mxfp8", "d_dtype": E4M3},
-        {},
-        ValueError,
-        "norm_const_tensor is required when FP8 inputs are used",
-    ),
-    ("grouped_gemm_quant", {"use_single_group_runtime_offsets": True}, {}, ValueError, "got 3 experts, without scale"),
-    ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(2).int()}, ValueError, "padded_offsets tensor shape"),
-    ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(3)}, ValueError, "padded_offsets tensor dtype"),
-    ("grouped_gemm_quant", {}, {"bias": torch.zeros(3, 128)}, ValueError, "bias tensor shape mismatch"),
-    ("grouped_gemm_glu", {"n": 96}, {}, ValueError, "columns of the product: got 96; allowed: multiples of 64"),
-    ("grouped_gemm_glu", {"act_func": "relu"}, {}, ValueError, "act_func: got 'relu'"),
-    ("grouped_gemm_glu", {"act_func": "situglu", "situ_beta1": 0.0}, {}, ValueError, "situ_beta1: got 0.0"),
-    (
-        "grouped_gemm_glu",
-        {"act_func": "situglu"},
-        {},
-        ValueError,
-        "act_func: got 'situglu'; allowed: 'swiglu' or 'geglu', without scale factors",
-    ),
-    (
-        "grouped_gemm_dglu",
-        {"act_func": "dsituglu"},
-        {"prob": torch.rand(200)},
-        ValueError,
-        "act_func: got 'dsituglu'; allowed: 'dswiglu' or 'dgeglu', without scale factors",
-    ),
-    ("grouped_gemm_srelu", {"tanh_clamp_scale": -1.0}, {"prob": torch.rand(200)}, ValueError, "tanh_clamp_scale: got"),
-    ("discrete_grouped_gemm_swiglu", {"act_func": "situglu"}, {}, ValueError, "act_func: got 'situglu'"),
-    ("grouped_gemm_srelu", {}, {}, ValueError, "prob_tensor is required"),
-    (
-        "grouped_gemm_glu_hadamard_quant",
-        {"rht_colwise_dtype": FP4, "rht_rowwise_dtype": BF16},
-        {"prob": torch.rand(200)},
-        NotImplementedError,
-        "float4_e2m1fn_x2, beside one of rows; allowed: float4_e2m1fn_x2",
-    ),
-    (
-        "grouped_gemm_glu_hadamard_quant",
-        {"d_dtype": FP4},
-        {"prob": torch.rand(200)},
-        ValueError,
-        "d tensor of four bits: got 64 columns of swiglu; allowed: multiples of 128",
-    ),
-    (
-        "grouped_gemm_glu_hadamard_quant",
-        {"mma_tiler_mn": (128, 256)},
-        {"prob": torch.rand(200)},
-        ValueError,
-        "mma_tiler_mn: got .128, 256.; allowed: 256 rows",
-    ),
-    ("grouped_gemm_glu_hadamard_quant", {"glu_limit": -1.0}, {"prob": torch.rand(200)}, ValueError, "glu_limit: got"),
-]
-
-
-@pytest.mark.parametrize(("name", "given", "changed", "error", "words"), REFUSED)
-def test_what_is_refused(name: str, given: dict[str, Any], changed: dict[str, Any], error: Any, words: str) -> None:
-    p = grouped.problem(name, **given)
-    p.given |= changed
-    with pytest.raises(error, match=words):
-        grouped.run(p, "reference")
-
-
-def test_too_many_experts() -> None:
-    a, b = torch.zeros(8, 16).bfloat16(), torch.zeros(1025, 8, 16).bfloat16()
-    with pytest.raises(ValueError, match="experts=1025; allowed: at least 1, at most 1024 experts"):
-        cudnn.grouped_gemm_wrapper(a, torch.zeros(1025, dtype=torch.int32), torch.ones(1025), b)
 
 
 def test_one_expert_with_all_rows() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import NSA, registry
+from cudnn import NSA
+from cudnn.fused import registry
 from cudnn.native_sparse_attention.selection import inverse
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa

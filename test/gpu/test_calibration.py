@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import calibration
+from calibration import Case
 from emulator.golden.kernels import FILE, KERNELS, Kernel
-from ptx_emulator import calibration
-from ptx_emulator.calibration import Case
 
 ARCH = "sm_90a"
 CASES = calibration.cases(ARCH)

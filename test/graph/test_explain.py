@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
@@ -17,8 +16,8 @@ from cudnn.backend import library
 from cudnn.backend.messages import root_causes
 from cudnn.backend.plan import ExecutionPlan
 from cudnn.errors import CudnnError, CudnnLibraryError
-from cudnn.explain import Explanation
-from cudnn.explain.layouts import layout
+from cudnn.pygraph.explain import Explanation
+from cudnn.pygraph.explain.layouts import layout
 from support.graphs import FLOAT, HALF, MODES, configurations, packed, planned_graph, reference_graph
 
 A, FALLBACK = cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK
@@ -130,7 +129,6 @@ def test_the_reference_executor_is_named() -> None:
     assert explained.plan is not None
     assert explained.plan.tag == "reference"
     assert "computes node by node, without fusion: mm (matmul), act (gelu)" in explained.text()
-    assert "subgraph" not in explained.mermaid()
 
 
 # Plans.
@@ -284,7 +282,7 @@ def test_all_faulty_nodes_are_named_and_only_they() -> None:
     assert [node.refused for node in explained.nodes] == [True, False, True]
     assert explained.tensors[3].dim == ()
     assert "dim unknown" in str(explained)
-    assert "of unknown shape" in explained.mermaid()
+    assert "of unknown shape" in explained.svg()
 
 
 def test_a_fault_of_the_whole_graph() -> None:
@@ -478,27 +476,6 @@ def dense() -> Explanation:
     return graph.explain()
 
 
-def test_mermaid() -> None:
-    explained = dense()
-    lines = explained.mermaid().splitlines()
-    assert lines[1] == "flowchart TD"
-    boxes = [match[1] for line in lines if (match := re.match(r'\s+(\w+)[(\[{]+"[^"]*"[)\]}]+:::\w+$', line))]
-    arrows = [match.groups() for line in lines if (match := re.match(r'\s+(\w+) -->\|"[^"]*"\| (\w+)$', line))]
-    assert sorted(boxes) == sorted({*boxes})
-    assert len(boxes) == len(explained.nodes) + len(explained.tensors)
-    assert len(arrows) == sum(len(node.inputs) + len(node.outputs) for node in explained.nodes)
-    assert {key for arrow in arrows for key in arrow} == {*boxes}
-    assert "x #34;#60;#38;#62;#34; [y]" in explained.mermaid()
-
-
-def test_mermaid_encloses_what_is_fused(fused: tuple[cudnn.pygraph, Explanation]) -> None:
-    graph, explained = fused
-    inside = explained.mermaid().split("subgraph plan")[1].split("  end\n")[0]
-    assert inside.startswith(f'["{graph.get_plan_name()}"]')
-    assert all(name in inside for name in ("mm (matmul)", "act (gelu)", "mm#58;#58;C"))
-    assert not any(name in inside for name in ('"a<br/>', '"b<br/>', "act#58;#58;OUT_0"))
-
-
 def boxes(explained: Explanation) -> list[tuple[float, float, float, float]]:
     """Left, top, right, bottom of the boxes in the drawing, without the legend's."""
     root = ElementTree.fromstring(explained.svg())
@@ -550,7 +527,6 @@ def test_drawings_of_refusals() -> None:
     assert [rect.get("class") for rect in root.iter(f"{SVG}rect")].count("refused") == 2  # and in the legend
     caption = " ".join(text.text or "" for text in root.iter(f"{SVG}text"))
     assert "correct one of the shapes" in caption
-    assert ":::refused" in explained.mermaid()
 
 
 def test_notebooks_show_it() -> None:

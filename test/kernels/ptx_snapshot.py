@@ -15,6 +15,7 @@ import argparse
 import difflib
 import hashlib
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import re
@@ -56,9 +57,15 @@ FULL = ("gemm_swiglu", "grouped_gemm", "grouped_gemm_glu", "grouped_gemm_dglu", 
 """APIs whose kernels are compiled for all types of operands."""
 
 
+def api_registry() -> Any:
+    """The registry of fused APIs of the tree on PYTHONPATH; commits before 2026-11-29 have it in ``cudnn.registry``."""
+    name = "cudnn.fused.registry"
+    return importlib.import_module(name if importlib.util.find_spec(name) else "cudnn.registry")
+
+
 def presets() -> Iterator[tuple[str, Case]]:
     """A part of what ``cudnn cache warm`` compiles."""
-    registry = importlib.import_module("cudnn.registry")
+    registry = api_registry()
     for name in registry.compiled():
         api, gemm = registry.usual(name), "gemm" in name
         shapes = {  # one that fills its tiles; each of the others chooses another tile, or another kernel
@@ -78,7 +85,7 @@ def presets() -> Iterator[tuple[str, Case]]:
 
 def preset(name: str, dtype: str, shape: tuple[int, ...]) -> Case:
     def objects(arch: str) -> list[Any]:
-        return list(importlib.import_module("cudnn.registry").usual(name).objects(dtype, shape, arch))
+        return list(api_registry().usual(name).objects(dtype, shape, arch))
 
     return objects
 

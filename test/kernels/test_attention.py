@@ -13,7 +13,6 @@ import cutlass.cute as cute
 import pytest
 import torch
 
-from cudnn.bench.sass import disassemble
 from cudnn.native_sparse_attention.compression import api as compression_table
 from cudnn.sdpa.bwd import api as table
 from cudnn.sdpa.fwd import api as forward_table
@@ -32,6 +31,7 @@ from cudnn_kernels.sm90 import attention_backward
 from cudnn_kernels.sm90.attention_forward import AttentionForward
 from support.compiled import compile_kernel
 from support.dense_attention import attend, band
+from support.sass import disassemble
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")

@@ -16,7 +16,6 @@ import torch
 
 pytest.importorskip("ptx_emulator")
 
-from cudnn.bench.sass import disassemble
 from cudnn.gemm import reference
 from cudnn_kernels import epilogue as declared
 from cudnn_kernels import fakes
@@ -50,6 +49,7 @@ from support import gemm
 from support.compiled import compile_kernel
 from support.gemm import E4M3, E5M2, E8M0
 from support.gemm import PACKED as FP4
+from support.sass import disassemble
 from support.selection import brief, in_turn
 
 FLOAT32_LARGEST = torch.finfo(torch.float32).max

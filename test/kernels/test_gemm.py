@@ -32,7 +32,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand  # noqa: E402
 from cudnn_kernels.schedule import Dense, VarlenK, VarlenM  # noqa: E402
-from cudnn_kernels.schedule.tile_maps import trim_clusters, tile_map  # noqa: E402
+from cudnn_kernels.schedule.tile_maps import tile_map, trim_clusters  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
 from support import gemm, gemms  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import cudnn
-from cudnn.cli import programs
-from cudnn.cli.programs import dense
-from cudnn.cli.programs.gemm_matrix import E4M3, Variant
+from cudnn import demo_cases
+from cudnn.demo_cases import dense
+from cudnn.demo_cases.gemm_matrix import E4M3, Variant
 
 ROOT = Path(__file__).parents[2]
 SMALL = (128, 128, 128, 1)
@@ -35,7 +35,7 @@ def test_gemms(arch: str, variant: Variant, names: list[str]) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_norm(arch: str) -> None:
-    program = programs.find("rmsnorm_rht_amax")
+    program = demo_cases.find("rmsnorm_rht_amax")
     with cudnn.emulation(arch) as report:
         program.make(program.shape, "cpu").call()
     assert [launch.kernel for launch in report.launches] == ["cudnn_rmsnorm_rht_amax_cutlass_0"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.launch import emulate, emulation
+from cudnn.runtime import emulation
+from cudnn.runtime.launch import emulate
 from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.problem import BlockScale, Operand
 from support import gemms

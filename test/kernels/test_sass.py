@@ -1,7 +1,4 @@
-"""What GEMM kernels' machine code says: the parser on small programs, and the table against the configurations.
-
-``support.sass`` compiles and disassembles every configuration; here only a sample.
-"""
+"""The products of GEMM kernels in their machine code: the parser on small programs, and a sample of configurations."""
 
 from __future__ import annotations
 
@@ -12,21 +9,22 @@ from typing import Any
 
 import pytest
 
-from cudnn.bench import model, sass
 from cudnn_kernels import fakes
+from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Amax, Gated, MultiplyGroup, QuantizeRows, SquaredRelu, StoreTile
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import VarlenM
+from cudnn_kernels.sm90 import gemm as hopper
 from cudnn_kernels.sm90 import heuristics
-from cudnn_kernels.sm90.gemm import Gemm
-from support import sass as table
-from support.compiled import compile_kernel
+from cudnn_kernels.sm100 import gemm as blackwell
+from support import resources, sass
+from support.compiled import Compiled, compile_kernel
 from support.selection import brief
 
-CONFIGURATIONS = table.configurations()
-PROMOTED = next(name for name in CONFIGURATIONS if name.startswith("sm_90a") and "a float8" in name)
-SAMPLE = [*list(CONFIGURATIONS)[::28], PROMOTED]
-
+KERNELS = {resources.HOPPER: hopper.Gemm, resources.BLACKWELL: blackwell.Gemm}
+CONFIGURATIONS = resources.configurations()
+STEPS = {"sm_90a": 35, "sm_100a": 45}
+SAMPLE = [(arch, name) for arch, step in STEPS.items() for name in list(CONFIGURATIONS[arch])[::step]]
 NARROW = StoreTile("d", "float8_e4m3fn")
 
 HOPPER = """
@@ -87,17 +85,7 @@ BLACKWELL = """
 
 
 def test_a_hopper_kernel() -> None:
-    found = sass.facts(HOPPER)
-    assert found == sass.Facts(
-        mma="HGMMA.64x128x16.F32.BF16",
-        run=2,
-        waits=1,
-        copies=0,
-        loop=11,  # 0x18 to 0x90, and what is late
-        local=0,
-        registers=24 + 64,
-        epilogue=sass.Epilogue(instructions=6, special=1, shared=16 + 8 + 2, tensor=0),
-    )
+    assert sass.products(HOPPER) == sass.Products("HGMMA.64x128x16.F32.BF16", run=2, waits=1, copies=0, columns=0)
 
 
 def test_a_first_k_tile_may_come_before_the_loop() -> None:
@@ -106,23 +94,11 @@ def test_a_first_k_tile_may_come_before_the_loop() -> None:
     peeled = re.sub(
         r"/\*[0-9a-f]{4}\*/", lambda _: f"/*{next(places):04x}*/", HOPPER.replace(".L_k:\n", f"{first}.L_k:\n")
     )
-    found, known = sass.facts(peeled), sass.facts(HOPPER)
-    fewer = known.loop - first.count("/*00")  # what a turn of the loop has besides
-    assert found == replace(known, epilogue=replace(known.epilogue, instructions=known.epilogue.instructions - fewer))
+    assert sass.products(peeled) == sass.products(HOPPER)
 
 
 def test_a_blackwell_kernel() -> None:
-    found = sass.facts(BLACKWELL)
-    assert found == sass.Facts(
-        mma="UTCOMMA.2CTA.4X",
-        run=3,
-        waits=0,
-        copies=1,
-        loop=7,
-        local=1,
-        registers=81,
-        epilogue=sass.Epilogue(instructions=4, special=0, shared=16, tensor=80),
-    )
+    assert sass.products(BLACKWELL) == sass.Products("UTCOMMA.2CTA.4X", run=3, waits=0, copies=1, columns=80)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +111,12 @@ def test_a_blackwell_kernel() -> None:
     ],
 )
 def test_a_wait_or_a_branch_ends_a_run_of_products(between: str) -> None:
-    assert sass.facts(BLACKWELL.replace("UMOV UR6, UR8 ;", between)).run == 1
+    assert sass.products(BLACKWELL.replace("UMOV UR6, UR8 ;", between)).run == 1
 
 
 def test_a_label_ends_a_run_of_products() -> None:
     cut = BLACKWELL.replace("        /*0060*/", ".L_x:\n        /*0060*/")
-    assert sass.facts(cut).run == 1
+    assert sass.products(cut).run == 1
 
 
 def test_loops_are_those_of_the_control_flow() -> None:
@@ -151,22 +127,6 @@ def test_loops_are_those_of_the_control_flow() -> None:
     assert sorted(over_tiles) == [*range(1, 16), 17, 18]
     assert program.loops_around([5]) == [over_k, over_tiles]
     assert program.loops_around([0]) == []
-
-
-@pytest.mark.parametrize(
-    ("opcode", "operands", "bytes", "registers"),
-    [
-        ("STS.128", "[R4], R8", 16, 9),
-        ("LDS.64", "R4, [R90.64]", 8, 92),
-        ("STS.U8", "[R4], R8", 1, 9),
-        ("LDSM.16.M88.2", "R4, [R8]", 8, 9),
-        ("STS", "[UR4], R250", 4, 251),
-        ("LDG.E.128", "R12, desc[UR4][R2.64]", 16, 16),
-    ],
-)
-def test_an_instruction(opcode: str, operands: str, bytes: int, registers: int) -> None:
-    instruction = sass.Instruction("", opcode, operands)
-    assert (instruction.bytes, instruction.registers) == (bytes, registers)
 
 
 @pytest.mark.parametrize(
@@ -181,17 +141,7 @@ def test_an_instruction(opcode: str, operands: str, bytes: int, registers: int) 
 )
 def test_what_is_no_gemm_kernel_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        sass.facts(text)
-
-
-def test_what_cannot_be_disassembled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if sass.disassembler() is None:
-        pytest.skip("nvdisasm is missing")
-    with pytest.raises(RuntimeError, match="allowed: a cubin that nvdisasm knows"):
-        sass.disassemble(b"not a cubin")
-    monkeypatch.setattr(sass, "disassembler", lambda: None)
-    with pytest.raises(FileNotFoundError, match="pip install nvidia-cuda-nvdisasm"):
-        sass.disassemble(b"")
+        sass.products(text)
 
 
 def kind(arch: str, a: str, vector: int, pair: bool, columns: int) -> str:
@@ -209,52 +159,22 @@ def kind(arch: str, a: str, vector: int, pair: bool, columns: int) -> str:
 FLOAT8 = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
 
-def test_the_table_is_complete() -> None:
-    assert list(model.table()) == list(CONFIGURATIONS)
+def compiled(arch: str, c: GemmConfiguration) -> tuple[Compiled, sass.Products]:
+    kernel = compile_kernel(arch, KERNELS[arch](c), *fakes.arguments(c))
+    return kernel, sass.products(sass.disassemble(kernel.cubin))
 
 
-@pytest.mark.parametrize("arch", model.MACHINES)
-def test_kernels_are_what_their_configurations_ask_for(arch: str) -> None:
-    for name, kernel in model.table().items():
-        if not name.startswith(arch):
-            continue
-        c, facts = CONFIGURATIONS[name][1], kernel.facts
-        hopper = arch == "sm_90a"
-        vector = c.a.scale.vector if c.a.scale else 0
-        assert facts.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, c.tile[1]), name
-        assert facts.run == (8 if c.pingpong else 4), name  # 128 bytes of k at 32 a product; ping-pong: 128 rows at 64
-        assert facts.registers <= (240 if hopper else 255), name
-        assert kernel.buffers >= (3 if hopper else 2), name
-        factors = c.tile[2] // vector // 4 if vector else 0  # columns of factors, four to a copy of 128 rows
-        assert facts.copies == factors * (1 + -(-c.tile[1] // 128)), name
-        assert facts.epilogue.tensor == (0 if hopper else c.tile[1]), name
-        assert kernel.columns <= 512, name
-        assert kernel.accumulators in ((0,) if hopper else (1, 2)), name
-        staged = model.result_bytes(c.epilogue, 128 * c.tile[1])
-        threads = 256 if hopper and not c.pingpong else 128
-        assert facts.epilogue.shared * threads >= staged, name
-
-
-def test_nothing_is_spilled() -> None:
-    assert not [name for name, kernel in model.table().items() if kernel.facts.local]
-
-
-def test_products_are_issued_without_waiting_for_each_other() -> None:
-    """At most two instructions of a run wait, for registers: an index that is read late, the issue of a product."""
-    assert max(kernel.facts.waits for kernel in model.table().values()) <= 2
-
-
-@pytest.mark.parametrize("name", brief(SAMPLE, 0, len(SAMPLE) - 2, len(SAMPLE) - 1))
-def test_a_sample_is_still_about_what_the_table_says(name: str) -> None:
-    if sass.disassembler() is None:
-        pytest.skip("nvdisasm is missing")
-    found, known = model.examine(*CONFIGURATIONS[name]), model.table()[name]
-    same = ("mma", "run", "copies", "local")
-    assert [getattr(found.facts, x) for x in same] == [getattr(known.facts, x) for x in same]
-    assert replace(found, facts=known.facts) == known  # buffers, accumulators, columns
-    for x in ("instructions", "special", "shared", "tensor"):  # what the model counts with
-        assert getattr(found.facts.epilogue, x) == pytest.approx(getattr(known.facts.epilogue, x), rel=0.1, abs=8), x
-    assert found.facts.loop == pytest.approx(known.facts.loop, rel=0.1)
+@pytest.mark.parametrize(("arch", "name"), brief(SAMPLE, 0, 3, len(SAMPLE) - 1))
+def test_kernels_are_what_their_configurations_ask_for(arch: str, name: str) -> None:
+    c, hopper = CONFIGURATIONS[arch][name], arch == resources.HOPPER
+    found = compiled(arch, c)[1]
+    vector = c.a.scale.vector if c.tensor_core_scale else 0
+    assert found.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, c.tile[1])
+    assert found.run == (8 if c.pingpong else 4)  # 128 bytes of k at 32 a product; ping-pong: 128 rows at 64
+    assert found.waits <= 2  # for registers: an index that is read late, the issue of a product
+    factors = c.tile[2] // vector // 4 if vector else 0  # columns of factors, four to a copy of 128 rows
+    assert found.copies == factors * (1 + -(-c.tile[1] // 128))
+    assert found.columns == (0 if hopper else c.tile[1])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +201,7 @@ def test_products_of_experts_are_issued_together(index: str, epilogue: tuple[Any
     c = replace(c, dynamic_scheduler=False)  # else there are two kernels
     height = c.tile[0] if c.pingpong else c.tile[0] // 2
     assert c.tile[0] * c.cluster[0] > height
-    assert model.examine("sm_90a", c).facts.run == 4 * (height // 64)
+    assert compiled("sm_90a", c)[1].run == 4 * (height // 64)
 
 
 @pytest.mark.parametrize(
@@ -296,12 +216,10 @@ def test_additions_of_sums_read_two_banks_of_registers(index: str, epilogue: tup
     """Of a MoE layer in e4m3. Where ``ptxas`` put all three operands of half of them in one bank, an epilogue's change
     made the whole loop 7 per cent slower on an H200.
     """
-    if sass.disassembler() is None:
-        pytest.skip("nvdisasm is missing")
     a, b = (Operand("float8_e4m3fn", scale=BlockScale("float32", 128, rows)) for rows in (1, 128))
     problem = GemmProblem(replace(a, index=index), b, epilogue, VarlenM(), 1536, 2048, groups=128)
     c = heuristics.configure(problem)
-    code = sass.disassemble(compile_kernel("sm_90a", Gemm(c), *fakes.arguments(c)).cubin)
+    code = sass.disassemble(compile_kernel("sm_90a", hopper.Gemm(c), *fakes.arguments(c)).cubin)
     found = [set(map(int, each)) for each in ADDITION.findall(code)]
     assert len(found) >= c.tile[1] // 2
     assert not [each for each in found if len(each) == 3 and len({number % 2 for number in each}) == 1]

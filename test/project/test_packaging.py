@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,3 +55,34 @@ def test_pins_satisfy_the_requirements() -> None:
 def test_pins_name_no_machine() -> None:
     text = (ROOT / "constraints.txt").read_text()
     assert not re.search(r"://|file:|@ |^-", text, re.MULTILINE)
+
+
+def test_hooks_run_the_pinned_ruff() -> None:
+    (pin,) = (next(iter(pin.specifier)).version for pin in PINS if pin.name == "ruff")
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.findall(r"ruff-pre-commit\n    rev: v(\S+)$", hooks, re.MULTILINE) == [pin]
+
+
+def test_ci_runs_the_command_of_the_readme(tmp_path: Path) -> None:
+    """Its parts one after the other, as programs with their words, until one fails."""
+    found = re.search(r"^readme_tests\(\) \{\n.*?^\}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    for name in ("python3", "env/bin/pip", "env/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        program = '#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@" >> log\n[ ! -e stop ]\n'
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+
+    def run() -> tuple[int, list[str]]:
+        script = f"PATH={tmp_path}:$PATH env=env\n{found[0]}\nreadme_tests"
+        done = subprocess.run(["bash", "-uc", script], cwd=tmp_path)
+        return done.returncode, (tmp_path / "log").read_text().split("\n")[:-1]
+
+    code, words = run()
+    extras = ".[test,cu12,docs,transformers]"
+    install = ["pip", "install", "-c", "constraints.txt", "-e", extras]
+    assert (code, words) == (0, ["python3", "-m", "venv", "env", *install, "python", "-m", "pytest", "-n", "auto"])
+    (tmp_path / "log").unlink()
+    (tmp_path / "stop").touch()
+    assert run() == (1, ["python3", "-m", "venv", "env"])

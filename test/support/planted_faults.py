@@ -204,14 +204,14 @@ FAULTS = [
     ),
     Fault(
         "a damaged kernel is loaded",
-        f"{HOST}/launch/cache.py",
+        f"{HOST}/runtime/cache.py",
         "if digest != hashlib.sha256(content).hexdigest():",
         "if False:",
         _test("fused/test_kernel_cache.py"),
     ),
     Fault(
         "relocations forget the table that they are relative to",
-        f"{HOST}/launch/elf.py",
+        f"{HOST}/runtime/elf.py",
         "value = addresses[symbol] + addend - (base + table)",
         "value = addresses[symbol] + addend - base",
         _test("fused/test_launch.py"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import launch
 from cudnn.backend import cuda_graph
 from cudnn.fused.host import FusedAPI
+from cudnn.runtime import launch
 
 
 class OnGpu(torch.Tensor):
@@ -49,7 +49,7 @@ class Recorded:
 
 
 class GraphDriver:
-    """Makes, launches and destroys executable CUDA graphs that are numbers, as are streams and events."""
+    """Makes, launches and destroys executable CUDA graphs that are numbers, as are events."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
@@ -61,7 +61,7 @@ class GraphDriver:
         monkeypatch.setattr(cuda_graph, "on_device", lambda device: contextlib.nullcontext(ctypes.c_void_p()))
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        if name in ("cuGraphCreate", "cuGraphInstantiateWithFlags", "cuEventCreate", "cuStreamCreateWithPriority"):
+        if name in ("cuGraphCreate", "cuGraphInstantiateWithFlags", "cuEventCreate"):
             self._next += 1
             arguments[0]._obj.value = self._next
         target = getattr(arguments[0], "_obj", arguments[0])

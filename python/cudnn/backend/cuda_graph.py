@@ -13,14 +13,13 @@ from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from cudnn.backend import library
-from cudnn.backend.handle import Handle, Lane, on_device
+from cudnn.backend.handle import Handle, on_device
 from cudnn.errors import CudnnError, refused
 
 _log = logging.getLogger("cudnn")
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 CALLS_UNTIL_ASKED = 32  # a GPU that is as many calls behind does not wait for the host; to ask takes a few us
 
 
@@ -148,9 +147,7 @@ class Chain:
 
 
 class Event(c_void_p):
-    """A ``CUevent``, destroyed with what holds it: a handle, or the streams of a thread, which end with it. At the end
-    of the process nothing is; in a fork the driver refuses.
-    """
+    """A ``CUevent``, destroyed with the handle that holds it: neither at the end of the process nor in a fork."""
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.value and not is_finalizing():
@@ -169,42 +166,42 @@ def _apart_from_captures() -> Generator[None]:
         _driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
-def is_capturing(lane: Lane) -> bool:
-    """Whether the lane's stream is being captured, or cannot be asked while another one is."""
-    return bool(unchecked("cuStreamIsCapturing")(lane.queue, lane.capture_result) or lane.capturing.value)
+def is_capturing(handle: Handle) -> bool:
+    """Whether the handle's stream is being captured, or cannot be asked while another one is."""
+    return bool(unchecked("cuStreamIsCapturing")(handle.queue, handle.capture_result) or handle.capturing.value)
 
 
-def ask_whether_it_keeps_up(lane: Lane) -> None:
-    """Sets the lane's ``keeps_up``, for the next calls too; False at first, and for a stream that is being captured.
+def ask_whether_it_keeps_up(handle: Handle) -> None:
+    """Sets the handle's ``keeps_up``, for the next calls too; False at first, and for a stream that is being captured.
 
     A GPU that has passed the place in the stream where it was asked before waits for the host, or nearly so. Whether
     the stream is empty would say too little: the launch just before is always on its way.
     """
-    lane.until_asked = CALLS_UNTIL_ASKED
-    lane.keeps_up = passed = False
-    if is_capturing(lane):
+    handle.until_asked = CALLS_UNTIL_ASKED
+    handle.keeps_up = passed = False
+    if is_capturing(handle):
         return
-    with contextlib.suppress(RuntimeError), on_device(lane.device), _apart_from_captures():
-        if lane.marker is None:
+    with contextlib.suppress(RuntimeError), on_device(handle.device), _apart_from_captures():
+        if handle.marker is None:
             marker = Event()
             _driver("cuEventCreate", ctypes.byref(marker), c_uint(_DISABLE_TIMING))
-            lane.marker = marker
+            handle.marker = marker
         else:
-            passed = not unchecked("cuEventQuery")(lane.marker)
-        _driver("cuEventRecord", lane.marker, lane.queue)
-        lane.keeps_up = passed
+            passed = not unchecked("cuEventQuery")(handle.marker)
+        _driver("cuEventRecord", handle.marker, handle.queue)
+        handle.keeps_up = passed
 
 
-def executable(lane: Lane, fill: Callable[[int], None]) -> Any:
+def executable(handle: Handle, fill: Callable[[int], None]) -> Any:
     """An executable CUDA graph of what ``fill`` puts into an empty one, as an argument of ``cuGraphLaunch``.
 
     Raises:
-        RuntimeError: the driver refuses, or the lane's stream is of another context than the device's primary one,
+        RuntimeError: the driver refuses, or the handle's stream is of another context than the device's primary one,
             such as a green context, whose SMs the nodes would not keep to.
     """
     graph, made, home = c_void_p(), c_void_p(), c_void_p()
-    with on_device(lane.device) as context, _apart_from_captures():
-        _driver("cuStreamGetCtx", lane.queue, ctypes.byref(home))
+    with on_device(handle.device) as context, _apart_from_captures():
+        _driver("cuStreamGetCtx", handle.queue, ctypes.byref(home))
         if home.value != context.value:
             raise RuntimeError("its stream does not belong to the primary context of the device")
         _driver("cuGraphCreate", ctypes.byref(graph), c_uint(0))
@@ -222,38 +219,20 @@ def destroy_executable(made: Any) -> None:
         _driver("cuGraphExecDestroy", made)
 
 
-def record(lane: Lane, graph: int, call: Callable[[int], None]) -> None:
-    """Puts what ``call`` queues on the stream that it is given into an empty graph. Nothing of it runs.
-
-    The stream has the priority of the lane's, which kernels in a graph keep.
-    """
-    side, priority, graph_again = c_void_p(), c_int(), c_void_p()
-    _driver("cuStreamGetPriority", lane.queue, ctypes.byref(priority))
-    _driver("cuStreamCreateWithPriority", ctypes.byref(side), c_uint(_NON_BLOCKING), priority)
-    try:
-        _driver("cuStreamBeginCaptureToGraph", side, c_void_p(graph), None, None, c_size_t(0), c_int(_RELAXED))
-        try:
-            call(side.value or 0)
-        finally:
-            _driver("cuStreamEndCapture", side, ctypes.byref(graph_again))
-    finally:
-        _driver("cuStreamDestroy_v2", side)
-
-
 class Kept:
     """A call that came again, to the same addresses, and the CUDA graph that is launched in its place.
 
     Attributes:
         calls: How often the hot path met it on a stream for which it has no CUDA graph.
-        queue: The stream for which it has one, as ``Lane.queue``; None where it has none.
+        queue: The stream for which it has one, as ``Handle.queue``; None where it has none.
         graph: The executable CUDA graph, as an argument of ``cuGraphLaunch``.
         used: Whether a call met it since it was last looked at to make room for others.
-        kept: The lane's ``kept``, where it has one.
+        kept: The handle's ``kept``, where it has one.
     """
 
     CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 2 to 6 us a call, and 0.1 to 0.8 ms were seen to make one
     CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same call, on another stream, or after others took its place
-    MAX_GRAPHS = 256  # of all calls of a lane, whose thread makes and drops them; 128 KiB each were seen
+    MAX_GRAPHS = 256  # of all calls of a handle, whose thread makes and drops them; 128 KiB each were seen
 
     __slots__ = ("calls", "graph", "kept", "queue", "used")
 
@@ -264,28 +243,28 @@ class Kept:
         self.used = False
         self.kept: dict[Kept, Any] = {}
 
-    def keep_graph(self, lane: Lane, name: str, fill: Callable[[int], None]) -> bool:
-        """Makes the CUDA graph that later calls launch on the lane's stream, of what ``fill`` puts into an empty one.
+    def keep_graph(self, handle: Handle, name: str, fill: Callable[[int], None]) -> bool:
+        """Makes the CUDA graph that later calls launch on the handle's stream, of what ``fill`` puts into an empty one.
         Returns whether it did.
 
         None is made while the GPU is far behind the host, or the stream is being captured.
         """
         self.calls = max(0, self.CALLS_BEFORE_GRAPH - CALLS_UNTIL_ASKED)
-        ask_whether_it_keeps_up(lane)
-        if not lane.keeps_up:
+        ask_whether_it_keeps_up(handle)
+        if not handle.keeps_up:
             return False
         self.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
         self.drop_graph()
-        self._make_room(lane.kept)
+        self._make_room(handle.kept)
         try:
-            self.graph = executable(lane, fill)
+            self.graph = executable(handle, fill)
         except (CudnnError, RuntimeError) as error:
             self.calls = -sys.maxsize
             _log.info("%s runs as before at every call, since its CUDA graph failed: %s", name, error)
             return False
-        self.kept, self.used = lane.kept, True
+        self.kept, self.used = handle.kept, True
         self.kept[self] = self.graph
-        self.queue = lane.queue
+        self.queue = handle.queue
         return True
 
     def lose_graph(self, name: str, status: int) -> None:

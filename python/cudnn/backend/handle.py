@@ -20,44 +20,55 @@ _log = logging.getLogger("cudnn")
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 
-class Lane:
-    """Where one thread queues calls, CUDA graphs in place of some of them: a stream of a device.
+class Handle:
+    """A cuDNN handle: the device and the stream that graphs run on. ``int(handle)`` is the ``cudnnHandle_t``.
+
+    Use a handle in one thread at a time, as cuDNN demands.
 
     Attributes:
-        device: Ordinal of the device.
-        stream: The stream set last.
-        queue: ``stream`` for calls on the hot path: the same object whenever this lane is on that stream, and no
-            other lane's.
+        ptr: The ``cudnnHandle_t``; 0 once destroyed. For a reference handle a number that is no address.
+        device: Ordinal of its device, -1 for a reference handle.
+        is_reference: True where there is no GPU: graphs run on the reference executor.
+        argument: ``ptr`` for calls on the hot path.
+        stream: The stream that cuDNN has been told of.
+        queue: ``stream`` for calls on the hot path: the same object whenever this handle is on that stream, and no
+            other handle's.
         capturing: Whether a capture is under way, as ``cuStreamIsCapturing`` last said through ``capture_result``.
         keeps_up: Whether the GPU, when it was last asked, had done what was queued when it was asked before.
         until_asked: How many calls go by before it is asked again.
-        marker: The ``CUevent`` by which it is asked, which it alone holds; None before the first time.
-        kept: The executable CUDA graphs that are kept for calls of this thread, by what they are kept with.
+        marker: The ``CUevent`` by which it is asked, which the handle alone holds; None before the first time.
+        kept: The executable CUDA graphs that are kept for calls with this handle, by what they are kept with.
     """
 
     __slots__ = (
         "_queues",
+        "argument",
         "capture_result",
         "capturing",
         "device",
+        "is_reference",
         "keeps_up",
         "kept",
         "marker",
+        "ptr",
         "queue",
         "stream",
         "until_asked",
     )
 
-    def __init__(self, device: int, stream: int, kept: dict[Any, Any]) -> None:
+    def __init__(self, ptr: int, device: int) -> None:
+        self.ptr = ptr
         self.device = device
+        self.is_reference = device < 0
+        self.argument = library.pointer_argument(ptr)
         self.capturing = c_int()
         self.capture_result = ctypes.byref(self.capturing)
         self.keeps_up = False
         self.until_asked = 0
         self.marker: c_void_p | None = None
-        self.kept = kept
+        self.kept: dict[Any, Any] = {}
         self._queues: dict[int, Any] = {}
-        self.put_on(stream)
+        self.put_on(0)
 
     def put_on(self, stream: int) -> None:
         """Notes the stream of the calls to come."""
@@ -65,27 +76,6 @@ class Lane:
         if stream not in self._queues:
             self._queues[stream] = ctypes.byref(ctypes.c_char.from_address(stream))  # also of 0: an object of its own
         self.queue = self._queues[stream]
-
-
-class Handle(Lane):
-    """A cuDNN handle: the device and the stream that graphs run on. ``int(handle)`` is the ``cudnnHandle_t``.
-
-    Use a handle in one thread at a time, as cuDNN demands. ``stream`` is what cuDNN has been told of.
-
-    Attributes:
-        ptr: The ``cudnnHandle_t``; 0 once destroyed. For a reference handle a number that is no address.
-        device: Ordinal of its device, -1 for a reference handle.
-        is_reference: True where there is no GPU: graphs run on the reference executor.
-        argument: ``ptr`` for calls on the hot path.
-    """
-
-    __slots__ = ("argument", "is_reference", "ptr")
-
-    def __init__(self, ptr: int, device: int) -> None:
-        super().__init__(device, 0, {})
-        self.ptr = ptr
-        self.is_reference = device < 0
-        self.argument = library.pointer_argument(ptr)
 
     def __int__(self) -> int:
         return resolve(self).ptr

@@ -157,7 +157,7 @@ def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, 
     share = case.heads // case.key_heads
     q, k, v, do = (x[0, :heads].float() for x, heads in ((q, share), (k, 1), (v, 1), (do, share)))
     scale = case.head**-0.5
-    keys = torch.arange(case.length, device=q.device)
+    keys = torch.arange(case.length, dtype=torch.int64, device=q.device)
     parts: list[Any] = []
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for first in range(0, case.length, ROWS):
@@ -194,8 +194,8 @@ def in_fp8(make: Callable[..., Call]) -> Callable[..., Call]:
 def ours(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
     """Our kernels."""
     options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.window or -1, -1)}
-    o, lse = torch.empty_like(do), torch.empty(q.shape[:3], device=q.device)
-    one = torch.ones((), device=q.device).expand(case.batch, case.key_heads)
+    o, lse = torch.empty_like(do), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    one = torch.ones((), dtype=torch.float32, device=q.device).expand(case.batch, case.key_heads)
     descales = DESCALES if q.dtype.itemsize == 1 else ()
     forward = SdpaForward(q, k, v, o, lse, **options, **{f"sample_{x}": one for x in descales})
     forward.compile()
@@ -271,16 +271,17 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
         wide = cudnn.data_type.FLOAT
         return cudnn.pygraph(io_data_type=kinds[q.dtype], intermediate_data_type=wide, compute_data_type=wide)
 
-    o, stats = torch.empty_like(do, dtype=q.dtype), torch.empty((*q.shape[:3], 1), device=q.device)
+    o, stats = torch.empty_like(do, dtype=q.dtype), torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
     made = new()
     if q.dtype.itemsize == 1:
         tensors = {made.tensor_like(x): x for x in (q, k, v)}
-        ones = {made.tensor_like(x): x for x in torch.ones(len(SCALES), 1, 1, 1, 1, device=q.device)}
+        scales = torch.ones(len(SCALES), 1, 1, 1, 1, dtype=torch.float32, device=q.device)
+        ones = {made.tensor_like(x): x for x in scales}
         bounds = {name.removeprefix("diagonal_band_"): x for name, x in bounds.items()}
         to, _, *largest = made.sdpa_fp8(
             *tensors, **dict(zip(SCALES, ones, strict=True)), is_inference=True, attn_scale=case.head**-0.5, **bounds
         )
-        amax = dict(zip(largest, torch.ones(2, 1, 1, 1, 1, device=q.device), strict=True))
+        amax = dict(zip(largest, torch.ones(2, 1, 1, 1, 1, dtype=torch.float32, device=q.device), strict=True))
         run = built(made, {**tensors, **ones}, {to: o, **amax})
         return returning(run, {"o": o})
     tensors = {made.tensor_like(x): x for x in (q, k, v)}

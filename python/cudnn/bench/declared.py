@@ -45,10 +45,9 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
     )
 
 
-def operations(api: Any, kind: OperandType, keep: bool = True) -> Any:
-    """The epilogue for operands of a type; without ``keep``, without the results that are optional."""
-    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
-    tensors = blank(api, (256, 256, 256, 1), kind, "meta", without=() if keep else optional)
+def operations(api: Any, kind: OperandType) -> Any:
+    """The epilogue for operands of a type, with all results."""
+    tensors = blank(api, (256, 256, 256, 1), kind, "meta")
     options = {"sf_vec_size": kind.vector} if kind.scale else {}
     return api(**api.samples(tensors), **options).operations()
 
@@ -81,9 +80,9 @@ def formula(
         if isinstance(o, epilogue.StoreTile):
             results[o.tensor] = torch.empty(rows, int(columns * width), dtype=out, device=z.device)
         elif isinstance(o, epilogue.Amax):
-            results[o.tensor] = torch.full((o.roles,), float("-inf"), device=z.device)
+            results[o.tensor] = torch.full((o.roles,), float("-inf"), dtype=torch.float32, device=z.device)
         elif isinstance(o, epilogue.SumRow):
-            results[o.tensor] = torch.zeros(rows, 1, device=z.device)
+            results[o.tensor] = torch.zeros(rows, 1, dtype=torch.float32, device=z.device)
     evaluate(operations, z.float(), {**numbers, **extras, **results})
     return results
 
@@ -171,13 +170,3 @@ def source_module(place: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def epilogues(api: type[DenseGemm], dtype: str) -> Mapping[str, tuple[Any, ...]]:
-    """What the candidates of an API do to the accumulator, by the names that the benchmark gives them."""
-    kind = OPERAND_TYPES[dtype]
-    found = {api.__name__: operations(api, kind)}
-    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
-    if optional:
-        found[f"{api.__name__}, no {optional[0]}"] = operations(api, kind, keep=False)
-    return found

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from cudnn.bench import GPU, HOST, Benchmark, Call, Candidate, Options, Problem, declared, operands, returning
-from cudnn.cli.programs import grouped
+from cudnn.demo_cases import grouped
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.gemm.reference import evaluate
 from cudnn.lazy import torch
@@ -97,7 +97,8 @@ def ends(routing: str, experts: int, tokens: int, rows: int = 1) -> list[int]:
     """
     parts = [1.0] * experts
     if routing == "zipf":
-        order = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).tolist()
+        seeded = torch.Generator("cpu").manual_seed(0)
+        order = torch.randperm(experts, generator=seeded, dtype=torch.int64, device="cpu").tolist()
         parts = [1 / (1 + place) for place in order]
     total = sum(parts)
     return [round(tokens // rows * part / total) * rows for part in itertools.accumulate(parts)]
@@ -108,7 +109,7 @@ def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = RO
     given = grouped.inputs(api, shape, operands.DEVICE, drawn_on=operands.DEVICE)
     (offsets,) = (given[spec.name] for spec in api.tensors if spec.draw == "ends")
     stops = ends(routing, shape[3], shape["mnk".index(api.tokens)], api.group_rows)
-    offsets.copy_(torch.tensor(stops, dtype=torch.int32))
+    offsets.copy_(torch.tensor(stops, dtype=torch.int32, device="cpu"))
     made = api.allocated(given, api.hidden_weights(given))
     exact = grouped.expected(api, given, made)
 
@@ -200,7 +201,7 @@ def followed(api: type[ExpertsGemm], given: Mapping[str, Any], offsets: Any, mad
     results = {name: torch.full_like(x, api.spec(name).fill or 0.0) for name, x in made.items()}
     tensors = {name: api.fitted(name, x) for name, x in {**given, **results}.items() if name in api.parameters}
     tensors |= {name: getattr(object_, name) for name in api.scalars}
-    rows = torch.arange(given["a"].shape[0], device=offsets.device)
+    rows = torch.arange(given["a"].shape[0], dtype=torch.int64, device=offsets.device)
     groups = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
     begin = product(api, given, offsets)
 

@@ -45,7 +45,7 @@ def plain(product: Product, chosen: int, x: Any, up: Any, down: Any, router: Any
     activated = (torch.nn.functional.silu(gate.float()) * other.float()).to(x.dtype).flatten(1)
     rows = product(activated, down, ends)
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=x.device)
+    places[order] = torch.arange(len(order), dtype=torch.int64, device=x.device)
     return (rows[places].view(len(x), chosen, -1).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 

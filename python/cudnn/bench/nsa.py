@@ -120,7 +120,7 @@ def tensors(shape: tuple[int, ...], alike: bool) -> Tensors:
     q, k, v = (operands.normal(1, tokens, h, d) for h in (hq, hk, hk))
     q = smooth(q) if alike else q
     q, k, v = (x.bfloat16().requires_grad_() for x in (q, k, v))
-    gates = torch.rand(1, tokens, hq, 3, device=operands.DEVICE).bfloat16()
+    gates = torch.rand(1, tokens, hq, 3, dtype=torch.float32, device=operands.DEVICE).bfloat16()
     return Tensors(q, k, v, gates, operands.normal(1, tokens, hq, d).bfloat16(), lists(tokens, hk, alike))
 
 
@@ -139,11 +139,11 @@ def lists(tokens: int, heads: int, alike: bool) -> Any:
     Where rows choose alike, each of the 13 is drawn anew once in ten rows. What is drawn twice is left out.
     """
     device, others, period = operands.DEVICE, CHOSEN - 3, PERIOD if alike else 1
-    row = torch.arange(tokens, device=device)[:, None]
-    place = torch.arange(others, device=device)
+    row = torch.arange(tokens, dtype=torch.int64, device=device)[:, None]
+    place = torch.arange(others, dtype=torch.int64, device=device)
     number = (row + place * (period // 2)) // period  # of the draw
     first = (number * period - place * (period // 2)).clamp(min=0)  # the row that it is for
-    draws = torch.rand(int(number.max()) + 1, heads, others, device=device)[number, :, place]
+    draws = torch.rand(int(number.max()) + 1, heads, others, dtype=torch.float32, device=device)[number, :, place]
     drawn = 1 + (draws * (first // BLOCK - 2).clamp(min=0)[..., None]).int().transpose(1, 2)
     own = (row // BLOCK)[:, None]
     forced = torch.stack([torch.zeros_like(own), own - 1, own], -1).expand(-1, heads, -1, -1).flatten(2)
@@ -196,7 +196,7 @@ def call(part: Part, functions: nsa_peers.Functions, given: Tensors) -> Call:
 def wrong(part: Part, given: Tensors, results: Mapping[str, Any]) -> str:
     """What is wrong with results of few tokens: all blocks are in the lists of whole native sparse attention."""
     tokens = given.q.shape[1]
-    row = torch.arange(tokens, device=given.q.device)
+    row = torch.arange(tokens, dtype=torch.int64, device=given.q.device)
     if part.name == "top-k":
         found = results["lists"].sort(-1).values
         twice = (found.diff(dim=-1) == 0) & (found[..., 1:] >= 0)
@@ -207,8 +207,8 @@ def wrong(part: Part, given: Tensors, results: Mapping[str, Any]) -> str:
 
 def exact(name: str, q: Any, k: Any, v: Any, more: Any = None) -> Any:
     """A part, computed in float32 with a mask over all pairs of rows and keys."""
-    row = torch.arange(q.shape[1], device=q.device)[:, None]
-    key = torch.arange(k.shape[1], device=q.device)
+    row = torch.arange(q.shape[1], dtype=torch.int64, device=q.device)[:, None]
+    key = torch.arange(k.shape[1], dtype=torch.int64, device=q.device)
     past = (key <= row)[:, None]
     if name == "compression":
         return [masked(q, k, v, (key < (row + 1) // BLOCK)[:, None])]

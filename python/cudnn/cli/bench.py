@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
@@ -53,10 +53,6 @@ def main(
     from_csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Show and plot an earlier measurement, on any machine.")
     ] = None,
-    model: Annotated[
-        bool, typer.Option("--model", help="Measure nothing: compute a model, or compare --from-csv with it.")
-    ] = False,
-    clock: Annotated[float, typer.Option(metavar="MHZ", help="Clock for --model, instead of the datasheet's.")] = 0.0,
 ) -> None:
     """Measure a fused API beside cuBLAS, torch.compile and Triton on this GPU.
 
@@ -64,20 +60,13 @@ def main(
 
     Ratios: the yardstick's time divided by this one's; median of the rounds, half of their range.
 
-    With --model nothing is measured and no GPU is needed.
-
     A peer that is not installed or fails is named and left out. Exit code 1 if a candidate was wrong, or failed.
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         cure = "run pip install '.[bench]' in a clone, or write --csv here and plot it elsewhere with --from-csv"
         raise typer.BadParameter(f"matplotlib is missing: {cure}.", param_hint="--plot")
-    if clock < 0 or (clock and (not model or from_csv is not None)):
-        allowed = "a positive number, with --model and without --from-csv, whose runs have their own clocks"
-        raise refused("--clock", f"{clock:g}", allowed)
-    if model and (csv is not None or plot is not None):
-        raise refused("--model", "--csv or --plot", "neither, nothing is measured")
     if from_csv is not None:
-        raise typer.Exit(_model().compare(from_csv) if model else _show(from_csv, plot))
+        raise typer.Exit(_show(from_csv, plot))
     if name not in bench.BENCHMARKS:
         raise refused("NAME", repr(name) if name else "nothing", ", ".join(bench.BENCHMARKS))
     benchmark = bench.find(name)
@@ -101,9 +90,9 @@ def main(
             raise refused("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
         benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.outside))
     if ranks:
-        raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or every or sonicmoe or plot or model)))
+        raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or every or sonicmoe or plot)))
     options = bench.Options(dtype, wanted, every, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
-    raise typer.Exit(_model().show(name, options, clock) if model else run(benchmark, options, csv, plot))
+    raise typer.Exit(run(benchmark, options, csv, plot))
 
 
 def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, others: bool) -> int:
@@ -113,13 +102,6 @@ def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, others: bo
     if name != "moe" or others or not 2 <= ranks <= 16:
         raise refused("--ranks", ranks, "2 to 16, with moe, --quick and --csv alone")
     return over.run(ranks, quick, csv)
-
-
-def _model() -> Any:
-    """The module of ``--model``, which other commands need not wait for."""
-    from cudnn.cli import model
-
-    return model
 
 
 def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, plot: Path | None) -> int:

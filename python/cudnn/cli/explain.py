@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 """Names, and the graphs of ``cudnn demo`` that they stand for."""
 
-FORMATS = ("text", "mermaid", "svg")
+FORMATS = ("text", "svg")
 
 
 def main(
@@ -40,7 +40,7 @@ def main(
         ),
     ] = "",
     example: Annotated[str, typer.Option(help=f"A built-in graph instead: {', '.join(EXAMPLES)}.")] = "",
-    form: Annotated[str, typer.Option("--format", help="text, mermaid or svg.")] = "text",
+    form: Annotated[str, typer.Option("--format", help="text or svg.")] = "text",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of printing.")] = None,
     device_properties: Annotated[
         Path | None,
@@ -133,7 +133,7 @@ def _of_program(path: Path, name: str) -> list[Any]:
 
     Where the program stops with an error, the graphs that it was working on; without any the error is raised again.
     """
-    from cudnn.explain.twins import REFUSALS
+    from cudnn.pygraph.explain.twins import REFUSALS
 
     path = path.resolve()
     namespace: dict[str, Any] = {"__name__": path.stem if name else "__main__", "__file__": str(path)}
@@ -174,7 +174,7 @@ def _graphs(values: Iterable[Any]) -> list[Any]:
 
 def _explain(graph: Any, properties: Any) -> Any:
     """Builds the graph where it has no plan yet; a refusal becomes part of the explanation."""
-    from cudnn.explain.twins import REFUSALS, for_device
+    from cudnn.pygraph.explain.twins import REFUSALS, for_device
 
     if properties is not None:
         graph = for_device(graph, properties)

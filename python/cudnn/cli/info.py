@@ -54,7 +54,7 @@ def collect() -> Facts:
     """Looks at this machine. Loads PyTorch and libcudnn, as a program that uses both would."""
     facts = Facts(dsl=_version("nvidia-cutlass-dsl"))
     _torch_facts(facts)
-    facts.driver = _driver_version()
+    facts.driver = driver_version()
     facts.driver_library = library.loads("libcuda.so.1")
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
@@ -176,7 +176,7 @@ def _refusing_sub_libraries(path: str) -> list[str]:
     return [f"libcudnn_{name.lower()}" for name in names if getattr(main, f"cudnn{name}VersionCheck")() != 0]
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
     """The driver's version through NVML, ``""`` without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

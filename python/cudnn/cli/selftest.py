@@ -1,6 +1,6 @@
-"""``cudnn selftest``: microkernels and the fused GEMMs on a chip, held against what is known of them.
+"""``cudnn selftest``: the fused GEMMs on a chip, held against their definitions.
 
-On a GPU the GEMMs run in child processes, which are replaced after a fault or a hang, as that of the microkernels is.
+On a GPU they run in child processes, which are replaced after a fault or a hang.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from rich.table import Table
 
 import cudnn
 from cudnn.cli import progress
-from cudnn.cli.programs import grouped
-from cudnn.cli.programs.dense import make
-from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
+from cudnn.cli.info import driver_version
+from cudnn.demo_cases import grouped
+from cudnn.demo_cases.dense import make
+from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from cudnn.lazy import torch
 
 USUAL = 60  # variants of the matrix that are tried without --full
@@ -37,12 +38,12 @@ _SHOWN = 40  # failures that are printed; the JSON has all
 _PACKAGES = ("cudnn-fused", "torch", "nvidia-cutlass-dsl", "numpy", "cuda-bindings")
 
 AnyVariant = Variant | grouped.Variant
-AGREES, FAILED, UNKNOWN = "agrees", "failed", "nothing to compare with"
+AGREES, FAILED = "agrees", "failed"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a microkernel or a variant; ``detail`` says more of a failure."""
+    """What became of a variant; ``detail`` says more of a failure."""
 
     group: str
     name: str
@@ -54,16 +55,15 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
     """Tries everything, prints the report and writes it as JSON where asked to. The exit code: 1 after a failure."""
     console = Console(highlight=False)
     chosen = [*(variants(arch) if full else sample(arch, USUAL)), *grouped.variants(full)]
-    with progress.shown("microkernels") as steps:
-        findings, device = microkernels(arch, emulate, steps, len(chosen))
-        steps.doing = "fused GEMMs"
+    findings = list[Finding]()
+    with progress.shown("fused GEMMs", len(chosen)) as steps:
         for found in _emulated(chosen, arch, steps) if emulate else _on_gpu(chosen):
             findings.append(found)
             steps.advance()
     about = {
         "where": f"emulated {arch}" if emulate else torch.cuda.get_device_name(),
         "arch": arch,
-        **device,
+        "driver": driver_version(),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         **_versions(),
@@ -73,52 +73,6 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
         lines = ",\n".join(json.dumps(asdict(finding)) for finding in findings)
         Path(json_file).write_text(f'{{"about": {json.dumps(about)},\n"findings": [\n{lines}\n]}}\n')
     return int(any(finding.verdict == FAILED for finding in findings))
-
-
-# Microkernels.
-
-
-def microkernels(
-    arch: str, emulate: bool, steps: progress.Steps, more: int = 0
-) -> tuple[list[Finding], dict[str, str]]:
-    """Against the results of a chip where some are kept, else against the emulator; and what the GPU is called.
-
-    ``more`` steps follow.
-    """
-    from ptx_emulator import EmulatorError, calibration
-
-    cases = calibration.cases(arch)
-    file = calibration.path(arch)
-    golden = calibration.load(file).outputs if file.exists() else {}
-    outputs: dict[str, Any] = {}
-    errors: dict[str, str] = {}
-    device: dict[str, str] = {}
-    steps.total = len(cases) + more
-    if not emulate:
-        outputs, errors, device = calibration.run_all(cases, arch)
-
-    def judge(case: Any) -> Finding:
-        steps.advance(f"microkernels: {case.family}")
-        group, name = f"microkernels: {case.family}", case.name
-        if case.id in errors:
-            return Finding(group, name, FAILED, errors[case.id])
-        fingerprint, kept = golden.get(case.id, ("", []))
-        known = fingerprint == case.fingerprint(arch)
-        try:
-            found = calibration.run_emulated(case, arch) if emulate else outputs[case.id]
-            if not known and not emulate:
-                kept = [calibration.keep(output) for output in calibration.run_emulated(case, arch)]
-        except (EmulatorError, NotImplementedError) as error:
-            return Finding(group, name, UNKNOWN if case.refused else FAILED, f"{type(error).__name__}: {error}")
-        if not known and emulate:
-            return Finding(group, name, UNKNOWN)
-        difference = calibration.compare(case, kept, found)
-        return Finding(group, name, FAILED, str(difference)) if difference.wrong else Finding(group, name, AGREES)
-
-    return [judge(case) for case in cases], device
-
-
-# Fused GEMMs.
 
 
 def try_variant(variant: AnyVariant, device: str) -> Finding:
@@ -216,11 +170,11 @@ def _show(console: Console, about: dict[str, str], findings: Sequence[Finding]) 
         console.print(f"{name:20}{text}", markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("")
-    for heading in ("tried", AGREES, FAILED, UNKNOWN):
+    for heading in ("tried", AGREES, FAILED):
         table.add_column(heading, justify="right")
     for group in dict.fromkeys(finding.group for finding in findings):
         verdicts = Counter(finding.verdict for finding in findings if finding.group == group)
-        counts = (verdicts.total(), *(verdicts[each] for each in (AGREES, FAILED, UNKNOWN)))
+        counts = (verdicts.total(), *(verdicts[each] for each in (AGREES, FAILED)))
         table.add_row(group, *(str(count or "") for count in counts))
     console.print(table)
     failures = [finding for finding in findings if finding.verdict == FAILED]

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from cudnn.api_base import TensorDesc, is_power_of_2
 from cudnn.errors import refused
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.gemm.reference import evaluate, product, woven
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels import epilogue
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
@@ -96,6 +96,11 @@ class FusedGemm(FusedAPI):
     def rows_of_block(b: Any, sfb: Any) -> int:
         """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
         return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
+
+    @classmethod
+    def flops(cls, sizes: Sizes) -> int:
+        """Of the product: rows of experts are counted as the tensor has them, since the ends are on the device."""
+        return 2 * sizes["m"] * sizes["n"] * sizes["k"] * sizes.get("l", 1)
 
     # What a subclass says.
 

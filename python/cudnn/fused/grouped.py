@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cudnn import registry, settings
+from cudnn import settings
 from cudnn.api_base import ceil_div, check_rank
 from cudnn.errors import refused
-from cudnn.fused import addresses
+from cudnn.fused import addresses, registry
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import (
@@ -155,7 +155,7 @@ def unseen(device: Any) -> Any:
     """Memory for two times the largest magnitudes of experts that nobody asks for, never freed: any stream may still
     write there.
     """
-    return torch.zeros(2, MOST_EXPERTS, 1, device=device)
+    return torch.zeros(2, MOST_EXPERTS, 1, dtype=torch.float32, device=device)
 
 
 def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
@@ -644,14 +644,15 @@ class ExpertsGemm(FusedGemm):
         ends = [a.shape[0]] if single else tensors["padded_offsets"].tolist()
         starts = [0, *ends[:-1]]
         product = a.new_empty(ends[-1], weights[0].shape[0], 1)
-        counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=a.device)
+        rows = [end - start for start, end in zip(starts, ends, strict=True)]
+        counts = torch.tensor(rows, dtype=torch.int64, device=a.device)
         for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
             product[start:end, :, 0] = a[start:end, :, 0] @ weights[expert].T
         if not ends[-1]:
             if tensors.get("dbias") is not None:
                 tensors["dbias"].zero_()  # a sum of nothing
             return
-        groups = torch.repeat_interleave(torch.arange(len(ends), device=a.device), counts)
+        groups = torch.repeat_interleave(torch.arange(len(ends), dtype=torch.int64, device=a.device), counts)
         product = woven(product) if self.weaves() else product
         layouts = {spec.name: spec.layout for spec in self.tensors}
         used = {n: x if x is None or n not in layouts else _first(x, layouts[n], ends[-1]) for n, x in tensors.items()}
@@ -713,7 +714,7 @@ class ExpertsGemm(FusedGemm):
         options |= cls.hidden_weights(given)
         results = cls.allocated(given, options)
         if "sfd_row" in results:
-            given["norm_const"] = torch.empty(1, device="meta")
+            given["norm_const"] = torch.empty(1, dtype=torch.float32, device="meta")
         made_by: Any = cls
         yield made_by(**cls.samples({**given, **results}), **options, arch=arch)
 

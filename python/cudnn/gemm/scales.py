@@ -83,7 +83,7 @@ def unpack_scales(scales: Any, mn: int, blocks: int) -> Any:
 def pack_float4(x: Any) -> Any:
     """Rounds (mn, k, l) to e2m1, to nearest even and saturating, as packed pairs along k: (mn, k / 2, l), K-major."""
     x = x.float().permute(2, 0, 1).contiguous()
-    values = torch.tensor(_FLOAT4_VALUES, device=x.device)
+    values = torch.tensor(_FLOAT4_VALUES, dtype=torch.float32, device=x.device)
     between = (values[1:] + values[:-1]) / 2
     magnitude = x.abs().nan_to_num(nan=_FLOAT4_VALUES[-1])
     below, above = (torch.bucketize(magnitude, between, right=right) for right in (False, True))
@@ -94,7 +94,7 @@ def pack_float4(x: Any) -> Any:
 
 def unpack_float4(x: Any) -> Any:
     """The values (mn, k, l), float32, of packed pairs (mn, k / 2, l), of ``torch.float4_e2m1fn_x2`` or bytes."""
-    grid = torch.tensor([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)], device=x.device)
+    grid = torch.tensor([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)], dtype=torch.float32, device=x.device)
     code = x.view(torch.uint8).permute(2, 0, 1)
     code = torch.stack([code & 15, code >> 4], dim=-1).flatten(2)
     return grid[code.long()].permute(1, 2, 0)
@@ -214,7 +214,7 @@ def quantize_rows(
     x = x.float()
     m, n, _ = x.shape
     blocks = torch.nn.functional.pad(x.permute(2, 0, 1), (0, -n % vector)).unflatten(2, (-1, vector))
-    norm = torch.as_tensor(norm_const, device=x.device).reshape(())
+    norm = torch.as_tensor(norm_const, dtype=torch.float32, device=x.device).reshape(())
     largest = blocks.abs().amax(-1)
     if rows > 1:
         largest = torch.nn.functional.pad(largest, (0, 0, 0, -m % rows)).unflatten(1, (-1, rows)).amax(2)

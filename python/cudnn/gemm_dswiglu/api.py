@@ -10,6 +10,7 @@ from cudnn.api_base import check_rank
 from cudnn.fused.dense import amax, operands, quantizer
 from cudnn.fused.gated import GluLayout
 from cudnn.fused.gemm import NARROW, scale_type
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
@@ -88,6 +89,7 @@ class GemmDswiglu(GluLayout):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.dense import DenseGemm, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT8, SUM_VECTOR, name_of
@@ -92,6 +93,7 @@ class GemmRope(DenseGemm):
         self.rotary_size = head_size if rotary_size is None else rotary_size
         self.columns_in = head_size, f"head_size, {head_size}"
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -94,7 +94,7 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
     order = expert.argsort(stable=True)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
     offsets = counts.index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
-    place = torch.arange(flat.numel(), device=flat.device)
+    place = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
     is_row = place < offsets[-1]
     token_of_row = (order // max(1, indices.shape[1])).where(is_row, 0)
     row_of_choice = torch.empty_like(place).scatter_(0, order, place.where(is_row, -1))

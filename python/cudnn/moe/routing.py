@@ -12,8 +12,9 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refused
 from cudnn.gemm.formats import wide
 from cudnn.moe import reference
-from cudnn.moe._run import Kernel, architecture, has_kernel, kernel
-from cudnn.ops._registration import custom_op
+from cudnn.runtime import flops
+from cudnn.runtime.registration import custom_op
+from cudnn.runtime.run import Kernel, architecture, has_kernel, kernel
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
     MOST_EXPERTS,
@@ -245,7 +246,7 @@ def _check_indices(indices: torch.Tensor, experts: int) -> None:
     _check_rows(where, *indices.shape)
 
 
-@custom_op("moe_route")
+@custom_op("moe_route", flops=flops.none)
 def moe_route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -325,7 +326,7 @@ def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
     return indices.new_empty(experts), indices.new_empty(indices.numel()), torch.empty_like(indices)
 
 
-@custom_op("moe_route_bwd")
+@custom_op("moe_route_bwd", flops=flops.none)
 def moe_route_bwd(
     gradient: torch.Tensor,
     logits: torch.Tensor,
@@ -389,7 +390,7 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
 moe_route.register_autograd(_backward, setup_context=_setup)
 
 
-@custom_op("moe_sort")
+@custom_op("moe_sort", flops=flops.none)
 def moe_sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sort`."""
     _check_indices(indices, experts)

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import stride_order, strides_in_order
 from cudnn.backend import enums as be
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.gemm.scales import compute_block_scales, scale_values
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import stride_order, strides_in_order
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 

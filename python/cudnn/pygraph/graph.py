@@ -15,9 +15,10 @@ from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
+from cudnn.arrays.layout import element_wise_layout
 from cudnn.backend import library
 from cudnn.backend.device import DeviceProperties, KernelCache
-from cudnn.backend.engine import Knob, OperationGraph
+from cudnn.backend.engine import OperationGraph
 from cudnn.backend.handle import Handle, default_handle, device_capability, gpu_available, resolve
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.datatypes import (
@@ -25,31 +26,26 @@ from cudnn.datatypes import (
     element_bytes,
     library_type,
 )
-from cudnn.enums import (
-    behavior_note,
-    build_plan_policy,
-    heur_mode,
-    knob_type,
-    numerical_note,
-)
+from cudnn.enums import build_plan_policy, heur_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph import known_faults, serialization
-from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.methods import Methods
 from cudnn.pygraph.node import NOT_SET, Context
+from cudnn.pygraph.plan_methods import PlanMethods
 from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid, not_overridable
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
+from cudnn.strided import check_resolved
 
 if TYPE_CHECKING:
-    from cudnn.explain.model import Explanation
+    from cudnn.pygraph.explain.model import Explanation
 
 _log = logging.getLogger("cudnn")
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
 
-class pygraph(Methods[Tensor]):  # noqa: N801
+class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
     """A graph of operations on tensors.
 
     Describe it (``tensor``, ``tensor_like`` and one method per operation), mark outputs with ``set_output(True)``, call
@@ -264,6 +260,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             self._all_tensors(),
             self._device(),
             self._override_shape,
+            self._outputs(),
             self._pools(),
             before,
             self._any_address(),
@@ -333,6 +330,9 @@ class pygraph(Methods[Tensor]):  # noqa: N801
 
     def _pools(self) -> set[int | None]:
         return {node.inputs[port].uid for node in self.nodes for port in node.pool_ports}
+
+    def _outputs(self) -> set[int]:
+        return {tensor.get_uid() for node in self.nodes for tensor in node.outputs.values()}
 
     def _forget_program(self) -> None:
         self._program = self._operation_graph = None
@@ -414,144 +414,6 @@ class pygraph(Methods[Tensor]):  # noqa: N801
                 "pass [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK], say",
             )
 
-    def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
-        if self._program is None:
-            raise refused(
-                RuntimeError,
-                f"graph {self.name!r}",
-                step,
-                "a graph without an operation graph",
-                "a graph that was built",
-                "call build(), or build_operation_graph(), first",
-            )
-        return self._program
-
-    def _plans(self, step: str, index: int = 0) -> PlanList | None:
-        """The plans of cuDNN, None for the reference executor, which has one plan."""
-        program = self._built(step)
-        if isinstance(program, ReferenceProgram):
-            if index:
-                raise RuntimeError(f"plan index: got {index}; allowed: 0, the reference executor's only plan.")
-            return None
-        if program.plans is None:
-            raise refused(
-                RuntimeError,
-                f"graph {self.name!r}",
-                step,
-                "a restored graph, which has one plan",
-                "a graph built here",
-                "build it from its description",
-            )
-        return program.plans
-
-    # What is known of plans.
-    def get_execution_plan_count(self) -> int:
-        """How many engine configurations there are; 0 before ``create_execution_plans``."""
-        if self._program is None:
-            return 0
-        if isinstance(self._program, ReferenceProgram):
-            return int(self._program.plan is not None)
-        return 1 if self._program.plans is None else len(self._program.plans)
-
-    def _planned(self) -> CudnnProgram | ReferenceProgram:
-        program = self._built("plan")
-        if program.plan is None:
-            raise refused(
-                RuntimeError, f"graph {self.name!r}", "plan", "none built", "one built plan", "call build_plans() first"
-            )
-        return program
-
-    def _plan(self) -> ExecutionPlan | None:
-        """The plan that ``execute`` runs, None for the reference executor."""
-        program = self._planned()
-        return None if isinstance(program, ReferenceProgram) else program.plan
-
-    def get_workspace_size(self) -> int:
-        """Bytes of device memory that ``execute`` needs beside the tensors."""
-        plan = self._plan()
-        return 0 if plan is None else self._cudnn().workspace_size(plan)
-
-    def get_workspace_size_plan_at_index(self, index: int) -> int:
-        """Bytes of device memory that the plan at an index needs."""
-        plans = self._plans("get_workspace_size_plan_at_index", index)
-        return 0 if plans is None else self._cudnn().workspace_size(plans.plan_at(index))
-
-    def _cudnn(self) -> CudnnProgram:
-        assert isinstance(self._program, CudnnProgram)
-        return self._program
-
-    def get_plan_name_at_index(self, index: int) -> str:
-        """Name of a configuration: ``eng<engine>_k<knob>=<value>...``."""
-        plans = self._plans("get_plan_name_at_index", index)
-        return "reference" if plans is None else plans.config_at(index).tag
-
-    def get_plan_name(self) -> str:
-        """Name of the plan that ``execute`` runs."""
-        plan = self._plan()
-        return "reference" if plan is None else plan.config.tag
-
-    def get_behavior_notes(self) -> list[behavior_note]:
-        """Behaviour notes of the plan that ``execute`` runs."""
-        plan = self._plan()
-        return [] if plan is None else [*plan.config.behavior_notes]
-
-    def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
-        """Behaviour notes of a configuration."""
-        plans = self._plans("get_behavior_notes_for_plan_at_index", index)
-        return [] if plans is None else plans.config_at(index).behavior_notes
-
-    def get_numerical_notes_for_plan_at_index(self, index: int) -> list[numerical_note]:
-        """Numerical notes of a configuration."""
-        plans = self._plans("get_numerical_notes_for_plan_at_index", index)
-        return [] if plans is None else plans.config_at(index).numerical_notes
-
-    def get_engine_count(self) -> int:
-        """How many engines cuDNN knows for this graph, supported or not."""
-        self._built("get_engine_count")
-        return 1 if self._operation_graph is None else self._operation_graph.engine_count
-
-    def get_knobs_for_engine(self, engine_id: int) -> list[Knob]:
-        """The tuning parameters of an engine. RuntimeError where the engine does not support the graph."""
-        self._built("get_knobs_for_engine")
-        return [] if self._operation_graph is None else self._operation_graph.knobs(engine_id, self._device_property)
-
-    def create_execution_plan(self, engine_id: int, knobs: Mapping[knob_type, int]) -> None:
-        """Appends the configuration of an engine with given knobs. RuntimeError where the engine refuses them."""
-        plans = self._plans("create_execution_plan")
-        if plans is not None and self._operation_graph is not None:
-            plans.append(self._operation_graph.engine_config(engine_id, knobs, self._device_property))
-        elif isinstance(self._program, ReferenceProgram):
-            self._program.make_plan(engine_id, knobs)
-
-    def _restrict(self, step: str, given: Any) -> None:
-        plans = self._plans(step)
-        if plans is not None:
-            getattr(plans, step)(given)
-
-    def deselect_engines(self, engine_names: Sequence[str]) -> None:
-        """Excludes configurations whose name contains one of the texts, such as ``"eng3"``."""
-        self._restrict("deselect_engines", engine_names)
-
-    def deselect_workspace_greater_than(self, workspace: int) -> None:
-        """Excludes configurations that need more bytes of workspace."""
-        self._restrict("deselect_workspace_greater_than", workspace)
-
-    def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
-        """Excludes configurations that have any of the notes."""
-        self._restrict("deselect_numeric_notes", notes)
-
-    def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
-        """Excludes configurations that have any of the notes."""
-        self._restrict("deselect_behavior_notes", notes)
-
-    def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
-        """Excludes configurations that lack any of the notes."""
-        self._restrict("select_numeric_notes", notes)
-
-    def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
-        """Excludes configurations that lack any of the notes."""
-        self._restrict("select_behavior_notes", notes)
-
     # Execution.
     def execute(
         self,
@@ -563,6 +425,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         override_strides: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Runs the graph on the handle's stream. Allocates nothing and does not wait, so a CUDA graph can capture it.
+
+        Only inputs that are negative views, whose memory has other values than they show, are copied first.
 
         Args:
             tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or, on a GPU, addresses. Entries
@@ -750,6 +614,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
     @staticmethod
     def _get_data_ptr(data: Any) -> int:
         """The address of a PyTorch or DLPack tensor's first element, or an address as it is."""
+        check_resolved("_get_data_ptr", "data", data)
         return address_of(data)
 
     # Descriptions.
@@ -759,12 +624,12 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         return f"graph {self.name!r} of {', '.join(named)}"
 
     def explain(self, narrow: bool = True) -> Explanation:
-        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook; see ``cudnn.explain``.
+        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook: ``cudnn.pygraph.explain``.
 
         Changes nothing in the graph. ``narrow`` looks for the smallest sets of nodes where cuDNN refuses the graph,
         with heuristics, and perhaps builds, of parts of it.
         """
-        from cudnn.explain.collect import explain
+        from cudnn.pygraph.explain.collect import explain
 
         return explain(self, narrow)
 
@@ -839,6 +704,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             self._all_tensors(),
             handle.device,
             restored.override_shape,
+            self._outputs(),
             self._pools(),
             before,
             self._any_address(),

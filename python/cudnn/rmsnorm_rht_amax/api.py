@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.errors import refused
-from cudnn.fused.call import Plan
-from cudnn.fused.host import FusedAPI
+from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Rows, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.rmsnorm_rht_amax import reference
+from cudnn.runtime.call import Plan
 from cudnn_kernels.norm.heuristics import (
     BLOCK,
     MAXIMUM_COLUMNS,
@@ -106,10 +106,16 @@ class RmsNormRhtAmax(FusedAPI):
         self.rows_per_cta = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(rows)
         self._chosen_threads = num_threads
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_tensor: Tensor, w_tensor: Tensor, o_tensor: Tensor, amax_tensor: Tensor, current_stream: Any = None
     ) -> None:
         """Writes ``o_tensor`` and ``amax_tensor``. See :attr:`FusedAPI.run`."""
+
+    @classmethod
+    def flops(cls, sizes: Mapping[str, int]) -> int:
+        """None that PyTorch counts: element-wise operations, and a transform by sums and differences."""
+        return 0
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
@@ -158,7 +164,7 @@ class RmsNormRhtAmax(FusedAPI):
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         x = torch.empty(shape, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
-        amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), device="meta")
+        amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), dtype=torch.float32, device="meta")
         return [cls(x, x[0], x, amax, arch=arch)]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptx_emulator import calibration
-from ptx_emulator.calibration.case import Tolerance, integers, raw
+import calibration
+from calibration.case import Tolerance, integers, raw
 
 FILE = Path(__file__).with_name("kernels_sm_90a.xz")
 EPS = 1e-5

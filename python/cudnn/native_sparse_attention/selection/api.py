@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import keep, written
 from cudnn.gemm.formats import name_of
@@ -15,6 +14,7 @@ from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.selection import by_blocks
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import SINGLE_QUERY, SelectionConfiguration
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
@@ -15,6 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import LIST_CHUNK, SelectionBackwardConfiguration
 

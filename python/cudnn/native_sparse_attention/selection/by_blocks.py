@@ -8,9 +8,9 @@ from typing import Any
 from cudnn import settings
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
-from cudnn.moe._run import architecture, run
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
-from cudnn.ops._memory import placed
+from cudnn.runtime.memory import placed
+from cudnn.runtime.run import architecture, run
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import SelectionKVOuterConfiguration
 

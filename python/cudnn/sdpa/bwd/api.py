@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values
 from cudnn.sdpa.bwd import parts
