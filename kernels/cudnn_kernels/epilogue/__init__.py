@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from cudnn_kernels.formats import bits
+from cudnn_kernels.formats import GLU_BLOCK, bits
 from cudnn_kernels.signature import (
     Region,
     Scalar,
@@ -33,9 +33,6 @@ from cudnn_kernels.signature import (
     matrix,
     vector,
 )
-
-BLOCK = 32
-"""Columns of a block, where blocks of gate and up columns alternate."""
 
 MAX_EPI_TILE_N = 128
 """Columns of a subtile, at most, unless an operation needs more."""
@@ -255,7 +252,7 @@ class _Tile(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return 2 * BLOCK if self.concat_glu else 1
+        return 2 * GLU_BLOCK if self.concat_glu else 1
 
     @property
     def staged_bits(self) -> int:
@@ -376,7 +373,7 @@ class Gated(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return 2 * BLOCK
+        return 2 * GLU_BLOCK
 
     def outputs(self, widths: Widths) -> Widths:
         return {"x": widths["x"] / 2}
@@ -404,7 +401,7 @@ class GatedBackward(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return BLOCK
+        return GLU_BLOCK
 
     def outputs(self, widths: Widths) -> Widths:
         width = widths["x"]
@@ -550,7 +547,7 @@ class Amax(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return self.roles * BLOCK if self.roles > 1 else 1
+        return self.roles * GLU_BLOCK if self.roles > 1 else 1
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         shape = (names.groups,) if self.by_expert else (1,) if self.roles == 1 else ()

@@ -52,20 +52,20 @@ from cutlass.pipeline import (
     PipelineUmmaAsync,
 )
 
-from cudnn_kernels.configuration import GemmConfiguration as Configuration
-from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.formats import GLU_BLOCK
+from cudnn_kernels.gemm.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.gemm.gather import GATHER_WARPS, CpAsyncGather, GatherProducer
+from cudnn_kernels.gemm.mainloop import Mainloop
+from cudnn_kernels.gemm.prepare_operand import prepare
+from cudnn_kernels.gemm.projection_kernel import ViewedProjection
+from cudnn_kernels.gemm.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.barriers import elect_arrive
-from cudnn_kernels.pipeline.gather import GATHER_WARPS, CpAsyncGather, GatherProducer
-from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.fragment import Fragment
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline
-from cudnn_kernels.pipeline.prepare_operand import prepare
-from cudnn_kernels.pipeline.projection import ViewedProjection
-from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm100.operands import ROWS, KTileCoord, TileOperand, tile_operands
@@ -91,7 +91,7 @@ class Gemm(Mainloop):
         max_stages = SCALED_STAGES if self.operand_scales else 2
         self.acc_stages = min(max_stages, (COLUMNS - self.scale_factor_columns()) // c.tile[1])
         # Columns from a gate block to its up block in an accumulator, if the blocks are wider than the epilogue's.
-        self.half_stride = c.block if c.concat_glu and c.block > BLOCK else 0
+        self.half_stride = c.block if c.concat_glu and c.block > GLU_BLOCK else 0
         self.scale_warp = SCHEDULER_WARP + c.schedule.searches
         self.gather_warp = self.scale_warp + bool(self.operand_scales)
         self.threads = 32 * (self.gather_warp + (GATHER_WARPS if c.gathers else 0))
@@ -458,7 +458,7 @@ class Gemm(Mainloop):
     def load_width(self) -> int:
         """Columns that one tcgen05.ld loads: a power of two."""
         width = self.epilogue.params.width // self.epilogue.params.num_segments
-        return BLOCK if self.half_stride else width & -width
+        return GLU_BLOCK if self.half_stride else width & -width
 
     def chunks(self, subtile: int) -> list[int]:
         """The chunks of ``load_width`` accumulator columns that make up a subtile: those of its segments or, with
@@ -469,8 +469,8 @@ class Gemm(Mainloop):
             count = params.width // params.num_segments // self.load_width()
             segments = range(params.num_segments)
             return [params.segment(subtile, which) * count + i for which in segments for i in range(count)]
-        pairs = params.width // (2 * BLOCK)
-        return [x for i in range(subtile * pairs, (subtile + 1) * pairs) for x in (i, i + self.half_stride // BLOCK)]
+        pairs, stride = params.width // (2 * GLU_BLOCK), self.half_stride // GLU_BLOCK
+        return [x for i in range(subtile * pairs, (subtile + 1) * pairs) for x in (i, i + stride)]
 
     def tmem_load(self, copy: Any, source: cute.Tensor, chunks: list[int], stage: Any, values: cute.Tensor) -> None:
         """Loads chunks of an accumulator stage from tensor memory."""

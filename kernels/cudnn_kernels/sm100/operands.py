@@ -13,9 +13,9 @@ import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline import tile_operand
+from cudnn_kernels.gemm import tile_operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.pipeline.tma import address_space_view, ragged_coord, ragged_wrap
 from cudnn_kernels.schedule.tile_maps import ProblemTiles, WorkTileInfo
 

@@ -16,8 +16,8 @@ import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, select_
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.pipeline import barriers
+from cudnn_kernels.pipeline.fragment import RowLayout
 from cudnn_kernels.pipeline.vectors import VECTOR
 
 LANES = 128

@@ -37,21 +37,21 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue import MultiplyGroup, Scale, traits_of
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Tile
+from cudnn_kernels.gemm.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.gemm.gather import GATHER_WARPS, CpAsyncGather, GatherProducer, TmaRowGather, tma_row_view
+from cudnn_kernels.gemm.mainloop import Mainloop
+from cudnn_kernels.gemm.prepare_operand import prepare
+from cudnn_kernels.gemm.projection_kernel import ViewedProjection
+from cudnn_kernels.gemm.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync, consumer_release
-from cudnn_kernels.pipeline.gather import GATHER_WARPS, CpAsyncGather, GatherProducer, TmaRowGather, tma_row_view
-from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.fragment import Fragment
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers, producer_acquire
-from cudnn_kernels.pipeline.prepare_operand import prepare
-from cudnn_kernels.pipeline.projection import ViewedProjection
-from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler

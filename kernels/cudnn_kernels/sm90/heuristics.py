@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cudnn_kernels.configuration import GemmConfiguration, configured, prepared_first
 from cudnn_kernels.epilogue import EpilogueTraits, traits_of
-from cudnn_kernels.problem import GemmProblem
+from cudnn_kernels.gemm.configuration import GemmConfiguration, configured, prepared_first
+from cudnn_kernels.gemm.problem import GemmProblem
 
 MANY_COLUMNS = 8192
 SHORT_K = 4096  # k of a grouped GEMM up to which overlapping the epilogue pays off

@@ -12,8 +12,8 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.pipeline import tile_operand
+from cudnn_kernels.gemm import tile_operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
 
 
 class TileOperand(tile_operand.TileOperand):
