@@ -22,8 +22,8 @@ from cudnn.bench.rmsnorm_rht_amax import EPS, SHAPES, errors, tensors
 from cudnn.bench import GPU, compare, ratio
 from cudnn.rmsnorm_rht_amax.api import _KERNELS
 from cudnn.runtime import launch
-from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
+from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY
 
 MORE_SHAPES = ((65536, 2048), (16384, 7168), (8192, 16384), (4096, 32768))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn_kernels.problem import GemmProblem
+from cudnn_kernels.gemm.problem import GemmProblem
 from cudnn_kernels.sm90.heuristics import configure as configure_hopper
 from cudnn_kernels.sm100.heuristics import configure as configure_blackwell
 

@@ -1,4 +1,6 @@
-"""Element types of GEMM operands and results, by PyTorch's names: the only table of widths, limits and packing."""
+"""Element types of GEMM operands and results, by PyTorch's names: the only table of widths, limits and packing. And
+the block size in which gate and up columns alternate.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from dataclasses import dataclass
 
 FP4 = "float4_e2m1fn_x2"
 FP8 = ("float8_e4m3fn", "float8_e5m2")
+GLU_BLOCK = 32
+"""Columns of a block, where blocks of gate and up columns alternate."""
 
 
 @dataclass(frozen=True)

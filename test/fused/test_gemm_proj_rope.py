@@ -16,7 +16,7 @@ from cudnn.api_base import TupleDict
 from cudnn.gemm_proj_rope_mxfp8 import gemm_proj_rope_mxfp8_reference, projection
 from cudnn_kernels import fakes
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.projection import ProjectionConfiguration, problem
+from cudnn_kernels.gemm.projection import ProjectionConfiguration, problem
 from support.compiled import compile_kernel
 from support.selection import brief, within
 

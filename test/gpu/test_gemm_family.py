@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cudnn.runtime import launch
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import StoreTile
-from cudnn_kernels.problem import Operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.gemm.problem import Operand
 from cudnn_kernels.schedule import Dense
 from gpu.common import assert_allocates_nothing_and_waits_for_nothing, captured
 from support import gemms

@@ -41,7 +41,7 @@ from cudnn_kernels.epilogue import (
     SumColumn,
     SumRow,
 )
-from cudnn_kernels.problem import GemmProblem, Operand
+from cudnn_kernels.gemm.problem import GemmProblem, Operand
 from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import heuristics
 from cudnn_kernels.sm90.gemm import Gemm

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn.gemm import reference  # noqa: E402
-from cudnn_kernels.configuration import SHARED_MEMORY  # noqa: E402
 from cudnn_kernels.epilogue import (  # noqa: E402
     Amax,
     Gated,
@@ -30,7 +29,8 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     SumColumn,
 )
 from cudnn_kernels.formats import bits  # noqa: E402
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand  # noqa: E402
+from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand  # noqa: E402
+from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY  # noqa: E402
 from cudnn_kernels.schedule import Dense, VarlenK, VarlenM  # noqa: E402
 from cudnn_kernels.schedule.tile_maps import tile_map, trim_clusters  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402

@@ -11,15 +11,15 @@ import torch
 
 from cudnn.runtime import emulation
 from cudnn.runtime.launch import emulate
-from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
-from cudnn_kernels.problem import BlockScale, Operand
+from cudnn_kernels.gemm.configuration import OPERANDS, OperandConfiguration
+from cudnn_kernels.gemm.problem import BlockScale, Operand
 from support import gemms
 from support.compiled import compile_kernel
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-SOURCE = "cudnn_kernels.pipeline.prepare_operand:PrepareOperand"
+SOURCE = "cudnn_kernels.gemm.prepare_operand:PrepareOperand"
 MULTIPROCESSORS = 3
 PLAIN = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 SCALED = [operand for operand in sorted(OPERANDS, key=str) if operand[2]]
@@ -172,7 +172,7 @@ def test_what_cannot_be_widened(operand: Operand) -> None:
 @pytest.mark.parametrize("major", ["k", "mn"])
 def test_widening_spills_nothing(major: str) -> None:
     from cudnn_kernels import fakes
-    from cudnn_kernels.pipeline import prepare_operand as module
+    from cudnn_kernels.gemm import prepare_operand as module
 
     c = OperandConfiguration(Operand("float8_e4m3fn", major), widen=True)
     compiled = compile_kernel("sm_90a", module.PrepareOperand(c), *fakes.arguments(c))
@@ -262,7 +262,7 @@ def test_transposed_whatever_the_order_of_things(dtype: torch.dtype, scheduler: 
 )
 def test_no_local_memory_and_wide_accesses(operand: tuple[Any, ...], arch: str) -> None:
     from cudnn_kernels import fakes
-    from cudnn_kernels.pipeline import prepare_operand as module
+    from cudnn_kernels.gemm import prepare_operand as module
 
     c = configured(*operand)
     compiled = compile_kernel(arch, module.PrepareOperand(c), *fakes.arguments(c))

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.norm.heuristics import USUAL_COLUMNS, configure_rmsnorm_rht_amax
+from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY
 from support.compiled import compile_kernel
 from support.selection import in_turn
 

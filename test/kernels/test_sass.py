@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cudnn_kernels import fakes
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Amax, Gated, MultiplyGroup, QuantizeRows, SquaredRelu, StoreTile
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import gemm as hopper
 from cudnn_kernels.sm90 import heuristics

@@ -15,9 +15,9 @@ import ptx_emulator
 from cudnn.gemm import reference
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels import epilogue as declared
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.formats import bits as bits_of
-from cudnn_kernels.problem import BlockScale, Operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.gemm.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense, VarlenK, VarlenM
 from cudnn_kernels.signature import Workspace, sizes_of, workspace_size
 from support import gemms

@@ -54,8 +54,8 @@ FAULTS = [
     Fault(
         "zeros for an expert without tokens, Hopper",
         f"{KERNELS}/sm90/gemm.py",
-        "if k_tiles == 0:\n                acc.fill(0.0)",
-        "if k_tiles == 0:\n                acc.fill(1.0)",
+        "if k_tiles == 0:  # an empty group\n                acc.fill(0.0)",
+        "if k_tiles == 0:  # an empty group\n                acc.fill(1.0)",
         _test(f"{_GEMM}test_k_of_experts", "sm_90a"),
     ),
     Fault(
@@ -68,7 +68,7 @@ FAULTS = [
     Fault(
         "the accumulator is handed back before its last part is read",
         f"{KERNELS}/sm100/gemm.py",
-        "step == len(steps) - 1 and not",
+        "step == len(subtile_passes) - 1 and not",
         "step == 0 and not",
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
@@ -139,8 +139,8 @@ FAULTS = [
     Fault(
         "the probability's gradient of a gate",
         f"{KERNELS}/epilogue/arithmetic.py",
-        "y = u * by_other",
-        "y = g * by_other",
+        "y = u * d_up",
+        "y = g * d_up",
         _test("fused/test_gemm_results.py::test_partial_tiles", "gemm_dswiglu"),
     ),
     Fault(
@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "a scale factor of 0",
-        f"{KERNELS}/pipeline/prepare_operand.py",
+        f"{KERNELS}/gemm/prepare_operand.py",
         "special = code - Uint32(1) >= Uint32(254)",
         "special = code >= Uint32(255)",
         _test("kernels/test_operand.py::test_every_code_times_every_scale"),

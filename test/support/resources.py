@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration
 from cudnn_kernels.epilogue import (
     Amax,
     Gate,
@@ -30,7 +29,9 @@ from cudnn_kernels.epilogue import (
     SumRow,
     traits_of,
 )
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY
 from cudnn_kernels.schedule import Dense
 from cudnn_kernels.sm90 import heuristics as sm90
 from cudnn_kernels.sm100 import heuristics as sm100

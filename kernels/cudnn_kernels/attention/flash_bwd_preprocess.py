@@ -18,8 +18,8 @@ from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, 
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.kernel import thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
 from cudnn_kernels.pipeline.vectors import VECTOR
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.workspace import workspace_pointers
 
 PREPROCESS_THREADS = 128

@@ -18,10 +18,10 @@ from cutlass.cute.nvgpu import cpasync
 from cudnn_kernels.attention import DESCALES, ForwardConfiguration, seqlen_info, softmax
 from cudnn_kernels.attention.mask import Mask, make_mask
 from cudnn_kernels.attention.seqlen_info import SeqlenInfo
-from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline.fragment import RowLayout
 from cudnn_kernels.pipeline.tma import partition_tile, tma_load
 from cudnn_kernels.threads import WARP_SIZE
 

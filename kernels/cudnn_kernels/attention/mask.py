@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
 
-from cudnn_kernels.epilogue.fragment import RowLayout
+from cudnn_kernels.pipeline.fragment import RowLayout
 
 WORD = 32  # mask bits
 

@@ -12,7 +12,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, select_
 
-from cudnn_kernels.epilogue.fragment import RowLayout
+from cudnn_kernels.pipeline.fragment import RowLayout
 
 LOG2_E = math.log2(math.e)
 RESCALE_THRESHOLD = 8.0

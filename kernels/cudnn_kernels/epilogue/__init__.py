@@ -1,9 +1,10 @@
 """Epilogue operations (EpiOp): what happens to a GEMM's float32 accumulator before anything is stored.
 
-An epilogue is a tuple of these configurations, applied from left to right to named tiles of values; the accumulator is
-``x``. They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. The other modules of
-the package implement them on a GPU, ``cudnn_kernels.epilogue.registry`` maps each configuration to its implementation,
-and ``cudnn.gemm.reference`` defines them for whole tensors.
+An epilogue is a tuple of these configurations, applied from left to right to named values; the accumulator is ``x``.
+They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. The other modules of the
+package implement them on a GPU, with the suffix ``Impl``: ``cudnn_kernels.epilogue.operation`` describes how an
+epilogue runs, ``cudnn_kernels.epilogue.registry`` maps each configuration to its implementation.
+``cudnn.gemm.reference`` defines the operations for whole tensors.
 
 ``tensor`` names an argument of the kernel. An operation declares its arguments (``slots``), the width of the values
 that it reads and defines (``width``, ``outputs``), and its requirements (``column_multiple``, ``staged_bits``,
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from cudnn_kernels.formats import bits
+from cudnn_kernels.formats import GLU_BLOCK, bits
 from cudnn_kernels.signature import (
     Region,
     Scalar,
@@ -33,10 +34,7 @@ from cudnn_kernels.signature import (
     vector,
 )
 
-BLOCK = 32
-"""Columns of a block, where blocks of gate and up columns alternate."""
-
-WIDEST = 128
+MAX_EPI_TILE_N = 128
 """Columns of a subtile, at most, unless an operation needs more."""
 
 Widths = Mapping[str, Fraction]
@@ -55,13 +53,13 @@ class SizeNames:
 
 
 class EpiOp:
-    """Configuration of an epilogue operation: plain data, implemented by the class of the same name."""
+    """Configuration of an epilogue operation: plain data; the class with the suffix ``Impl`` implements it."""
 
     extra_registers: ClassVar[bool] = False
-    """Whether it holds more registers than a fragment, which ping-pong on Hopper cannot afford."""
+    """Whether it needs registers for more than one fragment, which ping-pong on Hopper does not have."""
     two_pass: ClassVar[bool] = False
-    """Whether subtiles may be narrower than its columns: a first pass over the subtiles reduces them, with the
-    operations before it, and a second pass processes and stores them (an amax pass, then a store pass).
+    """Whether subtiles may be narrower than ``column_multiple``: a first pass over them applies the operations up to
+    this one, which reduces each subtile (amax); a second pass applies all operations and stores.
     """
     value = "x"
     """The name of the value that it transforms."""
@@ -89,7 +87,7 @@ class EpiOp:
         return 0
 
     def width(self, widths: Widths) -> Fraction:
-        """The width of its tensors and of the value that it transforms, given the widths of the values before it."""
+        """The width of its tensors and of its value; ``widths`` are the widths of all values so far."""
         return widths[self.value]
 
     def outputs(self, widths: Widths) -> Widths:
@@ -113,23 +111,23 @@ def size_names_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> l
 def regions_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> tuple[Region, ...]:
     """The regions of the workspace that all operations write."""
     names = size_names_of(epilogue, groups, batch)
-    return tuple(region for o, names in zip(epilogue, names, strict=True) for region in o.regions(names))
+    return tuple(region for op, op_names in zip(epilogue, names, strict=True) for region in op.regions(op_names))
 
 
 def widths_of(epilogue: Sequence[EpiOp]) -> tuple[list[Fraction], Fraction]:
     """The ``width`` of each operation, and that of ``x`` after the last one."""
-    values, result = {"x": Fraction(1)}, list[Fraction]()
-    for declaration in epilogue:
-        result.append(declaration.width(values))
-        values |= declaration.outputs(values)
-    return result, values["x"]
+    value_widths, op_widths = {"x": Fraction(1)}, list[Fraction]()
+    for op in epilogue:
+        op_widths.append(op.width(value_widths))
+        value_widths |= op.outputs(value_widths)
+    return op_widths, value_widths["x"]
 
 
 def slots_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> tuple[Tensor | Scalar, ...]:
     """The arguments of all operations; operations that name the same argument share it."""
     result: dict[str, Tensor | Scalar] = {}
-    for declaration, names in zip(epilogue, size_names_of(epilogue, groups, batch), strict=True):
-        for slot in declaration.slots(names):
+    for op, names in zip(epilogue, size_names_of(epilogue, groups, batch), strict=True):
+        for slot in op.slots(names):
             result.setdefault(slot.name, slot)
     return tuple(result.values())
 
@@ -138,11 +136,14 @@ def slots_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> tuple[
 class EpilogueTraits:
     """What an epilogue requires of a configuration.
 
-    ``columns`` of a tile and ``rows`` of a group are multiples of these numbers. ``staged_bits`` are the bits per value
-    of each tensor that passes through shared memory, ``bits`` their sum per accumulator column, ``width`` is that of
-    ``x`` at the end. The columns of a subtile (epi_tile_n) are a multiple of ``columns`` too or, with a
-    ``segment_stride``, two segments, each a multiple of ``segment_multiple`` or, with two passes, a multiple of
-    ``two_pass_multiple`` that divides ``columns``.
+    The columns of a tile are a multiple of ``column_multiple``, the rows of a group of ``row_multiple``.
+    ``staged_bits`` are the bits per value of each tensor that passes through shared memory, ``staged_bits_per_column``
+    their sum per accumulator column. ``width`` is the width of ``x`` at the end. ``extra_registers`` as in
+    :class:`EpiOp`.
+
+    The columns of a subtile (epi_tile_n) are a multiple of ``column_multiple`` too, with two exceptions. With a
+    ``segment_stride``, a subtile may be two segments, each a multiple of ``segment_multiple``. With two passes, it may
+    be a multiple of ``two_pass_multiple`` that divides ``column_multiple``.
     """
 
     column_multiple: int
@@ -164,7 +165,9 @@ class EpilogueTraits:
         )
 
     def subtiles_per_pass(self, epi_tile_n: int) -> int:
-        """The number of subtiles of ``epi_tile_n`` columns that are reduced in a first pass; 1: there is one pass."""
+        """The number of subtiles of ``epi_tile_n`` columns that a first pass reduces together; 1: there is only one
+        pass.
+        """
         divides = (
             self.two_pass_multiple
             and epi_tile_n % self.two_pass_multiple == 0
@@ -185,13 +188,13 @@ class EpilogueTraits:
 
 def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
     """The traits of an epilogue: what all operations require together."""
-    widths, last = widths_of(epilogue)
+    widths, final_width = widths_of(epilogue)
     columns = math.lcm(*((o.column_multiple / width).numerator for o, width in zip(epilogue, widths, strict=True)))
-    segment_stride = {o.segment_stride for o in epilogue if o.segment_stride}
-    one = len(segment_stride) == 1 and last == 1 and columns == 2 * min(segment_stride)
+    strides = {o.segment_stride for o in epilogue if o.segment_stride}
+    splits = len(strides) == 1 and final_width == 1 and columns == 2 * min(strides)
     two_pass_multiple = 0
     if (
-        columns > WIDEST
+        columns > MAX_EPI_TILE_N
         and sum(o.two_pass for o in epilogue) == 1
         and not any(isinstance(o, LoadTile) for o in epilogue)
     ):
@@ -201,11 +204,11 @@ def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
     return EpilogueTraits(
         columns,
         math.lcm(*(o.row_multiple for o in epilogue)),
-        last,
+        final_width,
         tuple(o.staged_bits for o in epilogue if o.staged_bits),
         any(o.extra_registers for o in epilogue),
         math.ceil(sum(o.staged_bits * width for o, width in zip(epilogue, widths, strict=True))),
-        min(segment_stride) if one else 0,
+        min(strides) if splits else 0,
         math.lcm(*(o.column_multiple for o in epilogue if not o.segment_stride)),
         two_pass_multiple,
     )
@@ -249,7 +252,7 @@ class _Tile(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return 2 * BLOCK if self.concat_glu else 1
+        return 2 * GLU_BLOCK if self.concat_glu else 1
 
     @property
     def staged_bits(self) -> int:
@@ -262,7 +265,7 @@ class _Tile(EpiOp):
 
 @dataclass(frozen=True)
 class LoadTile(_Tile):
-    """Names a tensor (m, n, l) ``value``. It may have ``times`` as many columns as ``x``."""
+    """Loads a tensor (m, n, l) as the value ``value``. It has ``times`` times the columns of ``x``."""
 
     value: str = "c"
     times: int = 1
@@ -281,9 +284,9 @@ class StoreTile(_Tile):
     Types of 8 bits and fewer saturate. float4_e2m1fn_x2, with major n only, is a uint8 tensor (m, n / 2, l), the left
     column of two in the low half; it has no NaN, which becomes the largest magnitude.
 
-    ``adds``: to what the tensor held, in its type, which has 16 or 32 bits: the sum of two rounded numbers is rounded.
-    ``pointers``: the matrices are not one tensor; ``tensor`` holds their l addresses, int64, multiples of 16 bytes, and
-    each is packed, without gaps between rows or columns.
+    ``adds``: adds the rounded value to the tensor instead (TMA reduction), in the tensor's type, which has 16 or 32
+    bits; the sum is rounded again. ``pointers``: a ptr-array: ``tensor`` holds the int64 addresses of l matrices, which
+    are multiples of 16 bytes; each matrix is contiguous.
     """
 
     value: str = "x"
@@ -345,17 +348,17 @@ class Gate:
     beta1: float | str = 4.0
     beta2: float | str = 25.0
     gate_min: float | None = None
-    NUMBERS: ClassVar = ("slope", "clamp_max", "clamp_min", "offset", "beta1", "beta2")
+    FLOAT_PARAMETERS: ClassVar = ("slope", "clamp_max", "clamp_min", "offset", "beta1", "beta2")
 
     def slots(self) -> tuple[Scalar, ...]:
         """The parameters that are arguments of the call."""
-        values = (getattr(self, name) for name in self.NUMBERS)
+        values = (getattr(self, name) for name in self.FLOAT_PARAMETERS)
         return tuple(Scalar(value, "float32") for value in values if isinstance(value, str))
 
     def bind(self, arguments: Mapping[str, Any]) -> Any:
-        """The gate with numbers instead of names, from the ``arguments`` of the call."""
-        result = {name: getattr(self, name) for name in self.NUMBERS}
-        return replace(self, **{name: arguments[x] for name, x in result.items() if isinstance(x, str)})
+        """The gate with values instead of argument names, from the ``arguments`` of the call."""
+        parameters = {name: getattr(self, name) for name in self.FLOAT_PARAMETERS}
+        return replace(self, **{name: arguments[x] for name, x in parameters.items() if isinstance(x, str)})
 
 
 SWIGLU, GEGLU, REGLU = Gate(), Gate("swish", 1.702, 7.0, -7.0, 1.0), Gate("relu")
@@ -370,7 +373,7 @@ class Gated(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return 2 * BLOCK
+        return 2 * GLU_BLOCK
 
     def outputs(self, widths: Widths) -> Widths:
         return {"x": widths["x"] / 2}
@@ -381,7 +384,7 @@ class Gated(EpiOp):
 
 @dataclass(frozen=True)
 class GatedBackward(EpiOp):
-    """The backward pass of :class:`Gated`: x is the gradient of y, ``saved`` a value with two columns for each of x's.
+    """The backward pass of :class:`Gated`: x is the gradient of y; the value ``saved`` has the gate and up columns.
 
     x becomes the gradient of ``saved``, in the same order: with the derivative f' and t the clamped u plus the offset,
 
@@ -398,11 +401,11 @@ class GatedBackward(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return BLOCK
+        return GLU_BLOCK
 
     def outputs(self, widths: Widths) -> Widths:
-        before = widths["x"]
-        return {"x": 2 * before, "activation": before, "prob_gradient": before}
+        width = widths["x"]
+        return {"x": 2 * width, "activation": width, "prob_gradient": width}
 
     def slots(self, names: SizeNames) -> tuple[Scalar, ...]:
         return self.gate.slots()
@@ -410,7 +413,7 @@ class GatedBackward(EpiOp):
 
 @dataclass(frozen=True)
 class Round(EpiOp):
-    """Rounds a value to a type, to nearest even: what follows sees what that type holds."""
+    """Rounds a value to a type, to nearest even, and back to float32: later operations see the rounded value."""
 
     dtype: str
     value: str = "x"
@@ -463,7 +466,7 @@ class Rotate(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        """With split halves, the smallest divisor of a head, in multiples of 16, that holds both."""
+        """With split halves, the smallest divisor of a head that holds both halves, in steps of 16 columns."""
         if self.interleaved:
             return 2
         return next(x for x in range(self.rotary, self.head + 1, 16) if self.head % x == 0)
@@ -544,7 +547,7 @@ class Amax(EpiOp):
 
     @property
     def column_multiple(self) -> int:
-        return self.roles * BLOCK if self.roles > 1 else 1
+        return self.roles * GLU_BLOCK if self.roles > 1 else 1
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         shape = (names.groups,) if self.by_expert else (1,) if self.roles == 1 else ()

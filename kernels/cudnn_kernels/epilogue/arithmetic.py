@@ -9,10 +9,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cudnn_kernels.epilogue import BLOCK, Gate
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, ValueSubset, indices, pick
+from cudnn_kernels.epilogue import Gate
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.formats import GLU_BLOCK
+from cudnn_kernels.pipeline.fragment import Fragment, RowLayout, ValueSubset, indices, pick
 from cudnn_kernels.pipeline.tma import concat_glu_row
 
 
@@ -163,7 +164,7 @@ class GatedBackwardImpl(EpiOpImpl):
 
 def gate_up_indices(layout: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
     """Register indices of gate, up and result, for a result of ``width`` columns."""
-    block = BLOCK // layout.lanes_per_row  # values of a row in 32 columns
+    block = GLU_BLOCK // layout.lanes_per_row  # values of a row in 32 columns
     for slot in range(layout.slots):
         input_order = layout.order(2 * width, slot)
         for position, target in enumerate(layout.order(width, slot)):
@@ -354,6 +355,6 @@ def load_column(
         if tile.column * columns + column < row.shape[0]:
             column_index = tile.column * columns + column
             if const_expr(concat_glu):
-                column_index = concat_glu_row(column_index, row.shape[0], BLOCK)
+                column_index = concat_glu_row(column_index, row.shape[0], GLU_BLOCK)
             value = Float32(row[column_index, tile.expert])
         buffers[column, tile.wg_idx] = value

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32
 
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick, upper_lane
 from cudnn_kernels.epilogue.operation import EpiOpImpl, Tile
+from cudnn_kernels.pipeline.fragment import Fragment, RowLayout, pick, upper_lane
 
 
 class HadamardImpl(EpiOpImpl):

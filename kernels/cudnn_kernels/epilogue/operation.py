@@ -39,7 +39,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cudnn_kernels.epilogue import EpiOp, SizeNames, traits_of, widths_of
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, ValueSubset, pick
+from cudnn_kernels.pipeline.fragment import Fragment, RowLayout, ValueSubset, pick
 
 
 @dataclass(frozen=True)

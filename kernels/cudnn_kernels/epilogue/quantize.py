@@ -14,13 +14,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, select_
 
 from cudnn_kernels.epilogue.arithmetic import fma, maximum, minimum
-from cudnn_kernels.epilogue.fragment import Fragment, all_gather, reduce_scatter
 from cudnn_kernels.epilogue.hadamard import row_step
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.epilogue.reductions import ColumnBlocks
 from cudnn_kernels.epilogue.tiles import e2m1
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS, FP4
+from cudnn_kernels.pipeline.fragment import Fragment, all_gather, reduce_scatter
 
 ROWS_PER_SCALE = 32  # of a column, in QuantizeColumns
 LARGEST = 3.40282346638528859812e38  # float32

@@ -11,11 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cudnn_kernels.epilogue import BLOCK, BLOCK_ROWS, TILE_COLUMNS
+from cudnn_kernels.epilogue import BLOCK_ROWS, TILE_COLUMNS
 from cudnn_kernels.epilogue.arithmetic import maximum
-from cudnn_kernels.epilogue.fragment import Fragment, ValueSubset, accumulate, indices, reduce_scatter
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
+from cudnn_kernels.formats import GLU_BLOCK
 from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline.fragment import Fragment, ValueSubset, accumulate, indices, reduce_scatter
 from cudnn_kernels.pipeline.tma import concat_glu_row
 from cudnn_kernels.schedule.tile_maps import group_range
 from cudnn_kernels.threads import WARP_SIZE
@@ -84,7 +85,7 @@ class AmaxImpl(EpiOpImpl):
 
     def roles_of(self, x: Fragment) -> dict[int, int]:
         """The role (gate or up) of each value of a fragment, by register index."""
-        block = BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
+        block = GLU_BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
         orders = (x.layout.order(x.width, slot) for slot in range(x.layout.slots))
         return {i: position // block % self.op.roles for order in orders for position, i in enumerate(order)}
 
@@ -236,7 +237,7 @@ class SumColumnImpl(EpiOpImpl):
             for i in cutlass.range((end - start + BLOCK_ROWS - 1) // BLOCK_ROWS, unroll=4):
                 total += cute.arch.load(blocks + (Int64(first + i) * columns + column), Float32)
             if const_expr(self.op.concat_glu):
-                column = concat_glu_row(column, columns, BLOCK)
+                column = concat_glu_row(column, columns, GLU_BLOCK)
             target[group, column] = total.to(target.element_type)
 
     set_kernel_name(add_blocks, "cudnn_sum_columns")

@@ -20,9 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment, pick
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.fragment import Fragment, pick
 
 VECTOR = 16  # bytes of a vector load, at most
 PREFETCH_REGISTERS = 64  # cosines and sines of a subtile are prefetched if they fit into this many registers

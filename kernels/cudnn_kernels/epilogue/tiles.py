@@ -14,11 +14,10 @@ from cutlass import Float32, Int32, Uint8, select_
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.epilogue import BLOCK
-from cudnn_kernels.epilogue.fragment import Fragment, ValueSubset, indices
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.formats import FORMATS
+from cudnn_kernels.formats import FORMATS, GLU_BLOCK
+from cudnn_kernels.pipeline.fragment import Fragment, ValueSubset, indices
 from cudnn_kernels.pipeline.tma import ptr_array_coord, ptr_array_view, ragged_coord, ragged_view
 
 
@@ -32,7 +31,7 @@ class _StagedTile(EpiOpImpl):
         super().__init__(epi_op, params, width)
         packed = FORMATS[epi_op.dtype].packed
         self.packed = packed > 1
-        self.num_segments = width // BLOCK if epi_op.concat_glu else params.num_segments
+        self.num_segments = width // GLU_BLOCK if epi_op.concat_glu else params.num_segments
         self.shape = (params.rows, width // self.num_segments // packed)  # of a segment, in elements of the tensor
         self.element = Uint8 if self.packed else DTYPES[epi_op.dtype]
         if self.packed and epi_op.major != "n":
@@ -94,7 +93,7 @@ class _StagedTile(EpiOpImpl):
         for which in range(self.num_segments):
             coord = (0, self.segment(tile, subtile, which), batch)
             if self.op.concat_glu:  # a segment is a block of 32 columns; blocks of both halves alternate
-                blocks_of_half = Int32(tensor.shape[1]) // (2 * BLOCK)
+                blocks_of_half = Int32(tensor.shape[1]) // (2 * GLU_BLOCK)
                 block = (tile.column * self.params.num_subtiles + subtile) * (self.num_segments // 2) + which // 2
                 block_of_tensor = block + which % 2 * blocks_of_half
                 out_of_bounds = 2 * blocks_of_half
@@ -112,7 +111,7 @@ class _StagedTile(EpiOpImpl):
         return ragged_coord(tile.row, tile.end, self.params.rows, 1)
 
     def thread_copy(self, matrix_op: Any, tile: Tile) -> tuple[Any, Any]:
-        """The tiled copy between registers and shared memory: stmatrix or ldmatrix, or vectors of contiguous columns."""
+        """The tiled copy between registers and shared memory: stmatrix, ldmatrix, or vectors of columns."""
         transposed = self.op.major == "m"
         if self.element.width == 16 and self.params.layout.matrices:
             atom = cute.make_copy_atom(matrix_op(transposed, 4), self.element)

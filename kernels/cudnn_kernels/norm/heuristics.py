@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cudnn_kernels.configuration import SHARED_MEMORY
+from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY
 from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, vector
 from cudnn_kernels.threads import WARP_SIZE
 

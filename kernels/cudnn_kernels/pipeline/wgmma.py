@@ -13,7 +13,7 @@ from cutlass.cute.core import _pack_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import mma as base
 
-from cudnn_kernels.epilogue.fragment import RowLayout
+from cudnn_kernels.pipeline.fragment import RowLayout
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 

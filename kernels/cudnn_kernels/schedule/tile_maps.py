@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, select_
 
-from cudnn_kernels import schedule as declared
+from cudnn_kernels.schedule import Dense, VarlenK, VarlenM
 from cudnn_kernels.threads import WARP_SIZE
 
 TilesOf = Callable[[Any, Any], Any]
@@ -70,15 +70,15 @@ class TileMap(ABC):
     row_offsets = ""  # the argument with the end of each group of rows
     counts = True  # whether the host knows the number of tiles
 
-    def __init__(self, declaration: Any, rows: int, columns: int) -> None:
-        self.o, self.rows, self.columns = declaration, rows, columns
+    def __init__(self, schedule: Any, rows: int, columns: int) -> None:
+        self.schedule, self.rows, self.columns = schedule, rows, columns
 
     def prepare(self, a: Any, b: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: the kernel's parameters."""
         batch = 1 if self.ragged_k else a.shape[2]  # groups along k are parts of one matrix
         m, n, k, batch = (Int32(size) for size in (a.shape[0], b.shape[0], a.shape[1], batch))
         tiles = (Int32(cute.ceil_div(m, self.rows)), Int32(cute.ceil_div(n, self.columns)))
-        offsets = [arguments[slot.name] for slot in self.o.slots()]
+        offsets = [arguments[slot.name] for slot in self.schedule.slots()]
         return (m, n, k, batch, *tiles, Int32(self.count(*tiles, batch, *offsets)), *offsets)
 
     def problem(self, parameters: Any) -> ProblemTiles:
@@ -129,7 +129,7 @@ class DenseTileMap(TileMap):
         e = self.problem(parameters)
         m, n = e.tiles()
         batch = index // (m * n)
-        row, column = swizzled(index % (m * n), m, n, self.o.swizzle_size)
+        row, column = swizzled(index % (m * n), m, n, self.schedule.swizzle_size)
         valid = Int32(self.exists(parameters, index))
         return WorkTileInfo(row * self.rows, Int32(0), e.m, column, Int32(0), e.k, batch, valid), state
 
@@ -139,11 +139,11 @@ class VarlenMTileMap(TileMap):
 
     counts = False
 
-    def __init__(self, declaration: Any, rows: int, columns: int) -> None:
-        super().__init__(declaration, rows, columns)
-        self.ragged_m = declaration.row_alignment % rows != 0
-        self.row_offsets = declaration.offsets
-        self.split_tail_n = int(declaration.split_tail_n)
+    def __init__(self, schedule: Any, rows: int, columns: int) -> None:
+        super().__init__(schedule, rows, columns)
+        self.ragged_m = schedule.row_alignment % rows != 0
+        self.row_offsets = schedule.offsets
+        self.split_tail_n = int(schedule.split_tail_n)
 
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return (m + offsets.shape[0]) * n
@@ -173,7 +173,7 @@ class VarlenMTileMap(TileMap):
         _, n = e.tiles()
         expert, before, start, end, first, count = search(offsets, index, n, self.tiles_of_rows, *state)
         m = self.tile_rows(end - start) >> self.split_tail_n
-        row, column = swizzled(index - before, cutlass.max(m, 1), n, self.o.swizzle_size)
+        row, column = swizzled(index - before, cutlass.max(m, 1), n, self.schedule.swizzle_size)
         valid = Int32(expert < offsets.shape[0])
         if self.split_tail_n:
             last = (index - before - m * n) * 2  # the column in the tail row, if it is not negative
@@ -201,22 +201,22 @@ class VarlenKTileMap(TileMap):
         e, offsets = self.problem(parameters), parameters[SIZES]
         m, n = e.tiles()
         expert = index // (m * n)
-        row, column = swizzled(index % (m * n), m, n, self.o.swizzle_size)
+        row, column = swizzled(index % (m * n), m, n, self.schedule.swizzle_size)
         k, k_end, valid = group_range(offsets, expert)
         return WorkTileInfo(row * self.rows, Int32(0), e.m, column, k, k_end, expert, valid), state
 
 
 TILE_MAPS: Mapping[type, type[TileMap]] = {
-    declared.Dense: DenseTileMap,
-    declared.VarlenM: VarlenMTileMap,
-    declared.VarlenK: VarlenKTileMap,
+    Dense: DenseTileMap,
+    VarlenM: VarlenMTileMap,
+    VarlenK: VarlenKTileMap,
 }
 """The map of each declared schedule."""
 
 
-def tile_map(declaration: Any, rows: int, columns: int) -> TileMap:
+def tile_map(schedule: Any, rows: int, columns: int) -> TileMap:
     """The map of a declared schedule for cluster tiles of ``rows`` x ``columns``."""
-    return TILE_MAPS[type(declaration)](declaration, rows, columns)
+    return TILE_MAPS[type(schedule)](schedule, rows, columns)
 
 
 def trim_clusters(tiles: Any, clusters: Any) -> Any:

@@ -57,7 +57,7 @@ class TileScheduler:
         _, _, self.step = cute.arch.grid_dim()
         self.tile_map, self.parameters, self.consumer_warps = tile_map, parameters, consumer_warps
         self.invalid_tiles = 2 if pingpong else 1  # that end the broadcast
-        self.has_scheduler_warp = tile_map.o.searches
+        self.has_scheduler_warp = tile_map.schedule.searches
         self.semaphore, self.cluster = semaphore, cluster
         if self.has_scheduler_warp:
             stages = STAGES if semaphore is None else self.invalid_tiles

@@ -44,14 +44,13 @@ from cudnn_kernels.attention.backward import (
 )
 from cudnn_kernels.attention.flash_bwd_preprocess import preprocess
 from cudnn_kernels.attention.softmax import Scale, apply_softcap
-from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline import barriers, mbarrier_pipeline
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
+from cudnn_kernels.pipeline.shared_memory import BARRIERS, SHARED_MEMORY
 from cudnn_kernels.pipeline.tma import partition_tile, tma_load
-from cudnn_kernels.shared_memory import BARRIERS
 from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, Umma, commit
 

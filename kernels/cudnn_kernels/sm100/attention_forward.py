@@ -36,7 +36,7 @@ from cudnn_kernels.attention import ForwardConfiguration, softmax
 from cudnn_kernels.attention.forward import Forward, K, Params, TileInfo, V
 from cudnn_kernels.pipeline import barriers, mbarrier_pipeline
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
-from cudnn_kernels.shared_memory import num_stages
+from cudnn_kernels.pipeline.shared_memory import num_stages
 from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, Umma, commit
 from cudnn_kernels.threads import WARPGROUP_SIZE

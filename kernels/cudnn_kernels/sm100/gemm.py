@@ -1,18 +1,35 @@
 """The persistent, warp-specialized GEMM of Blackwell: D[m, n, l] = epilogue(sum over k of A[m, k, l] B[n, k, l]).
 
-Warp roles: warps 0 to 3 are the epilogue, warp 4 issues tcgen05.mma, warp 5 issues the TMA loads. If needed, one warp
-each is the scheduler warp and loads fp32 scale factors, and two warps gather rows, those of each CTA of a pair for its
-own shared memory. With a tile of 256 rows, a pair of CTAs (cta_group::2) works on it: each holds half of the rows of A
-and half of B in its shared memory, and the leader CTA issues the MMAs for both.
+Warp roles:
 
-Pipelines: operands pass through stages in shared memory (PipelineTmaUmma), accumulators through stages in tensor memory
-(PipelineUmmaAsync), two if they fit, so that the MMAs of the next tile overlap with the epilogue.
+    warps 0 to 3     epilogue: load accumulators from tensor memory (TMEM), transform and store them
+    warp 4           MMA warp: issues tcgen05.mma
+    warp 5           load warp: issues the TMA loads of A, B and block scale factors (SFA, SFB)
+    next warp        scheduler warp, if the map from tile index to tile needs a search
+    next warp        loads fp32 scale factors
+    next two warps   gather rows
 
-fp32 scale factors: each k tile has an accumulator stage. The epilogue warps load it, scale it and add it up in
-registers (promotion), then store the row to tensor memory, from where the epilogue loads its subtiles as usual: it has
-no registers for the row.
+With a tile of 256 rows, a pair of CTAs (cta_group::2) works on it. Each CTA holds half of the rows of A, half of B and
+half of the accumulator, and runs the epilogue of its rows; the MMA warp of the leader CTA issues the MMAs for both.
 
-No Blackwell was at hand: correct in the emulator, never timed.
+Pipelines. Operands pass through stages of shared memory (PipelineTmaUmma): TMA completes the full barrier of the
+leader, tcgen05.commit arrives on the empty barriers. Accumulators pass through stages of TMEM (PipelineUmmaAsync), two
+if they fit, so that the MMAs of the next tile overlap with the epilogue: tcgen05.commit arrives on the full barrier,
+the epilogue threads of both CTAs arrive on the empty one.
+
+Tensor memory. The MMA warp and the epilogue warps take part in the allocation of all 512 columns; the named barrier
+POINTER publishes the address. Accumulator stages come first, then SFA and SFB of one k tile, copied from shared memory
+by tcgen05.cp. The epilogue warps deallocate; in a pair, an mbarrier orders this after the last read of both CTAs.
+
+Synchronization. The named barrier EPILOGUE synchronizes the epilogue warps. Clusters multicast A along rows and B along
+columns. ``PipelineUmmaAsync.create`` synchronizes the cluster after the mbarriers are initialized; the CTAs synchronize
+again before they exit.
+
+Promotion, with fp32 scale factors: each k tile has a separate accumulator stage. The epilogue warps load it, multiply
+it by SFA * SFB and add it to float32 registers. They then store the row to TMEM, from where the epilogue loads its
+subtiles as usual: it has no registers for the whole row.
+
+Never run on a Blackwell GPU: correct in the emulator, not timed.
 """
 
 from __future__ import annotations
@@ -35,27 +52,27 @@ from cutlass.pipeline import (
     PipelineUmmaAsync,
 )
 
-from cudnn_kernels.configuration import GemmConfiguration as Configuration
-from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.formats import GLU_BLOCK
+from cudnn_kernels.gemm.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.gemm.gather import GATHER_WARPS, CpAsyncGather, GatherProducer
+from cudnn_kernels.gemm.mainloop import Mainloop
+from cudnn_kernels.gemm.prepare_operand import prepare
+from cudnn_kernels.gemm.projection_kernel import ViewedProjection
+from cudnn_kernels.gemm.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.barriers import elect_arrive
-from cudnn_kernels.pipeline.gather import GATHER_WARPS, CpAsyncGather, GatherProducer
-from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.fragment import Fragment
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline
-from cudnn_kernels.pipeline.prepare_operand import prepare
-from cudnn_kernels.pipeline.projection import ViewedProjection
-from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm100.operands import ROWS, KTileCoord, TileOperand, tile_operands
 from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows
 
 MMA_WARP, LOAD_WARP, SCHEDULER_WARP = 4, 5, 6
-SCALED_STAGES = 3  # accumulator stages if each k tile has its own; one more holds the promoted accumulator
+SCALED_STAGES = 3  # accumulator stages with promotion; one more stage holds the promoted accumulator
 CHUNK = 32  # columns that are promoted at a time
 
 
@@ -73,7 +90,8 @@ class Gemm(Mainloop):
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
         max_stages = SCALED_STAGES if self.operand_scales else 2
         self.acc_stages = min(max_stages, (COLUMNS - self.scale_factor_columns()) // c.tile[1])
-        self.half_stride = c.block if c.concat_glu and c.block > BLOCK else 0  # columns between the halves' blocks
+        # Columns from a gate block to its up block in an accumulator, if the blocks are wider than the epilogue's.
+        self.half_stride = c.block if c.concat_glu and c.block > GLU_BLOCK else 0
         self.scale_warp = SCHEDULER_WARP + c.schedule.searches
         self.gather_warp = self.scale_warp + bool(self.operand_scales)
         self.threads = 32 * (self.gather_warp + (GATHER_WARPS if c.gathers else 0))
@@ -103,7 +121,7 @@ class Gemm(Mainloop):
         return mma, cta_mma, [atom for atom, _ in tma], [tensor for _, tensor in tma], pointers
 
     def tiled_mma(self, group: Any = None) -> cute.TiledMma:
-        """The tcgen05.mma of a tile for one instruction's depth of k; with a CTA group of one, that of a CTA's rows."""
+        """The tcgen05.mma of a tile; with ``group``, that of one CTA's rows."""
         c = self.c
         a, b = DTYPES[c.a.dtype], DTYPES[c.b.dtype]
         majors = [OperandMajorMode.K if x.major == "k" else OperandMajorMode.MN for x in (c.a, c.b)]
@@ -119,7 +137,9 @@ class Gemm(Mainloop):
         return sum(x.bits() for x in tile_operands(self.c, None, None) if x.name not in without) // 8
 
     def scale_factor_columns(self) -> int:
-        """Columns of tensor memory for the SFA and SFB of a k tile: four bytes per row fill four columns."""
+        """Columns of tensor memory for the SFA and SFB of a k tile: an atom, 128 rows x 4 scale factors, fills four
+        columns.
+        """
         c, scale = self.c, self.c.tensor_core_scale
         return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // scale.vector if scale else 0
 
@@ -216,7 +236,7 @@ class Gemm(Mainloop):
             else:
                 self.epilogue_warps(acc, acc_pipeline.make_consumer(), thread)
                 tmem.relinquish_alloc_permit()
-                tmem.free(pointer)  # the epilogue's barriers order it after all reads of the last subtile
+                tmem.free(pointer)  # after the last subtile's barrier, which follows all TMEM loads
         if const_expr(self.c.cluster[0] * self.c.cluster[1] > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -224,7 +244,7 @@ class Gemm(Mainloop):
     set_kernel_name(kernel, "cudnn_gemm_sm100")
 
     def cta_origin(self, work: Any) -> tuple[Int32, Int32]:
-        """The first row and column of what this CTA of a pair holds in its shared memory."""
+        """The first row of A and of B in this CTA's shared memory. Each CTA of a pair holds half of B."""
         bm, _, _ = cute.arch.block_idx()
         row, column = self.tile_origin(work)
         return row, column + bm % self.pair * (self.c.tile[1] // self.pair)
@@ -263,7 +283,7 @@ class Gemm(Mainloop):
         pipeline: Any,
         rank: Int32,
     ) -> None:
-        """The load warp: issues the TMA loads of all tiles."""
+        """The load warp (producer): issues the TMA loads of all tiles."""
         c = self.c
         multicast = const_expr(c.cluster[0] * c.cluster[1] > 1)
         bm, bn, _ = cute.arch.block_idx()
@@ -273,23 +293,24 @@ class Gemm(Mainloop):
             columns = (work.column * c.cluster[1] + bn) * c.tile[1]
             pair_origin = (work.row + bm // self.pair * c.tile[0], columns)
             cta_origin = (work.row + bm * ROWS, columns)
-            batch = self.tile_map.batch_coords(work.group)
+            batch_coords = self.tile_map.batch_coords(work.group)
             batch = [
-                ptr_array_coord(x, batch[operand.operand_index]) for x, operand in zip(pointers, operands, strict=True)
+                ptr_array_coord(x, batch_coords[operand.operand_index])
+                for x, operand in zip(pointers, operands, strict=True)
             ]
             for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
-                # (1) Wait for an empty stage; it expects the bytes of all TMA loads of the pair.
-                free = pipeline.acquire_and_advance()
+                # (1) Wait until the stage is empty; its full barrier expects the bytes of all TMA loads of the pair.
+                stage = pipeline.acquire_and_advance()
                 coord = KTileCoord(work, pair_origin, cta_origin, self.scheduler.problem(), work.k + k * c.tile[2])
-                # (2) Issue the loads of A, B and their scale factors.
+                # (2) Issue the TMA loads of A, B and their scale factors.
                 for i in cutlass.range_constexpr(len(atoms)):
                     tile = operands[i].tile(tensors[i], coord, batch[i])
                     target, source, mask = operands[i].partition(atoms[i], tile, smem_operands[i], rank)
                     cute.copy(
                         atoms[i],
                         source,
-                        target[None, free.index],
-                        tma_bar_ptr=free.barrier,
+                        target[None, stage.index],
+                        tma_bar_ptr=stage.barrier,
                         mcast_mask=mask if multicast else None,
                     )
             cursor = self.scheduler.advance_to_next_work(cursor)
@@ -299,7 +320,7 @@ class Gemm(Mainloop):
     def mma(
         self, mma: cute.TiledMma, acc: cute.Tensor, smem_operands: list, ab_pipeline: Any, acc_pipeline: Any
     ) -> None:
-        """The MMA warp of a pair's leader CTA: issues the MMAs of all tiles, one accumulator stage after the other."""
+        """The MMA warp of a pair's leader CTA: issues the MMAs of all tiles."""
         c = self.c
         tCrA, tCrB = mma.make_fragment_A(smem_operands[0]), mma.make_fragment_B(smem_operands[1])
         tmem_scales, copies = self.scale_factors(mma, acc, smem_operands)
@@ -307,30 +328,31 @@ class Gemm(Mainloop):
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
             k_tiles = work.k_tiles(c.tile[2])
-            # Accumulator stages of the tile, and k tiles of each: one k tile if its accumulator is scaled in fp32.
-            tile_stages, depth = (k_tiles, 1) if const_expr(self.operand_scales) else (1, k_tiles)
-            for _ in cutlass.range(tile_stages, unroll=1):
-                # (1) Wait for a free accumulator stage.
-                free = acc_pipeline.acquire_and_advance()
-                target = acc[None, None, None, free.index]
+            # A tile has one accumulator stage or, with promotion, one for each k tile.
+            acc_stages, k_tiles_per_stage = (k_tiles, 1) if const_expr(self.operand_scales) else (1, k_tiles)
+            for _ in cutlass.range(acc_stages, unroll=1):
+                # (1) Wait for an empty accumulator stage.
+                acc_stage = acc_pipeline.acquire_and_advance()
+                target = acc[None, None, None, acc_stage.index]
                 mma.set(tcgen05.Field.ACCUMULATE, False)
-                for _ in cutlass.range(depth, unroll=1):
-                    # (2) Wait for the operands of a k tile; copy its scale factors to tensor memory.
-                    full = ab_pipeline.wait_and_advance()
+                for _ in cutlass.range(k_tiles_per_stage, unroll=1):
+                    # (2) Wait for the operands of a k tile; copy its scale factors to tensor memory (tcgen05.cp).
+                    stage = ab_pipeline.wait_and_advance()
                     for i in cutlass.range_constexpr(len(copies)):
                         copy, source, target_scales = copies[i]
-                        cute.copy(copy, source[None, None, None, None, full.index], target_scales)
+                        cute.copy(copy, source[None, None, None, None, stage.index], target_scales)
                     # (3) Issue acc (+)= A B^T.
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                         if const_expr(c.tensor_core_scale is not None):
                             mma.set(tcgen05.Field.SFA, tmem_scales[0][None, None, block].iterator)
                             mma.set(tcgen05.Field.SFB, tmem_scales[1][None, None, block].iterator)
-                        k_block = (None, None, block, full.index)
+                        k_block = (None, None, block, stage.index)
                         cute.gemm(mma, target, tCrA[k_block], tCrB[k_block], target)
                         mma.set(tcgen05.Field.ACCUMULATE, True)
-                    # (4) tcgen05.commit releases the stage once its MMAs are complete.
-                    full.release()
-                free.commit()
+                    # (4) tcgen05.commit: the operand stage is released when its MMAs are complete.
+                    stage.release()
+                # (5) tcgen05.commit: the accumulator stage is full when its MMAs are complete.
+                acc_stage.commit()
             cursor = self.scheduler.advance_to_next_work(cursor)
         acc_pipeline.tail()
 
@@ -346,8 +368,8 @@ class Gemm(Mainloop):
         pointer = acc.iterator + self.acc_stages * c.tile[1]
         makers = (blockscaled.make_tmem_layout_sfa, blockscaled.make_tmem_layout_sfb)
         for make, source in zip(makers, smem_operands[2:], strict=True):
-            one = cute.slice_(source.layout, (None, None, None, 0))
-            target = cute.make_tensor(cute.recast_ptr(pointer, dtype=element), make(mma, c.tile, vector, one))
+            one_stage = cute.slice_(source.layout, (None, None, None, 0))
+            target = cute.make_tensor(cute.recast_ptr(pointer, dtype=element), make(mma, c.tile, vector, one_stage))
             pointer = pointer + tcgen05.find_tmem_tensor_col_offset(target)
             compact = cute.filter_zeros(target)
             copy = tcgen05.make_s2t_copy(cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), element), compact)
@@ -359,7 +381,10 @@ class Gemm(Mainloop):
 
     @cute.jit
     def epilogue_warps(self, acc: cute.Tensor, acc_pipeline: Any, thread: Int32) -> None:
-        """The four epilogue warps: the epilogue of all tiles, subtile by subtile."""
+        """The four epilogue warps (consumers of accumulators): the epilogue of all tiles.
+
+        ``position`` counts the k tiles so far, which gives the stage of the scale factors.
+        """
         c, params, cta_coord = self.c, self.epilogue.params, cute.arch.block_idx()
         copy, source = self.tmem_copy(acc, tcgen05.Ld32x32bOp, self.load_width(), thread)
         if const_expr(self.operand_scales):
@@ -378,12 +403,12 @@ class Gemm(Mainloop):
                 for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
                     self.scale_pipeline.consumer_wait(position + k)
                     scale = self.row_scales(position + k, thread)
-                    full = acc_pipeline.wait_and_advance()
+                    acc_stage = acc_pipeline.wait_and_advance()
                     for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
                         partial = params.fragment(Float32, CHUNK)
-                        self.tmem_load(acc_copy, acc_source, [chunk], full.index, partial)
+                        self.tmem_load(acc_copy, acc_source, [chunk], acc_stage.index, partial)
                         if const_expr(chunk == c.tile[1] // CHUNK - 1):
-                            full.release()
+                            acc_stage.release()
                         for i in cutlass.range_constexpr(CHUNK):
                             column = const_expr(chunk * CHUNK + i)
                             promoted[column] = fma(partial[i], scale(column), promoted[column])
@@ -391,11 +416,11 @@ class Gemm(Mainloop):
                 position += work.k_tiles(c.tile[2])
                 # (2) Store the promoted row to tensor memory: the epilogue has no registers for it.
                 for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
-                    first = cute.make_tensor(promoted.iterator + chunk * CHUNK, cute.make_layout(((CHUNK, 1), 1)))
-                    cute.copy(store_copy, first, store_target[None, None, ((0, chunk), 0, 0, self.acc_stages)])
+                    values = cute.make_tensor(promoted.iterator + chunk * CHUNK, cute.make_layout(((CHUNK, 1), 1)))
+                    cute.copy(store_copy, values, store_target[None, None, ((0, chunk), 0, 0, self.acc_stages)])
                 cute.arch.fence_view_async_tmem_store()
             else:
-                full = acc_pipeline.wait_and_advance()
+                acc_stage = acc_pipeline.wait_and_advance()
             # (3) Load each subtile from tensor memory and run the epilogue operations on it.
             subtile_passes = self.epilogue.subtile_passes()
             for step in cutlass.range_constexpr(len(subtile_passes)):
@@ -406,11 +431,11 @@ class Gemm(Mainloop):
                 elif const_expr(self.tile_map.ragged_k):
                     values.fill(0.0)  # no MMA wrote the accumulator of an empty group
                     if work.k < work.k_end:
-                        self.tmem_load(copy, source, self.chunks(subtile), full.index, values)
+                        self.tmem_load(copy, source, self.chunks(subtile), acc_stage.index, values)
                 else:
-                    self.tmem_load(copy, source, self.chunks(subtile), full.index, values)
+                    self.tmem_load(copy, source, self.chunks(subtile), acc_stage.index, values)
                 if const_expr(step == len(subtile_passes) - 1 and not self.operand_scales):
-                    full.release()
+                    acc_stage.release()
                 fragment = Fragment(values, params.width, params.layout)
                 first_column = params.segment(subtile) * params.width // params.num_segments
                 self.epilogue.zero_out_of_bounds(tile, first_column, fragment)
@@ -433,19 +458,19 @@ class Gemm(Mainloop):
     def load_width(self) -> int:
         """Columns that one tcgen05.ld loads: a power of two."""
         width = self.epilogue.params.width // self.epilogue.params.num_segments
-        return BLOCK if self.half_stride else width & -width
+        return GLU_BLOCK if self.half_stride else width & -width
 
     def chunks(self, subtile: int) -> list[int]:
-        """The accumulator chunks of a subtile: of its segments or, with concatenated halves, alternating blocks of
-        both.
+        """The chunks of ``load_width`` accumulator columns that make up a subtile: those of its segments or, with
+        ``half_stride``, blocks of 32 gate and 32 up columns in alternation.
         """
         params = self.epilogue.params
         if not self.half_stride:
             count = params.width // params.num_segments // self.load_width()
             segments = range(params.num_segments)
             return [params.segment(subtile, which) * count + i for which in segments for i in range(count)]
-        pairs = params.width // (2 * BLOCK)
-        return [x for i in range(subtile * pairs, (subtile + 1) * pairs) for x in (i, i + self.half_stride // BLOCK)]
+        pairs, stride = params.width // (2 * GLU_BLOCK), self.half_stride // GLU_BLOCK
+        return [x for i in range(subtile * pairs, (subtile + 1) * pairs) for x in (i, i + stride)]
 
     def tmem_load(self, copy: Any, source: cute.Tensor, chunks: list[int], stage: Any, values: cute.Tensor) -> None:
         """Loads chunks of an accumulator stage from tensor memory."""
@@ -456,7 +481,7 @@ class Gemm(Mainloop):
         cute.arch.fence_view_async_tmem_load()
 
     def row_scales(self, k_tile: Int32, thread: Int32) -> Any:
-        """The products SFA * SFB of a row and a k tile: a function of the column."""
+        """SFA * SFB for a row and a k tile: a function of the column."""
         granule = self.operand_scales[1].granule
         row = self.scale_pipeline.row(k_tile, thread)
         if granule == 1:  # too many values to hold in registers

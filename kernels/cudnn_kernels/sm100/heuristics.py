@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration, configured, prepared_first
 from cudnn_kernels.epilogue import traits_of
-from cudnn_kernels.problem import GemmProblem
+from cudnn_kernels.gemm.configuration import GemmConfiguration, configured, prepared_first
+from cudnn_kernels.gemm.problem import GemmProblem
+from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY
 
 EPI_TILE_N = 32  # columns of a subtile, at least
 ATOM = 128  # columns of a tile are a multiple: whole atoms of SFB

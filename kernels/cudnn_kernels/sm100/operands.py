@@ -1,4 +1,4 @@
-"""TMA loads of A, B and their scale factors (SFA, SFB) on Blackwell."""
+"""TMA loads of A, B and their scale factors (SFA, SFB) on Blackwell, for one CTA or a pair, with multicast."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline import tile_operand
+from cudnn_kernels.gemm import tile_operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.pipeline.tma import address_space_view, ragged_coord, ragged_wrap
 from cudnn_kernels.schedule.tile_maps import ProblemTiles, WorkTileInfo
 
-ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
-ATOM = 512  # bytes of an atom of scale factors, which has 128 rows
-COLUMN, ROW = 1, 2  # modes of a cluster's layout along which a tile of B, or of A, is multicast
+ROWS = 128  # rows of a CTA's tile: lanes of tensor memory, and threads of the epilogue
+ATOM = 512  # bytes of an atom: 128 rows x 4 scale factors of one byte
+MULTICAST_B, MULTICAST_A = 1, 2  # modes of a cluster's layout (V, M, N, K) along which tiles of B, or of A, are shared
 
 
 @dataclass(frozen=True)
 class KTileCoord:
-    """A k tile of a work tile: the first rows of A and of B, for the pair and for this CTA, and the first k."""
+    """A k tile of a work tile: its first k, and the first rows of A and of B, for the pair of CTAs and for this CTA."""
 
     work: WorkTileInfo
     pair_origin: tuple[Int32, Int32]
@@ -36,7 +36,7 @@ class KTileCoord:
 
 
 class TileOperand(tile_operand.TileOperand):
-    """An operand or its scale factors. ``mma`` determines how the CTAs of a pair share it."""
+    """An operand or its scale factors. The CTA group of ``mma`` determines which slice each CTA of a pair loads."""
 
     def __init__(self, c: GemmConfiguration, operand_index: int, mma: cute.TiledMma, ragged_k: bool) -> None:
         super().__init__(c, operand_index, ragged_k)
@@ -59,13 +59,13 @@ class TileOperand(tile_operand.TileOperand):
         """A tile of the TMA coordinate tensor, at the batch coordinate ``batch``."""
 
     def cluster(self) -> cute.Layout:
-        """The CTAs of a cluster, by pair, row, column."""
+        """The layout (V, M, N, K) of a cluster's CTAs; V is the index in the pair."""
         return cute.tiled_divide(cute.make_layout((*self.c.cluster, 1)), (self.mma.thr_id.shape,))
 
     def tma_atom(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
         make = (cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B)[self.operand_index]
-        one, shape = cute.slice_(self.layout(1), (None, None, None, 0)), self.cluster().shape
-        return make(self.tma_op(), tensor, one, self.tiler(), self.mma, shape, internal_type=self.tma_dtype)
+        one_stage, shape = cute.slice_(self.layout(1), (None, None, None, 0)), self.cluster().shape
+        return make(self.tma_op(), tensor, one_stage, self.tiler(), self.mma, shape, internal_type=self.tma_dtype)
 
     def smem_offset(self, row: int, k: int) -> int:
         layout = self.layout(1).outer
@@ -76,18 +76,18 @@ class TileOperand(tile_operand.TileOperand):
         self, atom: Any, tile: cute.Tensor, smem: cute.Tensor, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor, Any]:
         """This CTA's slice of the stages and of a tile for TMA, and the multicast mask."""
-        cluster, along = self.cluster(), COLUMN if self.operand_index else ROW
+        cluster, multicast_mode = self.cluster(), MULTICAST_B if self.operand_index else MULTICAST_A
         cta_coord = cluster.get_flat_coord(rank)
         thr_mma = self.mma.get_slice(cta_coord[0])
         cta_tile = thr_mma.partition_B(tile) if self.operand_index else thr_mma.partition_A(tile)
         target, source = cpasync.tma_partition(
             atom,
-            cta_coord[along],
-            cute.make_layout(cluster.shape[along]),
+            cta_coord[multicast_mode],
+            cute.make_layout(cluster.shape[multicast_mode]),
             cute.group_modes(smem, 0, 3),
             cute.group_modes(cta_tile, 0, 3),
         )
-        return target, source, cpasync.create_tma_multicast_mask(cluster, cta_coord, mcast_mode=along)
+        return target, source, cpasync.create_tma_multicast_mask(cluster, cta_coord, mcast_mode=multicast_mode)
 
 
 class Values(TileOperand):
@@ -117,11 +117,13 @@ class Values(TileOperand):
 
 
 class ScaleFactors(TileOperand):
-    """Scale factors, in atoms of 128 x 4; the view broadcasts each of them ``vector`` times, with stride 0.
+    """SFA or SFB, in atoms of 128 x 4. The view has one element for each element of the operand: ``vector`` elements
+    along k have the same scale factor, by stride 0.
 
-    The layout of the stages is that of ``operation``; ``mma`` determines the CTAs that share them: each CTA of a pair
-    needs the SFB of the whole tile. With ragged k, the stride between rows of atoms differs from group to group: a box
-    has 128 rows then, so a tile has 128 columns, and each CTA of a pair loads its rows of SFA separately.
+    ``operation``, the MMA of the pair, determines the layout of the stages. ``mma`` determines what each CTA loads: for
+    SFB it is the MMA of one CTA, since each CTA of a pair needs the SFB of the whole tile. With ragged k, the stride
+    between rows of atoms differs from group to group. A TMA box then has 128 rows: a tile has 128 columns, and each CTA
+    of a pair loads the SFA of its rows.
     """
 
     def __init__(
@@ -132,13 +134,11 @@ class ScaleFactors(TileOperand):
         self.element, self.vector = DTYPES[c.tensor_core_scale.dtype], c.tensor_core_scale.vector
         self.name, self.operation, self.tma_dtype = f"sf{self.name}", operation, cutlass.Int16
         self.atom = 4 * self.vector  # elements along k whose scale factors are in one atom
-        self.atoms = c.tile[2] // self.atom  # of a k tile, for 128 rows
+        self.atoms = c.tile[2] // self.atom  # atoms of a k tile, for 128 rows
 
     def mma_view(self, arguments: Any) -> cute.Tensor:
         tensor = arguments.get(self.name)
-        if (
-            self.ragged_k
-        ):  # boxes of 128 rows, as in ``ragged_view``: the last coordinate is the atom where a k tile ends
+        if self.ragged_k:  # a ragged view, as in ``ragged_view``: the last coordinate is the atom where a k tile ends
             assert tensor is not None
             steps, end = ragged_wrap(1)
             shape = (((32, 4), 1), ((self.vector, 4), end), (tensor.shape[0] // ATOM + 1, steps + 1))
@@ -168,7 +168,8 @@ class ScaleFactors(TileOperand):
                 tensor, (extent, depth), (coord.pair_origin[self.operand_index] // extent, coord.k // depth, batch)
             )
         work, rows = coord.work, (coord.problem.m, coord.problem.n)[self.operand_index]
-        before, atom = work.k // self.atom, (coord.k - work.k) // self.atom  # atoms before the group, and in it
+        # Along k: the atoms before the group, the atom of the k tile in the group, the atoms of the group.
+        before, atom = work.k // self.atom, (coord.k - work.k) // self.atom
         count = (work.k_end - work.k + self.atom - 1) // self.atom
         first, (end, steps) = ragged_coord(atom, count, self.atoms, 1)
         end = end + (rows + ROWS - 1) // ROWS * before + coord.cta_origin[self.operand_index] // ROWS * count
@@ -199,7 +200,7 @@ class ScaleFactors(TileOperand):
 def tile_operands(
     c: GemmConfiguration, mma: cute.TiledMma, cta_mma: cute.TiledMma, ragged_k: bool = False
 ) -> list[TileOperand]:
-    """A, B and, for block-scaled MMAs, SFA and SFB. ``mma`` is the MMA, ``cta_mma`` that of a single CTA."""
+    """A, B and, for block-scaled MMAs, SFA and SFB. ``mma`` is the MMA of the pair, ``cta_mma`` that of one CTA."""
     operands: list[TileOperand] = [Values(c, i, mma, ragged_k) for i in range(2)]
     if c.tensor_core_scale:
         operands.append(ScaleFactors(c, 0, cta_mma if ragged_k else mma, mma, ragged_k))

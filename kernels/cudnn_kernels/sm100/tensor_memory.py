@@ -1,5 +1,7 @@
-"""Tensor memory (TMEM): 128 lanes (rows) of 512 columns of 32 bits; each thread of a warpgroup accesses one lane. And
-the tcgen05 MMAs of attention, whose accumulators are there.
+"""Tensor memory (TMEM): allocation, tcgen05.ld and tcgen05.st, and the tcgen05 MMAs of attention.
+
+Tensor memory has 128 lanes of 512 columns of 32 bits. An accumulator of 128 rows has a row per lane and a column per
+column. Thread i of four consecutive warps accesses lane i.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, select_
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.pipeline import barriers
+from cudnn_kernels.pipeline.fragment import RowLayout
 from cudnn_kernels.pipeline.vectors import VECTOR
 
 LANES = 128
 COLUMNS = 512
-LANE = 1 << 16  # the stride of lanes in an address
+LANE = 1 << 16  # the stride of lanes in a TMEM address
 CHUNK = 32  # columns that one tcgen05.ld or tcgen05.st moves, at most
 
 
 @dataclass(frozen=True)
 class TensorMemoryRows(RowLayout):
-    """A thread holds a whole row, one lane of tensor memory.
+    """Each thread holds a whole row, loaded from one lane of tensor memory.
 
-    With one chain, a reduction's latency would dominate and values waiting for it would fill the registers; with four,
+    A reduction has two chains: with one, latency dominates and values that wait for it fill the registers; with four,
     the compiler keeps more values in flight than registers hold.
     """
 
@@ -54,8 +56,8 @@ class TensorMemoryRows(RowLayout):
 class Umma:
     """acc (+)= A B^T of 128 rows and ``columns`` columns, 16-bit or 8-bit operands, by one CTA. Plain data.
 
-    B is in a stage of shared memory, rows of ``depth`` contiguous elements. So is A or, with ``a_in_tmem``, A is in
-    tensor memory, and B's columns are contiguous.
+    A and B are in stages of shared memory, K-major, ``depth`` elements per row. With ``a_in_tmem``, A is in tensor
+    memory and B is MN-major.
     """
 
     dtype: Any
@@ -67,12 +69,12 @@ class Umma:
         """A new tiled MMA for each use: its accumulate flag is an IR value."""
         k, source, tile = OperandMajorMode.K, tcgen05.OperandSource, (LANES, self.columns)
         major, source = (OperandMajorMode.MN, source.TMEM) if self.a_in_tmem else (k, source.SMEM)
-        one = tcgen05.CtaGroup.ONE
-        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, k, major, Float32, one, tile, source)
+        group = tcgen05.CtaGroup.ONE
+        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, k, major, Float32, group, tile, source)
 
     def fragment_a(self, buffers: cute.Tensor, stage: int = 0) -> cute.Tensor:
-        """The fragment of A in a stage of shared memory, (rows, elements, stages), for one or several MMAs of
-        ``depth``.
+        """The fragment of A in a stage of shared memory, (rows, elements, stages); its elements along k are one or
+        several blocks of ``depth``.
         """
         mma, (_, elements, stages) = self.mma(), (cute.size(buffers, mode=[i]) for i in range(3))
         layout = sm100.make_smem_layout_a(mma, (LANES, self.columns, elements), self.dtype, stages)
@@ -80,10 +82,10 @@ class Umma:
 
     def tmem_fragment_a(self, pointer: cute.Pointer) -> cute.Tensor:
         """The fragment of A in tensor memory, as :func:`store_as` stores it."""
-        mma, where = self.mma(), cute.recast_ptr(pointer, dtype=self.dtype)
+        mma, address = self.mma(), cute.recast_ptr(pointer, dtype=self.dtype)
         layout = sm100.make_smem_layout_a(mma, (LANES, self.columns, self.depth), self.dtype, 1)
-        left = mma.make_fragment_A(cute.make_tensor(where, layout.outer))
-        return cute.make_tensor(where, left.layout)[None, None, None, 0]
+        fragment = mma.make_fragment_A(cute.make_tensor(address, layout.outer))
+        return cute.make_tensor(address, fragment.layout)[None, None, None, 0]
 
     def issue(
         self, acc: cute.Pointer, a: cute.Tensor, stages: cute.Tensor, stage: Any, adds: Any, block: int = 0
@@ -93,7 +95,7 @@ class Umma:
         layout = sm100.make_smem_layout_b(mma, shape, self.dtype, count)
         b = mma.make_fragment_B(cute.make_tensor(stages.iterator, layout.outer))
         acc = cute.make_tensor(acc, mma.make_fragment_C(mma.partition_shape_C((LANES, self.columns))).layout)
-        k_blocks = self.depth * self.dtype.width // 256  # instructions
+        k_blocks = self.depth * self.dtype.width // 256  # instructions: each takes 32 bytes along k
         mma.set(tcgen05.Field.ACCUMULATE, adds)
         for k in range(k_blocks):
             cute.gemm(mma, acc, a[None, None, block * k_blocks + k], b[None, None, k, stage], acc)
@@ -111,7 +113,7 @@ def allocate(smem: Any, warp: Int32) -> cute.Pointer:
 
 @cute.jit
 def free(pointer: cute.Pointer, warp: Int32, threads: int) -> None:
-    """The first ``threads`` threads, after their last read: deallocates tensor memory."""
+    """``threads`` threads, warp 0 among them, after their last read: warp 0 deallocates tensor memory."""
     barriers.sync(barriers.BlackwellAttention.END, threads)
     if warp == 0:
         cute.arch.relinquish_tmem_alloc_permit()
@@ -154,8 +156,8 @@ def tmem_to_smem(pointer: cute.Pointer, thread: Int32, factor: Float32, buffer: 
         rounded.store((values.load() * factor).to(buffer.element_type))
         for i in cutlass.range_constexpr(CHUNK // VECTOR):
             source = cute.make_tensor(rounded.iterator + i * VECTOR, cute.make_layout((1, VECTOR)))
-            where = (thread, chunk * (CHUNK // VECTOR) + i)
-            cute.autovec_copy(source, cute.local_tile(buffer, (1, VECTOR), where))
+            coord = (thread, chunk * (CHUNK // VECTOR) + i)
+            cute.autovec_copy(source, cute.local_tile(buffer, (1, VECTOR), coord))
 
 
 def commit(barrier: cute.Pointer) -> None:

@@ -56,8 +56,8 @@ from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline import barriers, mbarrier_pipeline
 from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
 from cudnn_kernels.pipeline.tma import cp_async_bulk, tma_load
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.wgmma import MN, WarpgroupMma, WgmmaRows, opaque, register_operand
 from cudnn_kernels.threads import WARPGROUP_SIZE
 

@@ -30,7 +30,7 @@ from cudnn_kernels.attention.backward import BlockInfo, step_coord
 from cudnn_kernels.attention.flash_bwd_preprocess import BwdWorkspace
 from cudnn_kernels.attention.softmax import Scale, apply_softcap
 from cudnn_kernels.pipeline.barriers import elect_arrive
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.wgmma import MN, WarpgroupMma
 from cudnn_kernels.sm90.attention_backward import NUM_MMA_WARPGROUPS, STAGES, WGMMA_M, Backward, SmemTile
 from cudnn_kernels.threads import WARPGROUP_SIZE

@@ -38,9 +38,9 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import ForwardConfiguration, softmax
 from cudnn_kernels.attention.forward import Forward, K, Params, TileInfo, V
 from cudnn_kernels.pipeline import barriers, mbarrier_pipeline
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
+from cudnn_kernels.pipeline.shared_memory import BARRIERS, SHARED_MEMORY
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, opaque
-from cudnn_kernels.shared_memory import BARRIERS, SHARED_MEMORY
 from cudnn_kernels.sm90.fp8_transpose import transpose_fp8
 from cudnn_kernels.sm90.wgmma_utils import WGMMA_M, WgmmaMixin
 from cudnn_kernels.threads import WARPGROUP_SIZE

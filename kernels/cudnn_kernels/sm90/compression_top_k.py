@@ -25,9 +25,9 @@ from cudnn_kernels.attention.mask import CompressedMask
 from cudnn_kernels.attention.sparse import CompressionTopKConfiguration
 from cudnn_kernels.kernel import thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
 from cudnn_kernels.pipeline.tma import partition_tile, tma_load
 from cudnn_kernels.pipeline.vectors import VECTOR
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.sm90.top_k import WARP_ROWS, QueryTile, TopK
 from cudnn_kernels.sm90.wgmma_utils import WGMMA_M
 from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE

@@ -1,18 +1,29 @@
 """The persistent, warp-specialized GEMM of Hopper: D[m, n, l] = epilogue(sum over k of A[m, k, l] B[n, k, l]).
 
-Warp roles: a CTA has three warpgroups. Warp 0 of the producer warpgroup issues the TMA loads of A and B, with multicast
-to the CTAs of a cluster that share a tile; warp 1 is the scheduler warp, if tiles need a search; warps 2 and 3 load
-fp32 scale factors, or gather rows. The two MMA warpgroups issue wgmma, accumulate in registers and run the epilogue.
+Warp roles. A CTA has three warpgroups, whose register budgets ``setmaxnreg`` sets:
 
-Pipelines: operands pass through up to eight stages (full and empty mbarriers); scale factors and the scheduler's work
-tiles have pipelines of their own. CTAs are persistent: the loads of the next tile overlap with the epilogue.
+    warpgroup 0 (producer)    warp 0        load warp: issues the TMA loads of A and B
+                              warp 1        scheduler warp, if the map from tile index to tile needs a search
+                              warps 2, 3    load fp32 scale factors (SFA, SFB), or gather rows
+    warpgroups 1, 2 (MMA)     issue wgmma, accumulate in registers and run the epilogue
 
-Cooperative: both MMA warpgroups share a tile, half of its rows each. Ping-pong: each has its own tiles; named barriers
-order their mainloops, so that the epilogue of one overlaps with the MMAs of the other.
+Pipelines. A and B pass through up to eight stages of shared memory, each with a full and an empty mbarrier. TMA
+completes the transaction bytes of the full barrier; one lane of every MMA warp arrives on the empty barrier. Scale
+factors and the scheduler's work tiles have separate pipelines. CTAs are persistent, so that the loads of the next tile
+overlap with the epilogue.
 
-fp8: the tensor cores accumulate with fewer bits than float32 has, so the accumulator of each k tile, or of each group
-of k tiles that share a scale factor, is promoted: added to float32 registers, times its fp32 scale factors if there are
-any.
+Tiles. Cooperative: both MMA warpgroups share a tile, half of its rows each. Ping-pong: each MMA warpgroup has its own
+tile, every second one of the CTA. Their mainloops alternate, so that the epilogue of one overlaps with the MMAs of the
+other. Both read the same operand pipeline: each skips the stages of the other's tiles.
+
+Synchronization. Named barriers: PINGPONG + wg_idx orders the mainloops (the warpgroup waits, the other one arrives),
+EPILOGUE + wg_idx synchronizes the epilogue of one warpgroup. Clusters: the CTAs of a row of the cluster multicast A to
+each other, those of a column B. A consumer therefore arrives on the empty barrier in each CTA that writes to its shared
+memory. The cluster synchronizes after the mbarriers are initialized, and before CTAs exit.
+
+Promotion. The tensor cores accumulate fp8 products with fewer bits than float32 has. For fp8, the accumulator of each k
+tile is therefore partial: it is added to float32 registers. With fp32 scale factors (DeepGEMM's 1D1D and 1D2D), the
+partial accumulator spans the k tiles that share a scale factor, and is multiplied by SFA * SFB when it is added.
 """
 
 from __future__ import annotations
@@ -26,21 +37,21 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue import MultiplyGroup, Scale, traits_of
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Tile
+from cudnn_kernels.gemm.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.gemm.gather import GATHER_WARPS, CpAsyncGather, GatherProducer, TmaRowGather, tma_row_view
+from cudnn_kernels.gemm.mainloop import Mainloop
+from cudnn_kernels.gemm.prepare_operand import prepare
+from cudnn_kernels.gemm.projection_kernel import ViewedProjection
+from cudnn_kernels.gemm.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync, consumer_release
-from cudnn_kernels.pipeline.gather import GATHER_WARPS, CpAsyncGather, GatherProducer, TmaRowGather, tma_row_view
-from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.fragment import Fragment
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers, producer_acquire
-from cudnn_kernels.pipeline.prepare_operand import prepare
-from cudnn_kernels.pipeline.projection import ViewedProjection
-from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
@@ -50,10 +61,10 @@ from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 
 WARPS_PER_WARPGROUP = WARPGROUP_SIZE // WARP_SIZE
 MMA_WARPGROUPS = 2
-NUM_REGS = (24, 240)  # of a thread of the producer warpgroup and of an MMA warpgroup, by setmaxnreg
+NUM_REGS = (24, 240)  # setmaxnreg: registers of a thread of the producer warpgroup, and of an MMA warpgroup
 NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands or scale factors
-LOAD_WARP, SCHEDULER_WARP, COPY_WARPS = 0, 1, (2, 3)  # of the producer warpgroup
-MAX_PARTIAL_N = 192  # columns of a partial accumulator of 64 rows that registers hold next to the accumulators
+LOAD_WARP, SCHEDULER_WARP, COPY_WARPS = 0, 1, (2, 3)  # warp indices in the producer warpgroup
+MAX_PARTIAL_N = 192  # columns of a partial accumulator (64 rows) that fit into registers next to the accumulators
 
 
 class Gemm(Mainloop):
@@ -73,11 +84,12 @@ class Gemm(Mainloop):
             TileOperand(c, i, ragged_k, multicast_dim=1 - i) for i in range(2) if c.schedule.split_tail_n
         ]
         self.wg_rows = self.tile_m if c.pingpong else self.tile_m // MMA_WARPGROUPS
-        self.may_lack_rows = self.tile_map.ragged_m and self.tile_map.rows > self.wg_rows  # a warpgroup, of a tail tile
+        self.may_lack_rows = self.tile_map.ragged_m and self.tile_map.rows > self.wg_rows  # of a tail tile
         self.promotion = needs_promotion(c)
         self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
-        self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2  # of a partial accumulator
-        if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:  # which use one partial accumulator in sequence
+        self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2
+        # The sub-accumulators use one partial accumulator in sequence, so it cannot span several k tiles.
+        if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:
             vector = c.a.scale.vector
             allowed = f"k tiles of {vector}, or at most 128 rows and {MAX_PARTIAL_N} columns, with such scale factors"
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
@@ -118,8 +130,10 @@ class Gemm(Mainloop):
         return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.wg_rows, width)), dtype)
 
     def overlaps_stores(self) -> bool:
-        """Whether a subtile is computed while the one before is stored: if both warpgroups share the tile, so that
-        nothing else overlaps with the stores, registers suffice, and the accumulator is scaled (see ``Scale``).
+        """Whether the arithmetic of a subtile overlaps with the TMA store of the one before.
+
+        Ping-pong does not need it: the other warpgroup's MMAs overlap with the stores. The epilogue must need few
+        registers and scale the accumulator: the volatile load in ``ScaleImpl`` keeps ptxas from undoing the overlap.
         """
         traits = traits_of(self.c.epilogue)
         scaled = any(isinstance(o, (Scale, MultiplyGroup)) for o in self.c.epilogue)
@@ -194,24 +208,24 @@ class Gemm(Mainloop):
 
     @cute.jit
     def load(self, atoms: list, tensors: list, pointers: cute.Tensor | None) -> None:
-        """The load warp: issues the TMA loads of all tiles of this CTA."""
+        """The load warp (producer): issues the TMA loads of all tiles of this CTA."""
         pipeline, multicast = self.pipeline, [self.cluster.multicast(i) for i in range(2)]
         tma_operands = const_expr(self.operands if self.gathers_by_tma else self.tiled_operands)
-        stage, phase = Int32(0), Int32(1)
+        stage, phase = Int32(0), Int32(1)  # a producer's first wait does not block
         cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
             batch_a, batch_b, _ = self.tile_map.batch_coords(work.group)
             batch, origin = (batch_a, ptr_array_coord(pointers, batch_b)), self.tile_origin(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
-                # (1) Wait for an empty stage; expect the bytes of all TMA loads, gathered rows included.
+                # (1) Wait until the stage is empty; its full barrier expects the bytes of all TMA loads, including
+                # those of the gather warps.
                 producer_acquire(pipeline, stage, phase, sum(x.bits() for x in tma_operands) // 8)
                 full = pipeline.full + stage
-                first = work.k + k * self.tile_k
-                coord = (origin, first, work.k_end, batch)
-                # (2) Issue the loads of A and B.
+                coord = (origin, work.k + k * self.tile_k, work.k_end, batch)
+                # (2) Issue the TMA loads of A and B.
                 if const_expr(self.tail_operands):
-                    if work.valid == 2:
+                    if work.valid == 2:  # split_tail_n: both CTAs of the cluster have the same rows, and share A
                         self.load_k_tile(self.tail_operands, atoms[2:], tensors[2:], coord, multicast, stage, full)
                     else:
                         self.load_k_tile(self.tiled_operands, atoms[:2], tensors[:2], coord, multicast, stage, full)
@@ -230,11 +244,11 @@ class Gemm(Mainloop):
         stage: Int32,
         full: Any,
     ) -> None:
-        """Issues the loads of a k tile at ``coord``: (first row and column), k, end of k, batch coordinates."""
-        origin, first, end, batch = coord
+        """Issues the loads of a k tile at ``coord``: (first row and column, first k, end of k, batch coordinates)."""
+        origin, k, k_end, batch = coord
         for operand, atom, tensor in zip(operands, atoms, tensors, strict=True):
             i = operand.operand_index
-            tile = operand.tile_at(tensor, origin[i], first, end, batch[i])
+            tile = operand.tile_at(tensor, origin[i], k, k_end, batch[i])
             operand.load(atom, tile, self.smem_operands[i], stage, full, multicast[operand.multicast_dim])
 
     def make_gather_producer(self, gathered: Any, smem: Any) -> GatherProducer:
@@ -255,7 +269,11 @@ class Gemm(Mainloop):
 
     @cute.jit
     def mma_warpgroup(self, wg_idx: Int32, thread: Int32) -> None:
-        """An MMA warpgroup: mainloop and epilogue of each of its tiles."""
+        """An MMA warpgroup (consumer): mainloop and epilogue of each of its tiles.
+
+        ``position`` counts the stages that have passed through the operand pipeline before the tile's first k tile; it
+        gives the stage and the phase.
+        """
         c, (sA, sB), cta_coord = self.c, self.smem_operands, self.cluster.cta_coord()
         mma = self.tiled_mma(self.tile_n)
         thr_mma = mma.get_slice(thread)
@@ -264,10 +282,11 @@ class Gemm(Mainloop):
         tCrA = mma.make_fragment_A(thr_mma.partition_A(sA_wg))
         tCrB = mma.make_fragment_B(thr_mma.partition_B(sB))
         acc = self.fragment(Float32, self.tile_n)
-        iteration, position = Int32(0), Int32(0)  # tiles so far; the pipeline position of the tile's first k tile
+        iteration, position = Int32(0), Int32(0)
         if const_expr(c.pingpong):
             cursor, first = self.scheduler.initial_work_pingpong(wg_idx)
-            position = wg_idx * first.k_tiles(self.tile_k)
+            position = wg_idx * first.k_tiles(self.tile_k)  # warpgroup 1 skips the first tile
+            # Warpgroup 0 may start.
             if wg_idx == 1 and first.valid != 0:
                 barriers.arrive(Barrier.PINGPONG, MMA_WARPGROUPS * WARPGROUP_SIZE)
         else:
@@ -284,13 +303,13 @@ class Gemm(Mainloop):
             has_rows = cutlass.Boolean(True)
             if const_expr(self.may_lack_rows):
                 has_rows = cute.arch.make_warp_uniform(tile.row) < work.end
-            # (2) Mainloop over the k tiles; it signals the other warpgroup.
+            # (2) Mainloop over the k tiles. At its end, the other warpgroup may start its mainloop.
             self.mma_tile(mma, acc, tCrA, tCrB, position, k_tiles, wg_in_tile, thread, wg_idx, cursor, has_rows)
             position += k_tiles
             if const_expr(c.pingpong):
-                if self.scheduler.is_valid(cursor):
+                if self.scheduler.is_valid(cursor):  # skip the stages of the other warpgroup's tile
                     position += self.scheduler.work_tile(cursor).k_tiles(self.tile_k)
-            # (3) Epilogue.
+            # (3) Epilogue: transform and store the accumulator, subtile by subtile.
             self.run_epilogue(acc, tile)
             iteration += 1
             cursor = self.scheduler.advance_to_next_work(cursor)
@@ -311,7 +330,9 @@ class Gemm(Mainloop):
         cursor: Any,
         has_rows: cutlass.Boolean,
     ) -> None:
-        """The MMAs of a tile, if the warpgroup has rows of it; then lets the other warpgroup start (ping-pong)."""
+        """The MMAs of a tile, if the group's tail leaves rows for this warpgroup; then the other warpgroup may start
+        (ping-pong).
+        """
         if const_expr(self.promotion):
             if has_rows:
                 self.mainloop_with_promotion(acc, position, k_tiles, wg_in_tile, thread)
@@ -319,14 +340,15 @@ class Gemm(Mainloop):
                 self.skip_tile(position, k_tiles)
             self.pingpong_barrier_arrive(wg_idx, cursor)
         else:
-            count = k_tiles
-            if const_expr(self.may_lack_rows):  # inside a branch, ptxas makes each wgmma wait for the one before
-                count = Int32(select_(has_rows, k_tiles, 0))
-            self.mainloop(mma, acc, tCrA, tCrB, position, count)
+            # Zero k tiles instead of a branch: inside a branch, ptxas serializes wgmma.
+            k_tiles_with_rows = k_tiles
             if const_expr(self.may_lack_rows):
-                self.skip_tile(position + count, k_tiles - count)
+                k_tiles_with_rows = Int32(select_(has_rows, k_tiles, 0))
+            self.mainloop(mma, acc, tCrA, tCrB, position, k_tiles_with_rows)
+            if const_expr(self.may_lack_rows):
+                self.skip_tile(position + k_tiles_with_rows, k_tiles - k_tiles_with_rows)
             self.pingpong_barrier_arrive(wg_idx, cursor)
-            self.wait_last_mma(position, count)
+            self.wait_last_mma(position, k_tiles_with_rows)
 
     @cute.jit
     def pingpong_barrier_sync(self, wg_idx: Int32) -> None:
@@ -335,8 +357,8 @@ class Gemm(Mainloop):
 
     @cute.jit
     def pingpong_barrier_arrive(self, wg_idx: Int32, cursor: Any) -> None:
-        """Lets the other warpgroup start its mainloop, if it has a tile at the cursor. The tensor cores still have the
-        last MMAs of this warpgroup in their queue.
+        """Ping-pong: lets the other warpgroup start its mainloop, if it has a tile at the cursor. The last MMAs of this
+        warpgroup are still in flight, so that the tensor cores do not idle.
         """
         if const_expr(self.c.pingpong):
             if self.scheduler.is_valid(cursor):
@@ -352,30 +374,32 @@ class Gemm(Mainloop):
         position: Int32,
         k_tiles: Int32,
     ) -> None:
-        """Issues the MMAs of a tile. Those of one k tile stay in flight while the next are issued, and at the end."""
+        """Issues the MMAs of a tile. The MMAs of one k tile stay in flight while those of the next are issued; those of
+        the last k tile are in flight on return.
+        """
         pipeline = self.pipeline
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
-        last = stage
+        previous_stage = stage
         if const_expr(self.tile_map.ragged_k):
-            if k_tiles == 0:
+            if k_tiles == 0:  # an empty group
                 acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
             # (1) Wait for the operands of the k tile.
             cute.arch.mbarrier_wait(pipeline.full + stage, phase)
             if const_expr(self.gathers_by_threads):
-                cute.arch.fence_proxy("async.shared", space="cta")  # cp.async writes, wgmma reads by the async proxy
+                cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote, wgmma reads by the async proxy
             # (2) Issue acc += A B^T.
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                 cute.gemm(mma, acc, tCrA[None, None, block, stage], tCrB[None, None, block, stage], acc)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            # (3) Wait for the MMAs of the k tile before and release its stage.
+            # (3) Wait for the MMAs of the previous k tile and release its stage.
             warpgroup.wait_group(1)
             if k > 0:
-                consumer_release(self.cluster, pipeline.empty + last)
-            last = stage
+                consumer_release(self.cluster, pipeline.empty + previous_stage)
+            previous_stage = stage
             stage, phase = advance(pipeline, stage, phase)
 
     @cute.jit
@@ -390,8 +414,8 @@ class Gemm(Mainloop):
 
     @cute.jit
     def skip_tile(self, position: Int32, k_tiles: Int32) -> None:
-        """Releases the stages of a tile of which this warpgroup has no rows, which leaves the tensor cores to the other
-        warpgroup.
+        """Releases the stages of a tile in which this warpgroup has no rows, without MMAs. The tensor cores are then
+        free for the other warpgroup.
         """
         pipeline = self.pipeline
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
@@ -407,8 +431,8 @@ class Gemm(Mainloop):
     def mainloop_with_promotion(
         self, acc: cute.Tensor, position: Int32, k_tiles: Int32, wg_in_tile: Any, thread: Int32
     ) -> None:
-        """The MMAs of a tile, M64 x N sub-accumulator by sub-accumulator; every ``promotion_interval`` k tiles, the
-        partial accumulator is added to float32 registers. Meanwhile the other warpgroup's MMAs run.
+        """The MMAs of a tile, one M64 x N sub-accumulator after the other. Every ``promotion_interval`` k tiles, the
+        partial accumulator is added to the sub-accumulator in float32. Meanwhile the MMAs of the other warpgroup run.
         """
         pipeline, mma = self.pipeline, self.tiled_mma(self.partial_n)
         thr_mma = mma.get_slice(thread)
@@ -416,7 +440,8 @@ class Gemm(Mainloop):
         operands = [self.acc_tile_operands(mma, thr_mma, acc_tile) for acc_tile in acc_tiles]
         partial = self.fragment(Float32, self.partial_n, 64)
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
-        peeled = const_expr(self.promotion_interval == 1 and not self.tile_map.ragged_k)  # else k_tiles may be 0
+        # The first k tile is peeled: it overwrites the accumulator. With ragged k, there may be no k tile.
+        peeled = const_expr(self.promotion_interval == 1 and not self.tile_map.ragged_k)
         if const_expr(peeled):
             first = (Int32(0), k_tiles, stage, phase, True)
             self.promote_k_tile(mma, acc, partial, acc_tiles, operands, position, thread, first)
@@ -439,19 +464,21 @@ class Gemm(Mainloop):
         thread: Int32,
         state: tuple[Any, ...],
     ) -> None:
-        """The MMAs of a k tile; ``state`` is (k tile, number of k tiles, stage, phase, whether it is the first)."""
+        """The MMAs and the promotion of a k tile. ``state``: (k tile index, number of k tiles, stage, phase, whether
+        the accumulator is overwritten).
+        """
         interval, pipeline, (k, k_tiles, stage, phase, first) = self.promotion_interval, self.pipeline, state
         # (1) Wait for the operands of the k tile.
         cute.arch.mbarrier_wait(pipeline.full + stage, phase)
         for i, (tCrA, tCrB) in enumerate(operands):
-            # (2) Issue partial (+)= A B^T.
+            # (2) Issue partial (+)= A B^T; it starts from zero at the first k tile of an interval.
             mma.set(warpgroup.Field.ACCUMULATE, k % interval != 0)
             warpgroup.fence()
             for block in range(cute.size(tCrA, mode=[2])):
                 cute.gemm(mma, partial, tCrA[None, None, block, stage], tCrB[None, None, block, stage], partial)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            # (3) Read the scale factors while the MMAs run, then wait and release the stage.
+            # (3) Load the scale factors while the MMAs run, wait for the MMAs, release the stage after the last ones.
             if i == 0:
                 scales = self.acc_tile_scales(acc_tiles, position + k, thread)
             warpgroup.wait_group(0)
@@ -475,13 +502,13 @@ class Gemm(Mainloop):
         k: Int32,
         k_tiles: Int32,
     ) -> None:
-        """:meth:`promote_acc` after the last k tile of a promotion interval, or of the tile."""
+        """:meth:`promote_acc`, if the k tile is the last one of a promotion interval, or of the tile."""
         if k % self.promotion_interval == self.promotion_interval - 1 or k == k_tiles - 1:
             self.promote_acc(i, acc, partial, scales)
 
     def acc_tiles(self, wg_in_tile: Any) -> list[tuple[Any, int]]:
-        """The M64 x N sub-accumulators of a warpgroup, in the accumulator's order: (M64 block, N block) of the CTA's
-        tile.
+        """The M64 x N sub-accumulators of a warpgroup, in the accumulator's order: each is the indices of an M64 block
+        and of an N block of the CTA's tile.
         """
         blocks = self.wg_rows // 64
         return [
@@ -497,9 +524,10 @@ class Gemm(Mainloop):
         return mma.make_fragment_A(thr_mma.partition_A(a)), mma.make_fragment_B(thr_mma.partition_B(b))
 
     def acc_tile_scales(self, acc_tiles: Sequence[tuple[Any, int]], k_tile: Int32, thread: Int32) -> list[Any]:
-        """The products SFA * SFB of each sub-accumulator: functions of row slot and position in the row.
+        """SFA * SFB for each sub-accumulator: a function of a row slot and a position, see :class:`RowLayout`.
 
-        All are loaded at once: a wgmma issued after a load would wait for it.
+        The scale factors of all sub-accumulators are loaded before the next wgmma is issued, which would wait for loads
+        in flight.
         """
         if not self.operand_scales:
             return [None] * len(acc_tiles)
@@ -516,7 +544,7 @@ class Gemm(Mainloop):
 
         def scale_of(i: int) -> Callable[[int, int], Float32]:
             sfa, first = rows[i // blocks_n], acc_tiles[i][1] * self.partial_n
-            if granule == 1:  # too many values to load while the MMAs run
+            if granule == 1:  # registers do not hold all columns' values: load each when it is needed
 
                 def scale(slot: int, position: int) -> Float32:
                     if first + position not in columns:
@@ -532,7 +560,7 @@ class Gemm(Mainloop):
         return [scale_of(i) for i in range(len(acc_tiles))]
 
     def promote_acc(self, i: int, acc: cute.Tensor, partial: cute.Tensor, scales: Any, first: bool = False) -> None:
-        """Adds the partial accumulator, scaled, to sub-accumulator i, which is overwritten at ``first``."""
+        """Adds the scaled partial accumulator to sub-accumulator i; if ``first``, overwrites sub-accumulator i."""
         for slot in range(2):
             for position, index in enumerate(self.epilogue.params.layout.order(self.partial_n, slot)):
                 target = i * (self.partial_n // 2) + index
@@ -544,20 +572,20 @@ class Gemm(Mainloop):
                     acc[target] = fma(partial[index], scales(slot, position), acc[target])
 
     def run_epilogue(self, acc: cute.Tensor, tile: Tile) -> None:
-        """The epilogue of a tile, subtile by subtile."""
+        """The epilogue of a tile: copies each subtile out of the accumulator and processes it."""
         params = self.epilogue.params
-        half = params.width // 2  # values of a subtile in each M64 block
-        segment = half // params.num_segments
+        subtile_values = params.width // 2  # values of a thread in a subtile and an M64 block
+        segment_values = subtile_values // params.num_segments
         self.epilogue.zero_out_of_bounds(tile, 0, Fragment(acc, self.tile_n, params.layout))
         for subtile, process in self.epilogue.subtile_passes():
             values = self.fragment(Float32, params.width)
-            for atom in range(self.wg_rows // 64):
-                for which in range(params.num_segments):
-                    first = params.segment(subtile, which) * segment + atom * (self.tile_n // 2)
-                    for i in range(segment):
-                        values[i + which * segment + atom * half] = acc[i + first]
-            fragment = Fragment(values, params.width, params.layout)
-            process(tile, subtile, fragment)
+            for block in range(self.wg_rows // 64):
+                for segment in range(params.num_segments):
+                    source = params.segment(subtile, segment) * segment_values + block * (self.tile_n // 2)
+                    target = segment * segment_values + block * subtile_values
+                    for i in range(segment_values):
+                        values[target + i] = acc[source + i]
+            process(tile, subtile, Fragment(values, params.width, params.layout))
         self.epilogue.end_tile(tile)
 
 

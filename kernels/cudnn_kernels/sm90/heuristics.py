@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cudnn_kernels.configuration import GemmConfiguration, configured, prepared_first
 from cudnn_kernels.epilogue import EpilogueTraits, traits_of
-from cudnn_kernels.problem import GemmProblem
+from cudnn_kernels.gemm.configuration import GemmConfiguration, configured, prepared_first
+from cudnn_kernels.gemm.problem import GemmProblem
 
 MANY_COLUMNS = 8192
 SHORT_K = 4096  # k of a grouped GEMM up to which overlapping the epilogue pays off
@@ -135,12 +135,10 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             "epi_tile_n": traits.column_multiple if one_subtile else int(64 / traits.width),
         }
     elif traits.width > 1:
-        most = PINGPONG_EXPERT_BITS if grouped else PINGPONG_BITS
-        pingpong_choice = (
-            bits == 16 and traits.staged_bits_per_column <= most and not traits.extra_registers and not scale
-        )
-        choice |= {"epi_tile_n": 32, "pingpong": pingpong_choice}
-        if grouped and pingpong_choice:
+        max_bits = PINGPONG_EXPERT_BITS if grouped else PINGPONG_BITS
+        pingpong = bits == 16 and traits.staged_bits_per_column <= max_bits and not traits.extra_registers and not scale
+        choice |= {"epi_tile_n": 32, "pingpong": pingpong}
+        if grouped and pingpong:
             choice |= (
                 {"cluster": (1, 2), "swizzle_size": swizzle_size(problem)}
                 if two_tiles_fit(problem.n, 128)

@@ -27,8 +27,8 @@ from cudnn_kernels.attention.sparse import BRANCHES
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline import vectors
 from cudnn_kernels.pipeline.mbarrier_pipeline import advance
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
 from cudnn_kernels.pipeline.vectors import VECTOR
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.sm90.attention_forward import WGMMA_M
 from cudnn_kernels.sm90.sparse_block_union import BlockLists, TileInfo
 from cudnn_kernels.sm90.sparse_query_tile import MainloopState, WarpgroupContext

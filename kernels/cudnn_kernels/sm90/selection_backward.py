@@ -28,10 +28,11 @@ from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.kernel import thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
-from cudnn_kernels.pipeline import scale_factor_atoms, vectors
+from cudnn_kernels.pipeline import vectors
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers
 from cudnn_kernels.pipeline.tma import cp_async_bulk, partition_tile, tma_load
 from cudnn_kernels.pipeline.vectors import VECTOR
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.workspace import workspace_pointers
 from cudnn_kernels.sm90.attention_forward import WGMMA_M
 from cudnn_kernels.sm90.sparse_block_union import BlockLists, TileInfo
@@ -173,7 +174,7 @@ class SelectionBackward(SparseKVBlock):
             for x, head_dim in (("q", s.head_dim), ("do", s.head_dim_v))
         )
         tSrK, tPrV = (self.operand_b(smem[x], thread) for x in "kv")
-        tQrK = self.operand_b(scale_factor_atoms.transposed(smem["k"]), thread, True)
+        tQrK = self.operand_b(transposed(smem["k"]), thread, True)
         acc_S = self.accumulator(self.tile_n)
         acc_dP = self.accumulator(self.tile_n)
         acc_dQ = self.accumulator(s.head_dim)
@@ -342,9 +343,7 @@ class SelectionBackward(SparseKVBlock):
         tSrQ, tPrdO = self.operand_b(sQ, thread), self.operand_b(sdO, thread)
         width, width_v = s.head_dim // self.num_dkv_warpgroups, s.head_dim_v // self.num_dkv_warpgroups
         tKrQ, tVrdO = (
-            self.operand_b(
-                cute.local_tile(scale_factor_atoms.transposed(x), (wg_width, m, STAGES), (wg_idx, 0, 0)), thread, True
-            )
+            self.operand_b(cute.local_tile(transposed(x), (wg_width, m, STAGES), (wg_idx, 0, 0)), thread, True)
             for x, wg_width in ((sQ, width), (sdO, width_v))
         )
         acc_S, acc_dP = self.accumulator(m), self.accumulator(m)

@@ -25,9 +25,10 @@ from cudnn_kernels.attention import seqlen_info, softmax
 from cudnn_kernels.attention.sparse import SelectionKVOuterConfiguration
 from cudnn_kernels.kernel import thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
-from cudnn_kernels.pipeline import scale_factor_atoms, vectors
+from cudnn_kernels.pipeline import vectors
 from cudnn_kernels.pipeline.tma import tma_load
 from cudnn_kernels.pipeline.vectors import VECTOR
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.sm90.attention_forward import WGMMA_M
 from cudnn_kernels.sm90.sparse_kv_block import KVBlockTile, SparseKVBlock
 from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
@@ -145,7 +146,7 @@ class SelectionKVOuter(SparseKVBlock):
         """All rows of a chunk. ``first_entry``: list entries before the first list of the call."""
         s, (o_entries, entry_stats), sQ = self.s, o_partial, smem["q"][None, None, 0]
         tSrQ, tSrK = self.operand_a(sQ, thread), self.operand_b(smem["k"], thread)
-        tOrV = self.operand_b(scale_factor_atoms.transposed(smem["v"]), thread, True)
+        tOrV = self.operand_b(transposed(smem["v"]), thread, True)
         acc_S, acc_O = self.accumulator(WGMMA_M), self.accumulator(s.head_dim_v)
         tOrP = cute.make_rmem_tensor(acc_S.shape, self.dtype)
         q_regs = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in self.thread_vectors(thread)]

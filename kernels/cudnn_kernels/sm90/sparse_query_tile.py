@@ -30,9 +30,9 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import seqlen_info
-from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.kernel import atomic_inc, thread_block_idx
 from cudnn_kernels.pipeline.barriers import elect_arrive
+from cudnn_kernels.pipeline.fragment import upper_lane
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers
 from cudnn_kernels.pipeline.tma import partition_tile
 from cudnn_kernels.pipeline.vectors import VECTOR

@@ -19,8 +19,8 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cudnn_kernels.attention import softmax
 from cudnn_kernels.pipeline import vectors
 from cudnn_kernels.pipeline.mbarrier_pipeline import advance
-from cudnn_kernels.pipeline.scale_factor_atoms import transposed
 from cudnn_kernels.pipeline.vectors import VECTOR
+from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.wgmma import MN, WarpgroupMma
 from cudnn_kernels.sm90.attention_forward import WGMMA_M
 from cudnn_kernels.sm90.sparse_block_union import TileInfo, UnionStorage

@@ -1,4 +1,6 @@
-"""TMA loads of A and B on Hopper, with multicast."""
+"""TMA loads of A and B on Hopper, with multicast: each CTA loads a slice of a tile and writes it to all CTAs that need
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.pipeline import tile_operand
+from cudnn_kernels.gemm import tile_operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
 
 
 class TileOperand(tile_operand.TileOperand):
-    """An operand of which each CTA of a cluster's row, or column, loads a slice of the tile and multicasts it.
+    """An operand whose tile is the same for ``num_multicast`` CTAs of a cluster. Each loads one slice and multicasts
+    it.
 
-    ``multicast_dim``: 0 for the CTAs of a row of the cluster (the tile of A), 1 for those of a column (of B).
+    ``multicast_dim``: 0 for the CTAs of a row of the cluster, which share tiles of A; 1 for those of a column, which
+    share tiles of B. With ``split_tail_n``, tail tiles use the other dimension.
     """
 
     def __init__(self, c: GemmConfiguration, operand_index: int, ragged_k: bool, multicast_dim: int) -> None:

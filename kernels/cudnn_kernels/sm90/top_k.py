@@ -28,10 +28,10 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import seqlen_info, softmax
 from cudnn_kernels.attention.seqlen_info import SeqlenInfo
 from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
-from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline.fragment import reduce_scatter
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, init_mbarriers, producer_acquire
 from cudnn_kernels.pipeline.tma import tma_load
 from cudnn_kernels.pipeline.wgmma import WgmmaRows

@@ -183,7 +183,7 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], Results]:
     """
     from cudnn_kernels.architecture import ARCHITECTURES
     from cudnn_kernels.epilogue import Scale, StoreTile
-    from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+    from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
 
     of_sums = o.vector == SUM_VECTOR

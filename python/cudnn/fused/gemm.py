@@ -17,7 +17,7 @@ from cudnn.lazy import torch
 from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels import epilogue
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 
 NARROW = ("float16", "bfloat16")
 ONE = Contiguous(1, alignment=4)

@@ -28,7 +28,7 @@ from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
-from cudnn_kernels.problem import Operand
+from cudnn_kernels.gemm.problem import Operand
 from cudnn_kernels.schedule import VarlenK
 
 TYPES = (*NARROW, *FLOAT8, FLOAT4, "uint8")

@@ -38,7 +38,7 @@ from cudnn.gemm.reference import evaluate, woven
 from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
-from cudnn_kernels.problem import Operand
+from cudnn_kernels.gemm.problem import Operand
 from cudnn_kernels.schedule import Dense, VarlenM
 
 FLOATS = ("float32", *NARROW)

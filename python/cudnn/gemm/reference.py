@@ -10,7 +10,7 @@ from cudnn.gemm.formats import FLOAT4, LARGEST, name_of, wide
 from cudnn.gemm.scales import compute_block_scales, dequantize, reciprocal
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue as declared
-from cudnn_kernels.formats import FORMATS
+from cudnn_kernels.formats import FORMATS, GLU_BLOCK
 
 GROUPS = "groups"
 Values = dict[str, Any]  # tensors (m, n, l), float32 or float64, by name; and the rows' groups
@@ -64,12 +64,12 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
 
 def woven(x: Any) -> Any:
     """(m, n, l) in blocks of 32 columns that come in turn from the first and the second half of them."""
-    return x.unflatten(1, (2, -1, declared.BLOCK)).transpose(1, 2).flatten(1, 3)
+    return x.unflatten(1, (2, -1, GLU_BLOCK)).transpose(1, 2).flatten(1, 3)
 
 
 def unwoven(x: Any) -> Any:
     """The same back."""
-    return x.unflatten(1, (-1, 2, declared.BLOCK)).transpose(1, 2).flatten(1, 3)
+    return x.unflatten(1, (-1, 2, GLU_BLOCK)).transpose(1, 2).flatten(1, 3)
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
@@ -98,14 +98,14 @@ def gated_backward(o: declared.GatedBackward, values: Values, arguments: Argumen
     y, *slopes = activation(o.gate.bind(arguments), *parts(saved, o.gate_first))
     wide = x.new_empty(saved.shape)
     for target, slope in zip(parts(wide, o.gate_first), slopes, strict=True):
-        target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * slope)
+        target.copy_(x.unflatten(1, (-1, GLU_BLOCK)) * slope)
     y = y.flatten(1, 2)
     values.update(x=wide, activation=y, prob_gradient=x * y)
 
 
 def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
     """The gates and the others of a tensor, (m, pairs, 32, l), in its memory."""
-    blocks = x.unflatten(1, (-1, 2, declared.BLOCK))
+    blocks = x.unflatten(1, (-1, 2, GLU_BLOCK))
     return blocks[:, :, int(not gate_first)], blocks[:, :, int(gate_first)]
 
 
@@ -205,7 +205,7 @@ def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, argum
 
 def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
     target, groups = arguments[o.tensor], values[GROUPS]
-    blocks = values[o.value].abs().unflatten(1, (-1, o.roles, declared.BLOCK if o.roles > 1 else 1))
+    blocks = values[o.value].abs().unflatten(1, (-1, o.roles, GLU_BLOCK if o.roles > 1 else 1))
     if o.by_expert and groups is not None:
         largest = blocks.amax((1, 3)).view(len(groups), -1)  # of every row
         places = groups.unsqueeze(1).expand(-1, o.roles)

@@ -15,7 +15,16 @@ from cudnn.gemm import reference
 from cudnn.lazy import torch
 from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, ProjectionConfiguration, problem
+from cudnn_kernels.gemm.projection import (
+    BLOCK,
+    E4M3,
+    EPILOGUE,
+    HEAD,
+    ROTARY,
+    ROTATION,
+    ProjectionConfiguration,
+    problem,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from cudnn_kernels.epilogue import BLOCK, regions_of, slots_of, traits_of
-from cudnn_kernels.formats import FP4, FP8, row_bytes
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.epilogue import regions_of, slots_of, traits_of
+from cudnn_kernels.formats import FP4, FP8, GLU_BLOCK, row_bytes
+from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.signature import (
     NUM_SMS,
     Region,
@@ -27,7 +27,6 @@ from cudnn_kernels.signature import (
     vector,
 )
 
-SHARED_MEMORY = 227 * 1024  # bytes per CTA, on Hopper and Blackwell
 K_BYTES = 128  # bytes of a k tile: one row of the 128-byte swizzle
 ATOM = 128  # rows of an atom of scale factors
 ROW = 16  # bytes: row alignment of a prepared operand
@@ -196,7 +195,7 @@ class GemmConfiguration:
         """Rows of a block of concatenated halves, which alternate in a tile: those of an atom, if the MMA is
         block-scaled.
         """
-        return ATOM if self.tensor_core_scale else BLOCK
+        return ATOM if self.tensor_core_scale else GLU_BLOCK
 
     @property
     def scales_accumulator(self) -> bool:

@@ -22,14 +22,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.configuration import ROW, GemmConfiguration, pitch
-from cudnn_kernels.configuration import OperandConfiguration as Configuration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.gemm.configuration import ROW, GemmConfiguration, pitch
+from cudnn_kernels.gemm.configuration import OperandConfiguration as Configuration
+from cudnn_kernels.gemm.problem import Operand
 from cudnn_kernels.kernel import thread_block_idx
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline.tma import address_space_view, ptr_array_coord, ptr_array_view
 from cudnn_kernels.pipeline.workspace import workspace_pointers
-from cudnn_kernels.problem import Operand
 from cudnn_kernels.signature import bind, sizes_of
 from cudnn_kernels.threads import WARP_SIZE
 

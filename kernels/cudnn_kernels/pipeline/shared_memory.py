@@ -1,9 +1,8 @@
-"""How many operand stages fit into shared memory."""
+"""The shared memory of a CTA, and how many operand stages fit into it."""
 
 from __future__ import annotations
 
-from cudnn_kernels.configuration import SHARED_MEMORY
-
+SHARED_MEMORY = 227 * 1024  # bytes per CTA, on Hopper and Blackwell
 BARRIERS = 2048  # bytes set aside for mbarriers and alignment
 
 

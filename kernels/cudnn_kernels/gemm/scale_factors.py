@@ -17,10 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.epilogue import BLOCK
+from cudnn_kernels.formats import GLU_BLOCK
+from cudnn_kernels.gemm.problem import BlockScale
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers
 from cudnn_kernels.pipeline.tma import address_space_view, concat_glu_row, cp_async_zfill, ptr_array_coord
-from cudnn_kernels.problem import BlockScale
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.threads import WARP_SIZE
 
@@ -35,7 +35,7 @@ class OperandScales:
 
     def __init__(self, scale: BlockScale, extent: int, concat_glu: bool = False, gathered: bool = False) -> None:
         self.rows, self.vector, self.concat_glu, self.gathered = scale.rows, scale.vector, concat_glu, gathered
-        self.granule = math.gcd(extent, scale.rows, BLOCK if concat_glu else extent)
+        self.granule = math.gcd(extent, scale.rows, GLU_BLOCK if concat_glu else extent)
         self.count = extent // self.granule
 
 
@@ -159,7 +159,7 @@ class ScaleFactorPipeline:
         if index < operand.count:
             row = first + index * operand.granule
             if const_expr(operand.concat_glu):
-                row = concat_glu_row(row, self.scheduler.problem().n, BLOCK)
+                row = concat_glu_row(row, self.scheduler.problem().n, GLU_BLOCK)
             row = cutlass.min(row // operand.rows, tensor.shape[0] - 1)
             source = tensor.iterator + cute.crd2idx((row, k // operand.vector, batch), tensor.layout)
             target = stages.iterator + cute.crd2idx((index, stage), stages.layout)

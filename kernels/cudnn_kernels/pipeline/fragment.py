@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
 
-from cudnn_kernels.epilogue import BLOCK
+from cudnn_kernels.formats import GLU_BLOCK
 
 STREAM_WIDTH = 8  # the largest ``stream_width``
 
@@ -99,7 +99,7 @@ def indices(x: Fragment, subset: ValueSubset) -> Iterator[tuple[int, list[int]]]
     If x is twice as wide as the subset (gate and up columns), each block of 32 columns of the subset selects the gate
     and the up block of x: the indices in the first of both blocks come first.
     """
-    block = BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
+    block = GLU_BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
     for slot, positions in subset.slots:
         order = x.layout.order(x.width, slot)
         if x.width == subset.width:

@@ -8,8 +8,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, TFloat32
 
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.pipeline.tma import concat_glu_shape, concat_glu_view, ragged_coord, ragged_step
 
 

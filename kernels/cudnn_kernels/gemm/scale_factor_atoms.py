@@ -1,4 +1,4 @@
-"""Block scale factors in atoms of 128 rows x 4 blocks; and views of matrices."""
+"""The kernel that packs block scale factors into atoms of 128 rows x 4 blocks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from cudnn_kernels.naming import set_kernel_name
 
 THREADS = 256
 ROWS, BLOCKS = 128, 4  # of an atom
-
-
-def matrix_view(tensor: cute.Tensor, columns: Any = None) -> cute.Tensor:
-    """A row-major tensor as (rows, columns, 1), with its last dimensions flattened."""
-    rows, step = tensor.shape[0], tensor.stride[0]
-    columns = tensor.shape[1] if columns is None else columns
-    return cute.make_tensor(tensor.iterator, cute.make_layout((rows, columns, 1), stride=(step, 1, step)))
-
-
-def transposed(tensor: cute.Tensor) -> cute.Tensor:
-    """The transposed view of (rows, columns, ...)."""
-    modes = [1, 0, *range(2, cute.rank(tensor))]
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
 class PackScaleFactors:

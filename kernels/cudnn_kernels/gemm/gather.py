@@ -17,8 +17,8 @@ from cutlass import Int16, Int32, Int64, const_expr, select_
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import cpasync
 
+from cudnn_kernels.gemm.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance
-from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.pipeline.tma import TMA_ALIGNMENT, cp_async_zfill
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.threads import WARP_SIZE

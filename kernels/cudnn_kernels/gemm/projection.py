@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Deinterleave, QuantizeColumns, QuantizeRows, Rotate, Round, StoreTile
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
 from cudnn_kernels.signature import NUM_SMS, Region, Sizes, Slot, Stream, Tensor, Workspace
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.gemm.projection import BLOCK, E8M0, HEAD
+from cudnn_kernels.gemm.scale_factor_atoms import PackScaleFactors
 from cudnn_kernels.kernel import Kernel
-from cudnn_kernels.pipeline.scale_factor_atoms import PackScaleFactors, matrix_view, transposed
+from cudnn_kernels.pipeline.views import matrix_view, transposed
 from cudnn_kernels.pipeline.workspace import workspace_pointers
-from cudnn_kernels.projection import BLOCK, E8M0, HEAD
 
 
 class ViewedProjection(Kernel):

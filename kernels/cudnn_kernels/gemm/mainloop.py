@@ -10,18 +10,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint8
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue.operation import Epilogue, EpilogueParams, Tile
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.gemm.gather import INDEX_BYTES, gathered_view
+from cudnn_kernels.gemm.scale_factors import OperandScales, ScaleFactorPipeline
 from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.pipeline import barriers
-from cudnn_kernels.pipeline.gather import INDEX_BYTES, gathered_view
-from cudnn_kernels.pipeline.scale_factors import OperandScales, ScaleFactorPipeline
+from cudnn_kernels.pipeline.shared_memory import num_stages
 from cudnn_kernels.pipeline.tma import ptr_array_view, ragged_view
 from cudnn_kernels.pipeline.workspace import workspace_pointers
 from cudnn_kernels.schedule.tile_maps import WorkTileInfo, tile_map
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
-from cudnn_kernels.shared_memory import num_stages
 
 
 class Mainloop(Kernel, ABC):
