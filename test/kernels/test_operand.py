@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.runtime import emulation
-from cudnn.runtime.launch import emulate
+from cudnn.runtime.launch import emulate, emulation
 from cudnn_kernels.gemm.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.gemm.problem import BlockScale, Operand
 from support import gemms
