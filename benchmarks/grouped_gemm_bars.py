@@ -96,7 +96,7 @@ class Ours:
         named = {parameter: {**given, **results}.get(name) for name, parameter in made.parameters.items()}
         made.execute(**named)
         for name, exact in program.expected(self.api, given, results).items() if self.checked else ():
-            found = program.judge(name, results[name], exact, program.SLACK)
+            found = program.judge(name, results[name], exact, program.TOLERANCE)
             if not found.passed:
                 raise ValueError(f"{name} is off by {found.error:.2e}, at most {found.allowed:.2e} is right")
         return lambda: made.execute(**named), given, results
@@ -144,7 +144,7 @@ def others(ours: Mapping[str, Ours], given: Mapping[str, Any], results: Mapping[
         if name == "fp8, a factor a row":
             found[name] = partial(scaled, inputs, ours[name].shape[1])
         elif name.endswith("dprob"):
-            found[name] = partial(peers.followed, ours[name].api, inputs, ends, results[name])
+            found[name] = partial(peers.product_then_epilogue, ours[name].api, inputs, ends, results[name])
         elif name == "product" or name.startswith("gradient"):
             found[name] = partial(peers.product, ours[name].api, inputs, ends)
         if name == "product" and importlib.util.find_spec("quack"):

@@ -67,7 +67,7 @@ def test_a_described_device(tmp_path: Path, libcudnn: object) -> None:
     result = explain("--example", "matmul", "--device-properties", properties)
     if handle.gpu_available():
         assert result.exit_code == 2
-        assert "got a described device beside a GPU; allowed: a machine without a GPU" in words(result)
+        assert "got a described device on a machine with a GPU; allowed: a machine without a GPU" in words(result)
         return
     assert result.exit_code == 0, result.output
     assert "for compute capability 9.0" in result.output

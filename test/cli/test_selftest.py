@@ -107,7 +107,7 @@ def test_processes_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(selftest._on_gpu(chosen))
     assert [(f.group, f.verdict) for f in findings] == [(v.api, selftest.FAILED) for v in chosen]
     assert all("Error" in finding.detail for finding in findings)
-    monkeypatch.setattr(selftest, "LIMIT", 0.01)
+    monkeypatch.setattr(selftest, "TIMEOUT", 0.01)
     assert [f.detail for f in selftest._on_gpu(chosen[:1])] == ["no end in 0.01 s"]
 
 

@@ -1,4 +1,4 @@
-"""A fused API on random tensors of a shape, judged by its own reference in float32."""
+"""Fused APIs other than GEMMs on random tensors of a shape, compared with their references in float32."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ def program(api: type[FusedAPI]) -> Program:
     )
 
 
-def make(api: type[FusedAPI], sizes: tuple[int, ...], device: str) -> Problem:
-    """The API on inputs of the first type that each may have."""
+def make(api: type[FusedAPI], shape: tuple[int, ...], device: str) -> Problem:
+    """The API on inputs of the first type that each specification allows."""
     dimensions, _ = api.example
-    named = api.example_sizes(dict(zip(dimensions, sizes, strict=True)))
+    sizes_by_name = api.example_sizes(dict(zip(dimensions, shape, strict=True)))
     inputs = [spec for spec in api.tensors if spec.name not in api.returns]
-    given = {
-        spec.name: draw(spec, spec.layout.shape(named), device).to(getattr(torch, spec.types[0])) for spec in inputs
+    inputs_by_name = {
+        spec.name: draw(spec, spec.layout.shape(sizes_by_name), device).to(getattr(torch, spec.types[0]))
+        for spec in inputs
     }
     wrapper: Any = registry.wrapper(api.folder())
     parameters = inspect.signature(wrapper).parameters
-    arguments = {next(p for p in (f"{n}_tensor", n) if p in parameters): tensor for n, tensor in given.items()}
+    arguments = {next(p for p in (f"{n}_tensor", n) if p in parameters): tensor for n, tensor in inputs_by_name.items()}
 
-    def compared(results: Any) -> list[Comparison]:
-        found = {name: results[f"{name}_tensor"] for name in api.returns}
-        object_: Any = api(**api.samples(given | found))
-        wide = {name: tensor.float() for name, tensor in given.items()}
-        exact = {name: torch.empty_like(tensor, dtype=torch.float32) for name, tensor in found.items()}
-        object_.reference({**wide, **exact, **{name: getattr(object_, name) for name in api.scalars}})
-        return [_judge(name, tensor, exact[name]) for name, tensor in found.items()]
+    def compare_results(results: Any) -> list[Comparison]:
+        outputs = {name: results[f"{name}_tensor"] for name in api.returns}
+        op: Any = api(**api.samples(inputs_by_name | outputs))
+        float32_inputs = {name: tensor.float() for name, tensor in inputs_by_name.items()}
+        reference = {name: torch.empty_like(tensor, dtype=torch.float32) for name, tensor in outputs.items()}
+        op.reference({**float32_inputs, **reference, **{name: getattr(op, name) for name in api.scalars}})
+        return [_judge(name, tensor, reference[name]) for name, tensor in outputs.items()]
 
-    return Problem(lambda: wrapper(**arguments), compared)
+    return Problem(lambda: wrapper(**arguments), compare_results)
 
 
-def _judge(name: str, found: Any, expected: Any) -> Comparison:
-    """Rounded once, after an error of some float32 operations."""
-    rounding = 0.51 * torch.finfo(found.dtype).eps
-    return compare(name, found, expected, max(rounding, 1e-5), 0.0 if found.dtype == torch.float32 else 1e-5)
+def _judge(name: str, result: Any, expected: Any) -> Comparison:
+    """Checks a result that is rounded once after float32 operations."""
+    rounding = 0.51 * torch.finfo(result.dtype).eps
+    return compare(name, result, expected, max(rounding, 1e-5), 0.0 if result.dtype == torch.float32 else 1e-5)

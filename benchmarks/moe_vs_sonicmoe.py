@@ -1,6 +1,6 @@
 """The MoE layer beside SonicMoE, in turns: two processes, each told in turn to run a pass for a while.
 
-    python benchmarks/moe_turns.py FOLDER [SECONDS] [SHAPE ...]
+    python benchmarks/moe_vs_sonicmoe.py FOLDER [SECONDS] [SHAPE ...]
 
 FOLDER has SonicMoE, its benchmark, and the CuTe DSL that it needs, as `cudnn bench moe --sonicmoe` takes it. SHAPE is
 tokens,hidden,intermediate,experts,top_k, with `,zipf` for experts by Zipf's law; without, the three of `cudnn bench

@@ -1,4 +1,4 @@
-"""The turns of benchmarks/moe_turns.py, without a GPU: two lines that answer with times."""
+"""The turns of benchmarks/moe_vs_sonicmoe.py, without a GPU: two lines that answer with times."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cudnn.bench.declared import source_module
+from cudnn.bench.dense_gemm import source_module
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    return source_module("benchmarks/moe_turns.py")
+    return source_module("benchmarks/moe_vs_sonicmoe.py")
 
 
 class Line:
