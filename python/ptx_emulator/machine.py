@@ -444,7 +444,7 @@ def execute(
 ) -> Launch:
     """Runs one launch, in waves of whole clusters, and adds it to `report`.
 
-    With cluster launch control a wave is as many blocks as there are multiprocessors: the others wait to be handed out.
+    With cluster launch control a wave has one block per SM; `try_cancel` assigns the others to running blocks.
     """
     program = load(text, entry)
     if any(g % c for g, c in zip(grid, cluster, strict=True)):

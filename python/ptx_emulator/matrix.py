@@ -104,14 +104,14 @@ def read(
     descriptor: Descriptor,
     rows: int,
     k: int,
-    kind: str,
+    ptx_type: str,
     k_major: bool,
     site: int,
     touch: Touch,
     packed_fp4: bool = False,
 ) -> Array:
     """The (rows, k) operand as float32."""
-    element = ELEMENT_BYTES[kind]
+    element = ELEMENT_BYTES[ptx_type]
     rows, extent = (rows, k) if k_major else (k, rows)
     chunks = extent // 32 if packed_fp4 else extent * element // 16
     data = read_rows(memory, block, descriptor, rows, chunks, site, touch, k_major)
@@ -119,9 +119,9 @@ def read(
     if packed_fp4:
         raw = data.view(np.uint8)
         codes = np.stack([raw & 15, raw >> 4], -1).reshape(len(data), -1)
-    elif kind in ("e2m1", "e2m3", "e3m2"):
-        codes = unpack_padded(data, 4 if kind == "e2m1" else 6)
+    elif ptx_type in ("e2m1", "e2m3", "e3m2"):
+        codes = unpack_padded(data, 4 if ptx_type == "e2m1" else 6)
     else:
         codes = data.view(UNSIGNED[element])
-    values = to_f32(codes, kind)
+    values = to_f32(codes, ptx_type)
     return values if k_major else values.T

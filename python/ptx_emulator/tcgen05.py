@@ -13,7 +13,7 @@ from ptx_emulator import matrix
 from ptx_emulator import numerics as N
 from ptx_emulator.alu import at, one
 from ptx_emulator.errors import CollectiveError, TensorMemoryError, UnsupportedPTX
-from ptx_emulator.memory import Place
+from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import Array, f32, u16, u32
 from ptx_emulator.race import Issue, Shadow
 from ptx_emulator.warp import whole_warps
@@ -126,7 +126,7 @@ class TensorMemory:
         self.loads, self.loader = np.zeros(warps, np.int64), np.full(warps, -1)  # tcgen05.ld; their component
 
     # -- allocation
-    def alloc(self, site: int, m: Any, holder: Place, columns: Any) -> None:
+    def alloc(self, site: int, m: Any, holder: AddressOperand, columns: Any) -> None:
         machine = self.machine
         for warp in whole_warps(m, machine.count, "tcgen05.alloc", site):
             lane = int(warp[0])
@@ -210,7 +210,15 @@ class TensorMemory:
 
     # -- ld, st
     def move(
-        self, site: int, m: Any, action: str, shape: str, packed: bool, registers: list[Array], place: Place, half: int
+        self,
+        site: int,
+        m: Any,
+        action: str,
+        shape: str,
+        packed: bool,
+        registers: list[Array],
+        place: AddressOperand,
+        half: int,
     ) -> None:
         machine = self.machine
         what = f"tcgen05.{action}.{shape}"
@@ -275,7 +283,7 @@ class TensorMemory:
         return self.loader[warps]
 
     def loaded(self, warps: Array, loads: Array) -> None:
-        """Warps know that so many of their loads have completed."""
+        """Records that the first `loads` loads of each warp have completed."""
         self.machine.race.learn(warps, self.loaders(warps), loads)
 
     def wait(self, site: int, m: Any, what: str) -> None:
@@ -300,7 +308,7 @@ class TensorMemory:
             raise CollectiveError("cta_group::2 in a cluster of odd size", [], site)
         return [block & ~1, block | 1]
 
-    def commit(self, site: int, m: Any, barrier: Place, mask: Any) -> None:
+    def commit(self, site: int, m: Any, barrier: AddressOperand, mask: Any) -> None:
         machine = self.machine
 
         def start(lane: int, place: int) -> None:
@@ -320,11 +328,11 @@ class TensorMemory:
 
             self.enqueue(lane, run)
 
-        for lane, place in zip(*(x.tolist() for x in machine.sync.places(site, m, barrier)), strict=True):
+        for lane, place in zip(*(x.tolist() for x in machine.sync.barrier_addresses(site, m, barrier)), strict=True):
             start(lane, place)
 
     # -- cp: shared to tensor memory
-    def copy(self, site: int, m: Any, pair: bool, form: str, target: Place, desc: Any) -> None:
+    def copy(self, site: int, m: Any, pair: bool, form: str, target: AddressOperand, desc: Any) -> None:
         machine = self.machine
         if form not in _COPIES:
             raise UnsupportedPTX(f"tcgen05.cp.{form}")
@@ -360,15 +368,15 @@ class TensorMemory:
         pair: bool,
         kind: str,
         vector: str,
-        target: Place,
+        target: AddressOperand,
         a: Any,
         b: Any,
         idesc: Any,
         enable: Any,
-        scales: tuple[Place, Place] | None,
+        scales: tuple[AddressOperand, AddressOperand] | None,
         disable: Any,
     ) -> None:
-        """`a` is a descriptor, or a place in tensor memory."""
+        """`a` is a descriptor, or an address in tensor memory."""
         machine = self.machine
         if disable is not None and any(np.asarray(x).any() for x in disable):
             raise UnsupportedPTX("tcgen05.mma with disable-output-lane")
@@ -412,7 +420,7 @@ class TensorMemory:
         column, words = address & 0xFFFF, (rows + 31) // 32
         column &= 0x1FF
         if number + per > 4 or (per == 4 and number):
-            raise UnsupportedPTX(f"scale factor id {number} with {per} factors per row")
+            raise UnsupportedPTX(f"scale factor id {number} with {per} scale factors per row")
         self.check(block, column, words, op.site, "scale factors")
         used = self.words[block, :32, column : column + words].T.reshape(-1)[:rows]
         lanes = np.arange(min(rows, 32))
@@ -508,7 +516,7 @@ class Mma:
     kind: str
     inst: InstructionDescriptor
     target: int
-    a: matrix.Descriptor | int  # or a place in tensor memory
+    a: matrix.Descriptor | int  # or an address in tensor memory
     b: matrix.Descriptor
     add: bool
     scales: tuple[int, int, int] | None

@@ -66,7 +66,7 @@ def swizzle(address: Array, mode: int) -> Array:
 class TensorMap:
     address: int
     element: int
-    kind: str
+    element_type: str
     swizzle: int
     dims: tuple[int, ...]
     strides: tuple[int, ...]
@@ -106,7 +106,7 @@ def decode(raw: bytes) -> TensorMap:
             raise UnsupportedPTX(f"tensor map with 32-byte atoms and swizzle {mode}")
         mode = SW128_ATOM32
     packed = code == PACKED_FP4
-    element, kind = (1, "u8") if packed else ELEMENTS[code]
+    element, element_type = (1, "u8") if packed else ELEMENTS[code]
     dims = [int(x) + 1 for x in halves[8 : 8 + rank]]
     box = [raw[55 + i] + 1 for i in range(rank)]
     if packed:  # sizes and boxes count elements of four bits, strides bytes
@@ -118,7 +118,7 @@ def decode(raw: bytes) -> TensorMap:
     if box[0] * element > SPAN.get(mode, 1 << 30) or box[0] * element % 16:
         raise UnsupportedPTX(f"tensor map box row of {box[0] * element} bytes with swizzle mode {mode}")
     return TensorMap(
-        int(words[0]), element, kind, mode, tuple(dims), tuple(strides), tuple(box), packed, bool(low >> 16 & 1)
+        int(words[0]), element, element_type, mode, tuple(dims), tuple(strides), tuple(box), packed, bool(low >> 16 & 1)
     )
 
 

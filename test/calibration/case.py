@@ -1,4 +1,4 @@
-"""A microkernel: its PTX, its buffers, and how closely two machines must agree on what it writes."""
+"""A microkernel: its PTX, its buffers, and the tolerance between the outputs of two machines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BITS = Tolerance()
 @dataclass(frozen=True, eq=False)
 class Case:
     """One launch. Parameters are the addresses of `inputs`, then of `outputs` (whose arrays are the contents before the
-    launch), then the tensor maps. `refused`: the emulator does not know the instruction and says so."""
+    launch), then the tensor maps. `refused`: the emulator raises UnsupportedPTX."""
 
     family: str
     name: str
@@ -180,7 +180,7 @@ def title(instruction: str) -> str:
 
 
 def load_words(register: str, first: int, count: int, buffer: int) -> str:
-    """Loads `count` words per thread into `register` first, first + 1, ... from rows of as many words."""
+    """Loads `count` words per thread into `register` first, first + 1, ... from rows of `count` words."""
     lines = [f"mul.wide.u32 %rd88, %r99, {4 * count}; add.s64 %rd88, %rd88, %rd{buffer};"]
     return "\n".join(lines + [f"ld.global.b32 {register}{first + i}, [%rd88+{4 * i}];" for i in range(count)])
 

@@ -94,9 +94,9 @@ def mutants(
     entry: str = "",
     every: int = 1,
 ) -> list[Mutant]:
-    """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right.
+    """`run(scheduler, seed)` launches the kernel with race detection and returns whether its result is right.
 
-    All kernels are meant of whose names `entry` is a part, and of their instructions the first of `every` so many.
+    Mutates every `every`-th instruction of the kernels whose names contain `entry`.
     """
     seen: list[Program] = []
     with without(None, seen, entry):

@@ -19,7 +19,7 @@ from calibration.case import (
 from calibration.cases.copies import PLACE, SHARED, dump, fill
 from ptx_emulator.numerics import Array
 
-# Codes of small integers, whose products and sums are exact: -3..3 (0..3 where there is no sign).
+# Codes of small integers, whose products and sums are exact: -3..3 (0..3 for unsigned types).
 SMALL: dict[str, list[int]] = {
     "f16": [0xC200, 0xC000, 0xBC00, 0, 0x3C00, 0x4000, 0x4200],
     "bf16": [0xC040, 0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040],
@@ -64,7 +64,7 @@ def random_operand(name: str, kind: str, words: int) -> Array:
 def loads_and_stores() -> list[Case]:
     made = []
     source = raw("matrices", 256)
-    # The rows lie in an order of their own: thread t gives row 7 t + 3.
+    # The rows are permuted: thread t holds row 7 t + 3.
     rows = f"{PLACE} mad.lo.s32 %r5, %r99, 7, 3; and.b32 %r5, %r5, 31; mad.lo.s32 %r5, %r5, 16, %r1;"
     for count in (1, 2, 4):
         for trans in ("", ".trans"):
