@@ -57,7 +57,7 @@ class WarpMatrices:
     def _rows(
         self, site: int, m: Any, count: int, rows_per_matrix: int, rows: AddressOperand, write: bool
     ) -> tuple[Array, Array]:
-        """(warps x 32 lanes, row addresses (count, warps, rows_per_matrix)): consecutive threads hold a matrix's rows."""
+        """(warps x 32 lanes, row addresses (count, warps, rows_per_matrix)): adjacent threads hold a matrix's rows."""
         machine, memory = self.machine, self.machine.memory
         warps = whole_warps(m, machine.count, "stmatrix" if write else "ldmatrix", site)
         givers = warps[:, : rows_per_matrix * count].reshape(-1)

@@ -1,4 +1,4 @@
-"""The turns of benchmarks/moe_vs_sonicmoe.py, without a GPU: two lines that answer with times."""
+"""Interleaving in benchmarks/moe_vs_sonicmoe.py, without a GPU: two fake workers that answer with times."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ def script() -> Any:
     return source_module("benchmarks/moe_vs_sonicmoe.py")
 
 
-class Line:
-    """A layer of which every call takes ``time``, times the clock of the round: both are asked once in each."""
+class Worker:
+    """A worker whose calls take ``time``, scaled by a clock that slows down with each round."""
 
-    def __init__(self, time: float, asked: list[float]) -> None:
-        self.time, self.asked = time, asked
+    def __init__(self, time: float, requests: list[float]) -> None:
+        self.time, self.requests = time, requests
 
     def send(self, which: str) -> None:
         assert which == "forward"
-        self.asked.append(self.time)
+        self.requests.append(self.time)
 
     def recv(self) -> float:
-        return self.time * (1 + (len(self.asked) - 1) // 2)
+        return self.time * (1 + (len(self.requests) - 1) // 2)
 
 
-def test_each_turn_has_both_and_its_ratio_is_free_of_the_clock(script: Any) -> None:
-    asked: list[float] = []
-    found = script.turns("forward", [Line(1.1, asked), Line(1.0, asked)], 0.0)
-    assert len(found) == 5  # six, of which the first does not count
-    assert [a / b for a, b in found] == pytest.approx([1.1] * 5)
-    pairs = list(zip(asked[::2], asked[1::2], strict=True))
+def test_each_slice_runs_both_and_its_ratio_is_independent_of_the_clock(script: Any) -> None:
+    requests: list[float] = []
+    times = script.interleave("forward", [Worker(1.1, requests), Worker(1.0, requests)], 0.0)
+    assert len(times) == 5  # six, of which the first does not count
+    assert [a / b for a, b in times] == pytest.approx([1.1] * 5)
+    pairs = list(zip(requests[::2], requests[1::2], strict=True))
     assert all(set(pair) == {1.1, 1.0} for pair in pairs)
 
 

@@ -1,4 +1,4 @@
-"""Cost of emulating whole GEMMs: the number of Python calls, which is the same on any machine; with ``--full`` CPU time,
+"""Cost of emulating whole GEMMs: Python calls, whose number is the same on any machine; with ``--full`` CPU time,
 with a limit of three times the target on one core.
 """
 

@@ -81,7 +81,7 @@ def multiply(
         if step + 1 < steps:
             lines += [f"add.s64 %rd{10 + i}, %rd{10 + i}, {advance[i] >> 4};" for i in (0, 1)]
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
-    # Registers go to rows of their own index, so that neighbouring threads write neighbouring words.
+    # Register i goes to row i, so that neighbouring threads write neighbouring words.
     lines.append("mul.wide.u32 %rd70, %r99, 4; add.s64 %rd70, %rd70, %rd3;")
     lines += [f"st.global.b32 [%rd70+{512 * i}], %r{100 + i};" for i in range(count)]
     if addend is None:
