@@ -1,4 +1,4 @@
-"""Work that completes later: copy groups, and the queues of the lazy scheduler."""
+"""Asynchronous operations: copy groups, and the queues of the lazy scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Queues:
-    """Eager: an operation runs when issued. Lazy: when nothing else can, in random order; each queue is in order."""
+    """Eager: operations run when issued. Lazy: when no thread can run, in random order; each queue is in order."""
 
     def __init__(self, lazy: bool, seed: int) -> None:
         self.lazy = lazy
@@ -31,7 +31,7 @@ class Queues:
         self.count = 0
 
     def issue(self, queue: Hashable, operation: Callable[[], None]) -> None:
-        """`queue` None: no order with anything else."""
+        """`queue` None: unordered with other operations."""
         if not self.lazy:
             operation()
             return
@@ -57,7 +57,7 @@ class Queues:
 
 @dataclass
 class Group:
-    """One pending operation of a commit group: lanes, the group number of each, and how to run a part of them."""
+    """One pending operation of a commit group: lanes, the group index of each, and a function that runs some lanes."""
 
     lanes: Array
     numbers: Array
@@ -135,7 +135,7 @@ class AsyncCopies:
             )
 
     def mbarrier_arrive(self, site: int, m: Any, barrier: AddressOperand, no_increment: bool) -> None:
-        """Arrives when the thread's earlier cp.async are done. Without .noinc the pending count first grows by one."""
+        """Arrives when the thread's earlier cp.async complete. Without .noinc the pending count is first incremented."""
         machine, sync = self.machine, self.machine.sync
         lanes, addresses = sync.barrier_addresses(site, m, barrier)
         if not no_increment:

@@ -1,4 +1,4 @@
-"""cvt: every pair of types, one function. Returns the raw bits of the destination, to be copied under the mask."""
+"""cvt between every pair of types. Returns the raw bits of the destination, which the caller writes under the mask."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _limits(ptx_type: str) -> tuple[int, int]:
 
 
 def _to_integer(value: Array, ptx_type: str, rounding: str, source: str) -> Array:
-    """Out of range clamps. NaN gives 0, but the highest bit alone if either type has 64 bits."""
+    """Clamps values out of range. NaN becomes 0, or only the highest bit set if either type has 64 bits."""
     rounded = _ROUND_TO_INTEGER[rounding](np.asarray(value, np.float64))
     bits, (low, high) = int(ptx_type[1:]), _limits(ptx_type)
     clamped = np.clip(np.nan_to_num(rounded, nan=0.0, posinf=float(high), neginf=float(low)), low, high)

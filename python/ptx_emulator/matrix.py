@@ -13,7 +13,7 @@ from ptx_emulator.memory import Memory
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, to_f32
 from ptx_emulator.tensormap import NONE, SW32, SW64, SW128, SW128_ATOM32, swizzle
 
-Touch = Callable[[Array], None]  # tells the race detector the addresses of 16-byte chunks
+Touch = Callable[[Array], None]  # reports the addresses of 16-byte chunks to the race detector
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Memory:
         self.shared = np.frombuffer(mmap.mmap(-1, blocks * SHARED_STRIDE, mmap.MAP_PRIVATE), u8)
         self.chunks = self.shared.view(np.complex128)  # 16 bytes each
         self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
-        for block in range(blocks):  # NaN in every format, so that uninitialised reads show
+        for block in range(blocks):  # NaN in every format, which makes uninitialized reads visible
             self.shared[block * SHARED_STRIDE : block * SHARED_STRIDE + self.shared_end] = 0xFF
         self.local_bytes = -(-machine.program.kernel.local.bytes // 16) * 16
         self.local = np.full(machine.count * self.local_bytes, 0xFF, u8)
@@ -145,7 +145,7 @@ class Memory:
 
     # -- address spaces
     def check_global(self, address: Array, size: int, lanes: Array, site: int, what: str = "global access") -> Array:
-        """Index of the range that holds each access."""
+        """Index of the range that contains each access."""
         range_index = np.searchsorted(self.first, address, side="right") - 1
         bad = (
             (range_index < 0) | (address + size > self.last[np.maximum(range_index, 0)])
@@ -196,7 +196,7 @@ class Memory:
     def resolve(
         self, m: Any, space: str, operand: AddressOperand, size: int, site: int
     ) -> list[tuple[str, Array, Array]]:
-        """(space, lanes, physical addresses); generic addresses may fall into several spaces."""
+        """(space, lanes, physical addresses); generic addresses can belong to several spaces."""
         lanes = self.machine.lanes(m)
         if not len(lanes):
             return []
@@ -238,7 +238,7 @@ class Memory:
     def _access(
         self, site: int, m: Any, what: str, space: str, operand: AddressOperand, total: int, order: str
     ) -> Iterator[tuple[str, Array, Array]]:
-        """(space, lanes, addresses), checked and accounted for."""
+        """(space, lanes, addresses), checked, counted and recorded for race detection."""
         for where, lanes, address in self.resolve(m, space, operand, total, site):
             self._aligned(address, total, lanes, where, site)
             self.report.count_bytes(f"{where} {what}", len(lanes) * total)
@@ -332,7 +332,7 @@ class Memory:
         return start[:, None] + np.arange(max(1, size // self.granule))
 
     def global_granules(self, address: Array, size: int) -> tuple[Shadow, Array]:
-        """Of accesses within one allocation."""
+        """Shadow and granules of accesses within one allocation."""
         number = int(np.searchsorted(self.first, address[0], side="right")) - 1
         shadow = self.global_shadows.get(number)
         if shadow is None:

@@ -86,8 +86,8 @@ def narrow(values: Array, dtype: Any, rounding: str) -> Array:
 
 
 def integer_to_f64(values: Array) -> Array:
-    """An integer as the float64 that rounds to every narrower float as the integer does: its last bit says whether
-    bits below it were cut off."""
+    """An integer as the float64 that rounds to every narrower float as the integer does: its last bit is sticky, set if
+    lower bits were truncated."""
     size = np.abs(values.astype(np.int64) if values.dtype.kind == "i" else values).astype(u64)
     cut = size & u64(0x7FF)
     odd = (size ^ cut) | ((cut != 0).astype(u64) << u64(11))
@@ -140,7 +140,7 @@ def f32_to_ue8m0(values: Array, rounding: str) -> Array:
 
 
 def to_f32(raw: Array, ptx_type: str) -> Array:
-    """Matrix operands of type `kind` (PTX name) as float32; tf32 drops the low 13 bits."""
+    """Matrix operands of type `ptx_type` as float32; tf32 drops the low 13 bits."""
     if ptx_type in TABLES:
         return TABLES[ptx_type][raw]
     if ptx_type == "tf32":

@@ -7,8 +7,8 @@ its last reads; an access is ordered after another if its clock has reached that
 is plain happens-before; plane 1 holds what has also passed a proxy fence, which an access of the async proxy needs to
 see a write of the generic proxy.
 
-In shared and global memory lanes of one warp count, too: a warp's turn ends with whatever brings its lanes together
-(`bar.warp.sync`, any other `.sync` instruction, a wait); two lanes conflict within one turn.
+In shared and global memory lanes of one warp can race, too. Any synchronization of the warp (`bar.warp.sync`, another
+`.sync` instruction, a wait) ends an interval; two lanes conflict within one interval.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shadow:
         self.write_flags = np.zeros(granules, np.uint8)
         self.read_key = np.zeros((granules, READ_SLOTS), np.int64)
         self.read_site = np.zeros((granules, READ_SLOTS), np.int32)
-        # The warp's turn in the upper bits, below them its lane, or 32 for several.
+        # The warp's interval in the upper bits, the lane below, or 32 for several lanes.
         self.write_interval = np.zeros(granules if by_lane else 0, np.int64)
         self.read_interval = np.zeros((granules if by_lane else 0, READ_SLOTS), np.int64)
 
@@ -52,7 +52,7 @@ class Issue(NamedTuple):
 
     clock: Array
     handed: Array
-    lane: int = -1  # of a single thread, in its warp's turn
+    lane: int = -1  # of a single thread, in its warp's interval
     interval: int = 0
 
 
@@ -345,7 +345,7 @@ class Races:
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
     def init_by(self, lane: int) -> tuple[int, int, int, int]:
-        """Warp, its epoch and turn, and lane."""
+        """Warp, its epoch and interval, and lane."""
         warp = lane >> 5
         return warp, int(self.clock[warp, 0, warp]), int(self.interval[warp]), lane
 

@@ -1,4 +1,4 @@
-"""Instructions that look across the 32 lanes of a warp."""
+"""Instructions that exchange data between the 32 lanes of a warp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_members(m: Any, members: Any, count: int, what: str, site: int) -> Non
 
 
 def whole_warps(m: Any, count: int, what: str, site: int, threads: int = 32) -> Array:
-    """(warps, threads) lane indices; a part of a warp (or warpgroup) is a fault."""
+    """(warps, threads) lane indices; a fault if only some lanes of a warp (or warpgroup) are active."""
     if m is True:
         return np.arange(count).reshape(-1, threads)
     groups = m.reshape(-1, threads)

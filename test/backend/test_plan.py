@@ -279,7 +279,7 @@ class GraphDriver(recorded.GraphDriver):
 
 
 class OfAnotherThread(Pack):
-    """A pack, beside which a thread puts another one when it is looked at."""
+    """A pack that adds another one to the cache, as a second thread could, when its graph is read."""
 
     def __init__(self, packs: dict[Any, Any]) -> None:
         self.packs = packs

@@ -10,7 +10,7 @@ import torch
 import cudnn
 from cudnn.cli import demo, programs
 
-HANDLE = None  # on CPU tensors the graph chooses the reference executor by itself
+HANDLE = None  # on CPU tensors the graph selects the reference executor automatically
 
 
 @pytest.mark.parametrize("make", demo.CASES, ids=lambda make: make.__name__)

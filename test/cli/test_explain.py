@@ -132,5 +132,5 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_there(program: Path) -> None:
-    assert "got 'nobody'; allowed: a name in program.py" in words(explain(f"{program}:nobody"))
+    assert "got 'unknown'; allowed: a name in program.py" in words(explain(f"{program}:unknown"))
     assert ", without a graph; allowed: a program with a graph in a variable" in words(explain(f"{program}:cudnn"))

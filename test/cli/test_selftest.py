@@ -1,4 +1,4 @@
-"""``cudnn selftest``: what it tries, what it calls wrong, what it says; on the GPU in processes of its own."""
+"""``cudnn selftest``: its variants, verdicts and report; on the GPU in child processes."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_another_shape_is_another_choice(h200: Any) -> None:
 
 @pytest.fixture
 def choice(h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a product, in a folder of its own."""
+    """The saved choice for a matmul, in a separate folder."""
     monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "kernels"))
     graph = planned_graph(h200)
     product(graph)
@@ -216,7 +216,7 @@ def choice(h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"plan": "eng1"}'])
-def test_a_damaged_choice_is_made_anew(
+def test_a_damaged_choice_is_measured_again(
     content: bytes, choice: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     choice.write("eng1")
