@@ -122,8 +122,8 @@ def problems(m: int, n: int, k: int, experts: int) -> dict[str, Ours]:
             cudnn.GroupedGemmDglu, (m, n // 2, k, experts), "bf16", {"dprob": "float32"}, ("beta",), transposed=True
         ),
         "quantised to fp8": Ours(quant, rows, extra_types=QUANTISED, has_reference=False),
-        "fp8, a factor a row": Ours(quant, rows, "fp8", extra_types={"row_scale": "float32"}, has_reference=False),
-        "fp8, factors per 128": Ours(quant, rows, "fp8_128", has_reference=False),
+        "fp8, a scale per row": Ours(quant, rows, "fp8", extra_types={"row_scale": "float32"}, has_reference=False),
+        "fp8, scales per 128": Ours(quant, rows, "fp8_128", has_reference=False),
         "SwiGLU, Zipf": Ours(glu, rows, end_rows=tuple(peers.ends("zipf", experts, m))),
         "SwiGLU, ragged": Ours(glu, rows, end_rows=tuple(accumulate(counts))),
         "SwiGLU, padded": Ours(glu, (sum(rounded), n, k, experts), end_rows=tuple(accumulate(rounded))),
@@ -142,7 +142,7 @@ def peer_calls(ours: Mapping[str, Ours], inputs_of: Mapping[str, Any], results: 
     peers_: dict[str, Any] = {}
     for name, inputs in inputs_of.items():
         ends = ours[name].offsets(inputs)
-        if name == "fp8, a factor a row":
+        if name == "fp8, a scale per row":
             peers_[name] = partial(scaled, inputs, ours[name].shape[1])
         elif name.endswith("dprob"):
             peers_[name] = partial(peers.product_then_epilogue, ours[name].api, inputs, ends, results[name])
@@ -162,8 +162,8 @@ BARS = (  # our call; the peer, or other call of ours, that it is compared with;
     ("gradient of weights", "peer gradient of weights", 1.05),
     ("gradient of SwiGLU, dprob", "peer gradient of SwiGLU, dprob", 1.15),
     ("quantised to fp8", "product", 0.97),
-    ("fp8, a factor a row", "peer fp8, a factor a row", 1.2),
-    ("fp8, factors per 128", "product", 1.6),
+    ("fp8, a scale per row", "peer fp8, a factor a row", 1.2),
+    ("fp8, scales per 128", "product", 1.6),
     ("SwiGLU, Zipf", "SwiGLU", 1 / 1.1),
     ("SwiGLU, ragged", "SwiGLU, padded", 1 / 1.03),
 )

@@ -135,7 +135,7 @@ class AsyncCopies:
             )
 
     def mbarrier_arrive(self, site: int, m: Any, barrier: AddressOperand, no_increment: bool) -> None:
-        """Arrives when the thread's earlier cp.async complete. Without .noinc the pending count is first incremented."""
+        """Arrives when the thread's earlier cp.async complete. Without .noinc it first increments the pending count."""
         machine, sync = self.machine, self.machine.sync
         lanes, addresses = sync.barrier_addresses(site, m, barrier)
         if not no_increment:

@@ -125,10 +125,10 @@ class Difference:
         return text + f"); first: {self.first}"
 
 
-def _number(bits: Array, kind: str) -> Array:
-    if kind == "bf16":
+def _number(bits: Array, float_type: str) -> Array:
+    if float_type == "bf16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return bits.view({"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind]).astype(np.float64)
+    return bits.view({"f16": np.float16, "f32": np.float32, "f64": np.float64}[float_type]).astype(np.float64)
 
 
 def difference(chip: Array, emulated: Array, tolerance: Tolerance) -> Difference:
