@@ -97,9 +97,9 @@ class Ours:
         named = {parameter: {**inputs, **results}.get(name) for name, parameter in extra_types.parameters.items()}
         extra_types.execute(**named)
         for name, exact in program.expected(self.api, inputs, results).items() if self.has_reference else ():
-            found = program.judge(name, results[name], exact, program.TOLERANCE)
-            if not found.passed:
-                raise ValueError(f"{name} is off by {found.error:.2e}, at most {found.allowed:.2e} is right")
+            comparison = program.judge(name, results[name], exact, program.TOLERANCE)
+            if not comparison.passed:
+                raise ValueError(f"{name} is off by {comparison.error:.2e}, at most {comparison.allowed:.2e} is right")
         return lambda: extra_types.execute(**named), inputs, results
 
 
@@ -107,8 +107,8 @@ def problems(m: int, n: int, k: int, experts: int) -> dict[str, Ours]:
     """Our calls by name, for m tokens and weights n x k."""
     rows = (m, n, k, experts)
     generator = torch.Generator().manual_seed(0)
-    share = m // experts
-    counts = (torch.randint(-share // 8, share // 8, (experts,), generator=generator) + share).tolist()
+    mean_rows = m // experts
+    counts = (torch.randint(-mean_rows // 8, mean_rows // 8, (experts,), generator=generator) + mean_rows).tolist()
     counts[-1] += m - sum(counts)
     rounded = [-(-count // 256) * 256 for count in counts]
     glu, quant = cudnn.GroupedGemmGlu, cudnn.GroupedGemmQuant
@@ -162,7 +162,7 @@ BARS = (  # our call; the peer, or other call of ours, that it is compared with;
     ("gradient of weights", "peer gradient of weights", 1.05),
     ("gradient of SwiGLU, dprob", "peer gradient of SwiGLU, dprob", 1.15),
     ("quantised to fp8", "product", 0.97),
-    ("fp8, a scale per row", "peer fp8, a factor a row", 1.2),
+    ("fp8, a scale per row", "peer fp8, a scale per row", 1.2),
     ("fp8, scales per 128", "product", 1.6),
     ("SwiGLU, Zipf", "SwiGLU", 1 / 1.1),
     ("SwiGLU, ragged", "SwiGLU, padded", 1 / 1.03),

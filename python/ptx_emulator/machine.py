@@ -169,8 +169,8 @@ class Machine:
         lane = warp * 32
         return f"warp {lane % self.lane_stride // 32} of {self.block_name(lane // self.lane_stride)}"
 
-    def shared_name(self, place: int) -> str:
-        return f"+{place & 0xFFFFFF:#x} of {self.block_name(place >> 24)}"
+    def shared_name(self, address: int) -> str:
+        return f"+{address & 0xFFFFFF:#x} of {self.block_name(address >> 24)}"
 
     def place(self, shadow: Shadow, granule: int) -> str:
         memory = self.memory

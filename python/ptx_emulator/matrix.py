@@ -88,14 +88,14 @@ def read_rows(
 ) -> Array:
     """(rows, chunks of 16 bytes); `touch` gets their addresses."""
     offsets = chunk_offsets(rows, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride)
-    place = swizzle(descriptor.start + offsets, descriptor.mode)
-    if int(place.max()) + 16 > memory.shared_end:
+    addresses = swizzle(descriptor.start + offsets, descriptor.mode)
+    if int(addresses.max()) + 16 > memory.shared_end:
         raise OutOfBounds(
-            f"matrix operand reaches shared +{int(place.max()) + 16:#x} of {memory.shared_end:#x}", [], site
+            f"matrix operand reaches shared +{int(addresses.max()) + 16:#x} of {memory.shared_end:#x}", [], site
         )
-    place = place + (block << 24)
-    touch(place.reshape(-1))
-    return np.ascontiguousarray(memory.chunks[place >> 4])
+    addresses = addresses + (block << 24)
+    touch(addresses.reshape(-1))
+    return np.ascontiguousarray(memory.chunks[addresses >> 4])
 
 
 def read(

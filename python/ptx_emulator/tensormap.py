@@ -78,9 +78,9 @@ class TensorMap:
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.element
 
-    def at(self, place: Sequence[int]) -> int:
+    def at(self, coordinates: Sequence[int]) -> int:
         """The address of an element. Addresses wrap around, so that strides can be negative."""
-        return (self.address + sum(c * s for c, s in zip(place, self.strides, strict=True))) & ADDRESSES
+        return (self.address + sum(c * s for c, s in zip(coordinates, self.strides, strict=True))) & ADDRESSES
 
     @cached_property
     def tile_offsets(self) -> Array:

@@ -71,9 +71,9 @@ class Line:
     modelled_combine: float
     flops: float
 
-    def share(self, part: str) -> float:
-        """The speed of an exchange, ``dispatch`` or ``combine``, as a share of the copy's."""
-        return self.bytes / getattr(self, part) / self.copy
+    def fraction_of_copy(self, step: str) -> float:
+        """The speed of an exchange, ``dispatch`` or ``combine``, as a fraction of the copy's."""
+        return self.bytes / getattr(self, step) / self.copy
 
     def teraflops(self, which: str) -> float:
         """TFLOP/s of one GPU in ``forward``, ``backward``, ``one_forward`` or ``one_backward``."""

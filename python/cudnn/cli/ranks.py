@@ -53,9 +53,9 @@ def table(lines: Sequence[bench.Line]) -> Group:
             model = line.model
         times = (line.dispatch, line.compute, line.combine, line.forward, line.backward)
         table.add_row(f"{line.tokens} {line.routing}", *(f"{value:.0f}" for value in times))
-        shares = [f"{line.share(part):.2f}" for part in ("dispatch", "combine")]
+        fractions = [f"{line.fraction_of_copy(step):.2f}" for step in ("dispatch", "combine")]
         rates = [f"{line.teraflops(which):.0f} TF" for which in ("forward", "backward")]
-        table.add_row("  of a copy; TFLOP/s", shares[0], "", shares[1], *rates, style="dim")
+        table.add_row("  of a copy; TFLOP/s", fractions[0], "", fractions[1], *rates, style="dim")
         speeds = [line.one_forward / line.forward, line.one_backward / line.backward]
         modelled = [f"{value:.0f}" for value in (line.modelled_dispatch, line.modelled_combine)]
         relative = [f"x {value:.2f}" for value in speeds]
