@@ -27,9 +27,10 @@ import cudnn
 from cudnn import bench
 from cudnn.bench import GPU, HOST, compare
 from cudnn.bench import grouped as peers
-from cudnn.cli.programs import grouped as program
+from cudnn.demo_cases import grouped as program
+from cudnn.fused import warm
 from cudnn.fused.gemm import OPERAND_TYPES
-from cudnn.launch import cache, warm
+from cudnn.runtime import cache
 
 SHAPES = ((32768, 28672, 4096, 8), (32768, 2816, 2048, 64), (65536, 1536, 2048, 128))
 SMALL = (256, 128, 128, 2)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from cudnn.bench.rmsnorm_rht_amax import EPS, SHAPES, errors, tensors
 
-from cudnn import launch
 from cudnn.bench import GPU, compare, ratio
 from cudnn.rmsnorm_rht_amax.api import _KERNELS
+from cudnn.runtime import launch
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 

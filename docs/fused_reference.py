@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cudnn import registry  # reads the folders; loads neither PyTorch nor the CuTe DSL
+from cudnn.fused import registry  # reads the folders; loads neither PyTorch nor the CuTe DSL
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import cudnn
-from cudnn import registry, settings
+from cudnn import settings
+from cudnn.fused import registry
 from cudnn.pygraph.node import NodeList
 from cudnn.pygraph.subgraph import SubGraph
 

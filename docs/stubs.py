@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cudnn
-from cudnn import registry
-from cudnn.fused import operator
+from cudnn.fused import operator, registry
 
 _WRITTEN = "Written by `python docs/generate.py`."
 _OPERATORS = f'''"""The operators of the fused APIs, ``cudnn.ops``, for type checkers. {_WRITTEN}"""

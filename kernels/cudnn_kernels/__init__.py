@@ -3,5 +3,5 @@
 A fused GEMM is three things: a mainloop, one for each architecture (``sm90``, ``sm100``); a ``schedule``, which says
 which tile is next and where its operands lie; an ``epilogue``, a tuple of small operations on the accumulator.
 ``norm`` holds RMSNorm + Hadamard transform + amax. This package imports neither PyTorch nor ``cudnn``, so that a kernel
-can be read, compiled and tested by itself.
+can be read, compiled and tested independently.
 """

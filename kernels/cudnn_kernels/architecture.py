@@ -1,4 +1,4 @@
-"""What is known of each architecture that the kernels are written for: the only table of it."""
+"""The architectures that the kernels are written for, and their properties."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from cudnn_kernels.sm100.heuristics import configure as configure_blackwell
 
 @dataclass(frozen=True)
 class Architecture:
-    """``room`` is the package of its kernels; ``multiprocessors`` are those of the largest GPU of its kind."""
+    """``package`` is the package of its kernels; ``num_sms`` is that of the largest GPU of the architecture."""
 
     name: str
-    room: str
-    multiprocessors: int
+    package: str
+    num_sms: int
     configure: Callable[[GemmProblem], Any]
 
     def source(self, configuration: Any) -> str:
         """The kernel for a configuration, as ``module:class``."""
-        return f"cudnn_kernels.{self.room}.{configuration.kernel}"
+        return f"cudnn_kernels.{self.package}.{configuration.kernel}"
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

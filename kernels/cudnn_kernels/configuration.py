@@ -1,4 +1,4 @@
-"""What GEMM kernels are compiled for, on any architecture, and the slots of their signatures. Plain data."""
+"""Configurations of the GEMM kernels of all architectures, and their signatures. Plain data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from cudnn_kernels.epilogue import BLOCK, needs_of, regions_of, slots_of
+from cudnn_kernels.epilogue import BLOCK, regions_of, slots_of, traits_of
 from cudnn_kernels.formats import FP4, FP8, row_bytes
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.signature import (
-    MULTIPROCESSORS,
+    NUM_SMS,
     Region,
     Scalar,
     Sizes,
@@ -19,45 +19,46 @@ from cudnn_kernels.signature import (
     Stream,
     Tensor,
     Workspace,
+    accumulator_scales,
     addresses,
     block_scales,
     flat_scales,
     matrix,
-    sum_scales,
     vector,
 )
 
-SHARED_MEMORY = 227 * 1024  # bytes that a CTA may use, on Hopper and Blackwell alike
-K_BYTES = 128  # of a k tile: one row of the widest swizzle
-ATOM = 128  # rows whose scale factors lie together
-ROW = 16  # bytes: rows of a prepared operand begin at multiples
+SHARED_MEMORY = 227 * 1024  # bytes per CTA, on Hopper and Blackwell
+K_BYTES = 128  # bytes of a k tile: one row of the 128-byte swizzle
+ATOM = 128  # rows of an atom of scale factors
+ROW = 16  # bytes: row alignment of a prepared operand
 
 
-def operand_slots(name: str, operand: Operand, rows: str, batch: str, splits_k: bool = False) -> tuple[Tensor, ...]:
-    """An operand (rows, k, l), and its scale factors ``sf<name>`` where it has some: of all, or by parts of k. Or the
-    addresses of both, ``<name>_ptrs`` and ``sf<name>_ptrs``. Or a tensor of any ``<name> lines``, and their numbers.
+def operand_slots(name: str, operand: Operand, rows: str, batch: str, varlen_k: bool = False) -> tuple[Tensor, ...]:
+    """The slots of an operand (rows, k, l) and of its scale factors ``sf<name>``, if any. Of a ptr-array, the pointer
+    arrays ``<name>_ptrs`` and ``sf<name>_ptrs``. Of a gathered operand, a tensor of ``<name> num_lines`` lines and the
+    index.
     """
     if operand.index:
-        lines, gathered = f"{name} lines", "k" if splits_k else rows
-        shape = (rows, lines, batch) if splits_k else (lines, "k", batch)
+        num_lines, gathered = f"{name} lines", "k" if varlen_k else rows
+        shape = (rows, num_lines, batch) if varlen_k else (num_lines, "k", batch)
         major = 1 if operand.major == "k" else 0
-        found = [matrix(name, operand.dtype, shape, major)]
+        slots = [matrix(name, operand.dtype, shape, major)]
         if operand.scale is not None:
-            found.append(sum_scales(f"sf{name}", lines, f"k / {operand.scale.vector}", batch))
-        return (*found, vector(operand.index, "int32", gathered))
+            slots.append(accumulator_scales(f"sf{name}", num_lines, f"k / {operand.scale.vector}", batch))
+        return (*slots, vector(operand.index, "int32", gathered))
     if operand.pointers:
         names = (name, f"sf{name}") if operand.scale is not None else (name,)
         return tuple(addresses(f"{x}_ptrs", batch) for x in names)
-    found = [matrix(name, operand.dtype, (rows, "k", batch), 1 if operand.major == "k" else 0)]
+    slots = [matrix(name, operand.dtype, (rows, "k", batch), 1 if operand.major == "k" else 0)]
     scale = operand.scale
-    if scale is not None and splits_k:
-        found.append(flat_scales(f"sf{name}", scale.dtype))
-    elif scale is not None and scale.of_sums:
+    if scale is not None and varlen_k:
+        slots.append(flat_scales(f"sf{name}", scale.dtype))
+    elif scale is not None and scale.scales_accumulator:
         height = rows if scale.rows == 1 else f"{rows} / {scale.rows}"
-        found.append(sum_scales(f"sf{name}", height, f"k / {scale.vector}", batch))
+        slots.append(accumulator_scales(f"sf{name}", height, f"k / {scale.vector}", batch))
     elif scale is not None:
-        found.append(block_scales(f"sf{name}", scale.dtype, rows, f"k / {scale.vector}", batch))
-    return tuple(found)
+        slots.append(block_scales(f"sf{name}", scale.dtype, rows, f"k / {scale.vector}", batch))
+    return tuple(slots)
 
 
 OPERANDS = frozenset(
@@ -74,13 +75,13 @@ OPERANDS = frozenset(
 
 @dataclass(frozen=True)
 class OperandConfiguration:
-    """What Hopper's tensor cores need done to an operand (mn, k, l) before they multiply.
+    """The preparation of an operand (mn, k, l) that Hopper's tensor cores cannot read.
 
-    With scale factors: every value times its factor, to bfloat16, the major kept. Without: the same values, MN-major to
-    K-major or, to ``widen`` those of 8 bits, or ragged bfloat16, to bfloat16, the major kept. ``float4_e2m1fn_x2`` has
-    two values to a byte along k. ``splits_k``: factors, and ragged parts, are those of
-    :class:`cudnn_kernels.schedule.GroupedK`; parts are multiples of 16 bytes. The grid has at most ``resident`` CTAs
-    for each multiprocessor, which share the tiles.
+    With scale factors: dequantization to bfloat16, the major kept. Without: a transposition from MN-major to K-major
+    or, with ``widen``, a cast of 8-bit or ragged bfloat16 operands to bfloat16, the major kept. ``float4_e2m1fn_x2``
+    has two values per byte along k. ``varlen_k``: scale factors and ragged groups are those of
+    :class:`cudnn_kernels.schedule.VarlenK`; groups are multiples of 16 bytes. The grid has at most ``resident`` CTAs
+    per SM, which iterate over the tiles.
 
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.
@@ -89,13 +90,13 @@ class OperandConfiguration:
     source: Operand
     resident: int = 1 << 10
     widen: bool = False
-    splits_k: bool = False
+    varlen_k: bool = False
 
     def __post_init__(self) -> None:
         scale = self.source.scale
         if self.source.index:
             raise ValueError(f"{self.source}: got an index; allowed: none, for an operand that is prepared")
-        if self.source.ragged and (self.source.major != "k" or not self.splits_k or not (scale or self.widen)):
+        if self.source.ragged and (self.source.major != "k" or not self.varlen_k or not (scale or self.widen)):
             raise ValueError(f"{self}: got a ragged operand; allowed: parts of a K-major one that becomes bfloat16")
         if self.widen:
             if scale is not None or self.source.dtype not in (*FP8, *("bfloat16",) * self.source.ragged):
@@ -107,43 +108,41 @@ class OperandConfiguration:
 
     @property
     def result(self) -> Operand:
-        """The operand that the tensor cores get."""
+        """The operand that the MMA reads."""
         if self.source.scale is not None or self.widen:
             return Operand("bfloat16", self.source.major)
         return replace(self.source, major="k", pointers=False)
 
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel: ``source``, its ``scales`` where there are some, or the addresses of both,
-        ``offsets`` of parts of k, ``target``.
+        """The arguments of the kernel: ``source`` and ``scales``, or their pointer arrays, ``offsets`` of groups along
+        k, ``target``.
         """
-        given = operand_slots("source", self.source, "mn", "l", self.splits_k)
-        renamed = [replace(slot, name=name) for slot, name in zip(given, ("source", "scales"), strict=False)]
+        source = operand_slots("source", self.source, "mn", "l", self.varlen_k)
+        renamed = [replace(slot, name=name) for slot, name in zip(source, ("source", "scales"), strict=False)]
         (target,) = operand_slots("target", self.result, "mn", "l")
-        offsets = [vector("offsets", "int32", "experts")] if self.splits_k else []
-        return (*renamed, *offsets, target, MULTIPROCESSORS, Stream())
+        offsets = [vector("offsets", "int32", "experts")] if self.varlen_k else []
+        return (*renamed, *offsets, target, NUM_SMS, Stream())
 
 
 def pitch(operand: Operand, rows: Any, k: Any) -> Any:
-    """Elements from one row of a prepared operand, or column, to the next."""
+    """The leading dimension of a prepared operand, in elements."""
     step = ROW * 8 // operand.bits
     return ((k if operand.major == "k" else rows) + step - 1) // step * step
 
 
 @dataclass(frozen=True)
 class GemmConfiguration:
-    """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
+    """``tile`` is (m, n, k) of a CTA, or of a pair of CTAs on Blackwell, ``cluster`` (m, n) in CTAs.
 
-    With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. A cluster ``draws`` its tiles from a counter, or takes every n-th one. ``part``
-    accumulator columns pass through the epilogue at a time; ``staged`` buffers hold them. ``halves`` as of the problem.
-    ``prepared`` operands, by name, are written to the workspace first, in the same call: ``a`` and ``b`` are what
-    becomes of them.
+    ``pingpong``: each MMA warpgroup has its own tile, and the epilogue of one overlaps with the MMAs of the other; else
+    both share a tile (cooperative). ``dynamic_scheduler``: clusters claim tiles from an atomic counter; else the
+    schedule is static persistent. The epilogue processes subtiles of ``epi_tile_n`` accumulator columns, staged in
+    ``epi_stages`` stages of shared memory. ``concat_glu`` as in the problem. ``prepared`` operands, by name, are
+    written to the workspace by a preceding kernel of the same call: ``a`` and ``b`` are the results.
 
-    Raises:
-        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; drawn tiles
-            that are no experts'; tiles of halves that the CTAs of a cluster cannot share; an ``index`` that is not of
-            experts' rows of A, which is K-major, or not of their k, of an MN-major operand, or of one with scale
-            factors that are not of sums.
+    Raises: ValueError: groups that may end inside an atom of scale factors, or a block of rows; a dynamic schedule that
+        is not grouped; tiles of concatenated halves that the CTAs of a cluster cannot split; an ``index`` that is not
+        of the rows of a K-major A of varlen_m, or of k of MN-major operands of varlen_k, or with block scale factors.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -155,122 +154,127 @@ class GemmConfiguration:
     tile: tuple[int, int, int] = (128, 256, 64)
     cluster: tuple[int, int] = (2, 1)
     pingpong: bool = False
-    part: int = 64
-    staged: int = 1
-    halves: bool = False
-    draws: bool = False
+    epi_tile_n: int = 64
+    epi_stages: int = 1
+    concat_glu: bool = False
+    dynamic_scheduler: bool = False
     prepared: tuple[tuple[str, OperandConfiguration], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.halves and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
+        if self.concat_glu and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
             allowed = "256, with scale factors" if self.tensor_core_scale else "64, 128, 256"
             raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
-        rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": needs_of(self.epilogue).rows}
+        rows = {
+            "scale factors": 128 if self.tensor_core_scale else 1,
+            "the epilogue": traits_of(self.epilogue).row_multiple,
+        }
         for name, needed in rows.items():
-            if self.schedule.aligned % needed:
+            if self.schedule.row_alignment % needed:
                 allowed = f"multiples of {needed}, by {name}"
-                raise ValueError(f"rows of an expert: got multiples of {self.schedule.aligned}; allowed: {allowed}")
+                raise ValueError(f"rows of a group: got multiples of {self.schedule.row_alignment}; allowed: {allowed}")
         in_order = self.tensor_core_scale is not None or not self.schedule.searches
-        whole = [x for x in (self.a, self.b) if x.index and (in_order or x.pointers)]
-        lines = ("mn", "mn") if self.schedule.splits_k else ("k", "")
-        if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
-            allowed = "of rows of a K-major A, with factors of sums or none, or of k of MN-major operands, of experts"
+        disallowed = [x for x in (self.a, self.b) if x.index and (in_order or x.pointers)]
+        majors = ("mn", "mn") if self.schedule.varlen_k else ("k", "")
+        if disallowed or any(x.index and x.major != major for x, major in zip((self.a, self.b), majors, strict=True)):
+            allowed = "rows of a K-major A of varlen_m, with fp32 scales or none, or k of MN-major operands of varlen_k"
             raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
-        if self.schedule.sideways and (self.cluster != (2, 1) or self.gathers):
-            allowed = "(2, 1), of operands in order, where the last rows are taken sideways"
+        if self.schedule.split_tail_n and (self.cluster != (2, 1) or self.gathers):
+            allowed = "(2, 1), without gathered operands, with split_tail_n"
             raise ValueError(f"cluster: got {self.cluster}, {self.gathers}; allowed: {allowed}")
-        if self.draws and not self.schedule.searches:
-            raise ValueError(f"draws: got {self.schedule}; allowed: experts' tiles, which one warp finds for all")
+        if self.dynamic_scheduler and not self.schedule.searches:
+            raise ValueError(f"dynamic_scheduler: got {self.schedule}; allowed: schedules with a scheduler warp")
         if self.a.ragged or self.b.ragged:
             raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
 
     @property
     def tensor_core_scale(self) -> BlockScale | None:
-        """A's factors, and B's are alike, where the tensor cores multiply by them."""
-        return None if self.a.scale is None or self.a.scale.of_sums else self.a.scale
+        """The scale factors of A, and likewise of B, of a block-scaled MMA."""
+        return None if self.a.scale is None or self.a.scale.scales_accumulator else self.a.scale
 
     @property
     def block(self) -> int:
-        """Rows of B's halves that take turns in a tile: those of an atom, where there are scale factors in atoms."""
+        """Rows of a block of concatenated halves, which alternate in a tile: those of an atom, if the MMA is
+        block-scaled.
+        """
         return ATOM if self.tensor_core_scale else BLOCK
 
     @property
-    def scales_sums(self) -> bool:
-        """Whether both operands have factors that the sums of a k tile are multiplied by."""
-        return self.a.scale is not None and self.a.scale.of_sums
+    def scales_accumulator(self) -> bool:
+        """Whether accumulators are scaled by fp32 scale factors of both operands."""
+        return self.a.scale is not None and self.a.scale.scales_accumulator
 
     @property
     def gathers(self) -> tuple[str, ...]:
-        """The operands whose lines have numbers, by name."""
+        """The names of the gathered operands."""
         return tuple(name for name in "ab" if getattr(self, name).index)
 
     @property
     def operand_sizes(self) -> dict[str, tuple[str, str]]:
-        """The names of the operands' rows and of how many matrices there are, by operand."""
+        """The names of the sizes of the operands' rows and batch, by operand."""
         return {"a": ("m", "l"), "b": ("n", self.schedule.b)}
 
-    def given(self, name: str) -> Operand:
-        """An operand before it is prepared, with the factors of sums that it keeps."""
+    def source_operand(self, name: str) -> Operand:
+        """An operand before it is prepared, with the fp32 scale factors that it keeps."""
         operand, step = getattr(self, name), dict(self.prepared).get(name)
         return replace(step.source, scale=operand.scale or step.source.scale) if step else operand
 
     def operand_slots(self) -> list[Slot]:
-        """The arguments that say what A and B are, or what they are made of."""
-        found: list[Slot] = []
+        """The arguments of A and B, or of what they are prepared from."""
+        slots: list[Slot] = []
         for name, sizes in self.operand_sizes.items():
-            operand = self.given(name)
-            found += operand_slots(name, operand, *sizes, self.schedule.splits_k)
-            found += [Scalar(sizes[0], "int32")] if operand.pointers else []  # no tensor tells
-        return found
+            operand = self.source_operand(name)
+            slots += operand_slots(name, operand, *sizes, self.schedule.varlen_k)
+            slots += [Scalar(sizes[0], "int32")] if operand.pointers else []  # no tensor has the size
+        return slots
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.groups, self.schedule.d))
         workspace = (Workspace(self.regions),) if self.regions else ()
-        return (*self.operand_slots(), *rest, *workspace, MULTIPROCESSORS, Stream())
+        return (*self.operand_slots(), *rest, *workspace, NUM_SMS, Stream())
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The parts of the workspace: prepared operands, and what the epilogue writes."""
-        made = (Region(name, partial(self.prepared_bytes, name)) for name, _ in self.prepared)
-        drawn = (Region("drawn", lambda _: 4),) if self.draws else ()
-        return (*made, *drawn, *regions_of(self.epilogue, self.schedule.groups, self.schedule.d))
+        """The regions of the workspace: prepared operands, the tile counter, and what the epilogue writes."""
+        prepared = (Region(name, partial(self.prepared_bytes, name)) for name, _ in self.prepared)
+        semaphore = (Region("tile_count_semaphore", lambda _: 4),) if self.dynamic_scheduler else ()
+        return (*prepared, *semaphore, *regions_of(self.epilogue, self.schedule.groups, self.schedule.d))
 
     def prepared_bytes(self, name: str, sizes: Sizes) -> Any:
-        """Those of a prepared operand."""
+        """Bytes of a prepared operand."""
         operand = getattr(self, name)
         rows, batch = (sizes[size] for size in self.operand_sizes[name])
-        lines = rows if operand.major == "k" else sizes["k"]
-        return row_bytes(operand.dtype, pitch(operand, rows, sizes["k"]) * lines * batch)
+        num_lines = rows if operand.major == "k" else sizes["k"]
+        return row_bytes(operand.dtype, pitch(operand, rows, sizes["k"]) * num_lines * batch)
 
 
 def configured(
     problem: GemmProblem, tile: tuple[int, int], cluster: tuple[int, int], **chosen: Any
 ) -> GemmConfiguration:
-    """The configuration of a problem with a tile (m, n), a cluster and what else is ``chosen``."""
+    """The configuration of a problem with a tile (m, n), a cluster and the other fields ``chosen``."""
     shape = (*tile, K_BYTES * 8 // problem.a.bits)
     same = (problem.a, problem.b, problem.epilogue, problem.schedule)
-    return GemmConfiguration(*same, tile=shape, cluster=cluster, halves=problem.halves, **chosen)
+    return GemmConfiguration(*same, tile=shape, cluster=cluster, concat_glu=problem.concat_glu, **chosen)
 
 
 def prepared_first(problem: GemmProblem, configure: Callable[[GemmProblem], GemmConfiguration]) -> GemmConfiguration:
-    """The preparation of the operands that need one, and what is chosen for what becomes of them."""
+    """The configuration of the GEMM after the operands that need it are prepared."""
     operands = (problem.a, problem.b)
-    bare = [replace(x, scale=None) if x.scale and x.scale.of_sums else x for x in operands]
-    steps = [preparation(x, problem.accurate, problem.schedule.splits_k) for x in bare]
+    bare = [replace(x, scale=None) if x.scale and x.scale.scales_accumulator else x for x in operands]
+    steps = [preparation(x, problem.accurate, problem.schedule.varlen_k) for x in bare]
     prepared = [step.result if step else x for x, step in zip(bare, steps, strict=True)]
     a, b = (
-        replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
+        replace(x, scale=was.scale) if was.scale and was.scale.scales_accumulator else x
         for x, was in zip(prepared, operands, strict=True)
     )
     gemm = configure(replace(problem, a=a, b=b))
     return replace(gemm, prepared=tuple((name, step) for name, step in zip("ab", steps, strict=True) if step))
 
 
-def preparation(operand: Operand, accurate: bool, splits_k: bool = False) -> OperandConfiguration | None:
-    """What must be done to an operand first, if anything. ``splits_k`` as in a schedule."""
+def preparation(operand: Operand, accurate: bool, varlen_k: bool = False) -> OperandConfiguration | None:
+    """The preparation that an operand needs, or None. ``varlen_k`` as in a schedule."""
     if operand.scale is None and (operand.ragged or (accurate and operand.bits == 8)):
-        return OperandConfiguration(operand, widen=True, splits_k=operand.ragged)
+        return OperandConfiguration(operand, widen=True, varlen_k=operand.ragged)
     if operand.scale is None and (operand.major == "k" or operand.bits == 16):
         return None
-    return OperandConfiguration(operand, splits_k=splits_k and operand.scale is not None)
+    return OperandConfiguration(operand, varlen_k=varlen_k and operand.scale is not None)

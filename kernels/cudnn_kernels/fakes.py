@@ -1,4 +1,4 @@
-"""The CuTe DSL's types by PyTorch's names, and stand-ins for the arguments that a signature lists."""
+"""The CuTe DSL's types by PyTorch's names, and fake tensors for the arguments that a signature lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES: Mapping[str, Any] = {
     "uint8": cutlass.Uint8,
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
-    # Of no kernel here; `cudnn.datatypes` translates them for programs with kernels of their own.
+    # Not used by the kernels of this package; `cudnn.datatypes` translates them for users' kernels.
     "float64": cutlass.Float64,
     "int8": cutlass.Int8,
     "int16": cutlass.Int16,
@@ -34,16 +34,16 @@ Symbols = dict[Any, Any]
 
 
 def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for what the kernel of a configuration is called with. Sizes are known when it is called.
+    """Fake arguments to compile the kernel of a configuration with; sizes are dynamic.
 
-    Slots that name the same size have it in common, so that a call checks it.
+    Slots that name the same size share a symbol, which a call checks.
     """
     symbols: Symbols = {}
-    return tuple(stand_in(slot, symbols) for slot in configuration.slots())
+    return tuple(fake_argument(slot, symbols) for slot in configuration.slots())
 
 
-def stand_in(slot: Slot, symbols: Symbols) -> Any:
-    """The stand-in for a slot; ``symbols`` are the sizes by name so far."""
+def fake_argument(slot: Slot, symbols: Symbols) -> Any:
+    """The fake argument of a slot; ``symbols`` are the sizes by name so far."""
     match slot:
         case Scalar():
             return DTYPES[slot.dtype](0)
@@ -61,5 +61,5 @@ def stand_in(slot: Slot, symbols: Symbols) -> Any:
 
 
 def _symbol(symbols: Symbols, name: str, packed: int) -> Any:
-    """The size of a name, or of its packed elements."""
+    """The symbol of a size, in elements or in bytes of packed elements."""
     return symbols.setdefault((name, packed), cute.sym_int())

@@ -11,9 +11,9 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 @dataclass(frozen=True)
 class Format:
-    """``bits`` of an element. Rounding saturates at ``largest``, where there is one.
+    """``bits`` of an element. Rounding saturates at ``largest``, if it is not None.
 
-    A quantiser maps the largest magnitude of a block to ``block_limit``, nearly. ``packed`` elements share a byte, the
+    A quantizer maps the amax of a block to ``block_limit``, approximately. ``packed`` elements share a byte, the
     first one in the low half; kernels get tensors of bytes.
     """
 
@@ -40,5 +40,5 @@ def bits(dtype: str) -> int:
 
 
 def row_bytes(dtype: str, count: int) -> int:
-    """The bytes of so many neighbouring elements."""
+    """The bytes of ``count`` contiguous elements."""
     return count * bits(dtype) // 8

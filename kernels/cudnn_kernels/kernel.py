@@ -1,4 +1,4 @@
-"""What the classes of kernels share: a configuration, and the arguments of a call by name."""
+"""The base class of kernels: a configuration, and the arguments of a call by name. Thread and atomic helpers."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cudnn_kernels.naming import name
+from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.signature import bind
 
 
 class Kernel:
-    """The kernels of one call, for a configuration."""
+    """A kernel, or several that one call launches, for a configuration."""
 
     def __init__(self, configuration: Any) -> None:
         self.c = configuration
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+        """Takes the arguments that the configuration's signature lists."""
         self.launch(bind(self.c.slots(), arguments))
 
-    def launch(self, given: Mapping[str, Any]) -> None:
+    def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernels on arguments by name."""
         raise NotImplementedError
 
-    def begin_drawing(self, counter: Any, stream: Any) -> cute.Tensor:
-        """A counter of what CTAs draw, in memory at a pointer, set to 0 by a kernel of its own."""
-        drawn = cute.make_tensor(cute.recast_ptr(counter, dtype=Int32), cute.make_layout(1))
-        self.restart(drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=stream)
-        return drawn
+    def reset_tile_counter(self, counter: Any, stream: Any) -> cute.Tensor:
+        """The tile counter (semaphore) of a dynamic persistent scheduler, zeroed by a preceding kernel."""
+        semaphore = cute.make_tensor(cute.recast_ptr(counter, dtype=Int32), cute.make_layout(1))
+        self.zero_tile_counter(semaphore).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=stream)
+        return semaphore
 
     @cute.kernel
-    def restart(self, drawn: cute.Tensor) -> None:
-        """One thread: nothing was drawn."""
-        drawn[0] = Int32(0)
+    def zero_tile_counter(self, semaphore: cute.Tensor) -> None:
+        """One thread: zeroes the counter."""
+        semaphore[0] = Int32(0)
 
-    name(restart, "cudnn_restart")
+    set_kernel_name(zero_tile_counter, "cudnn_restart")
 
 
-def count_up(drawn: cute.Tensor) -> Int32:
-    """One thread: how much was drawn before."""
+def atomic_inc(counter: cute.Tensor) -> Int32:
+    """One thread: increments a counter in global memory. Returns its old value."""
     return cute.arch.inline_ptx(
-        "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[drawn.iterator.toint()]
+        "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[counter.iterator.toint()]
     )
 
 
-def here() -> tuple[Int32, Int32]:
-    """The number of the thread in its CTA, and of the CTA, along the first dimension."""
+def thread_block_idx() -> tuple[Int32, Int32]:
+    """threadIdx.x and blockIdx.x."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     return thread, block

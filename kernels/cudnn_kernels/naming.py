@@ -1,14 +1,14 @@
-"""What profilers and disassemblers call a kernel."""
+"""Kernel names in profilers and disassemblies."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def name(kernel: Any, text: str) -> None:
-    """Names a ``cute.kernel``: ``text``, "cutlass" and its number in the module, not 200 characters on its arguments.
+def set_kernel_name(kernel: Any, text: str) -> None:
+    """Names a ``cute.kernel``: ``text``, "cutlass" and an index, not 200 characters of mangled argument types.
 
-    "cutlass" has to be there: ptxas compiles kernels with that word in their names in another way. Without it,
-    Blackwell's GEMMs take other numbers of registers, and what was measured on Hopper was measured with it.
+    "cutlass" must be part of the name: ptxas compiles kernels with that word in their names differently. Without it,
+    Blackwell's GEMMs use other numbers of registers, and the measurements on Hopper were made with it.
     """
     kernel.set_name_prefix(text, keep_mangled_name=False)

@@ -1,4 +1,4 @@
-"""What a GEMM is asked for, on any architecture: operands, epilogue, schedule. Plain data."""
+"""The problem that a GEMM kernel is configured for: operands, epilogue, schedule. Plain data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from cudnn_kernels.formats import FORMATS, bits
 
 @dataclass(frozen=True)
 class BlockScale:
-    """Scale factors of type ``dtype``: ``vector`` elements along k, and ``rows`` rows, share one."""
+    """Block scale factors of type ``dtype``, one for ``vector`` elements along k and ``rows`` rows."""
 
     dtype: str
     vector: int
     rows: int = 1
 
     @property
-    def of_sums(self) -> bool:
-        """Whether sums of ``vector`` products are multiplied by the factors, in float32; else the tensor cores multiply
-        the operands by them, or the operands are dequantised.
+    def scales_accumulator(self) -> bool:
+        """Whether they scale the accumulator of ``vector`` elements of k, in fp32 (DeepGEMM's 1D1D and 1D2D);
+        else the tensor cores apply them (block-scaled MMA), or the operands are dequantized first.
         """
         return self.dtype == "float32"
 
@@ -28,14 +28,14 @@ class BlockScale:
 class Operand:
     """A or B, (mn, k, l): the type by PyTorch's name, the dimension of stride 1, ``k`` or ``mn``, scale factors.
 
-    ``pointers``, of B alone: the matrices are not one tensor. Each lies at an address of its own, a multiple of 16
-    bytes, without gaps between rows or columns; so do its scale factors.
+    ``pointers``, for B: a ptr-array. Each matrix, and its scale factors, is packed at a separate address, a multiple of
+    16 bytes.
 
-    ``index`` names an int32 tensor: row i of the product's A is row ``index[i]`` of the tensor or, where experts have
-    parts of k, k number i of the product is that one. A number that the tensor has not stands for zeros.
+    ``index`` names the index tensor of a gathered operand (gather_A), int32: row i of the GEMM's A is row ``index[i]``
+    of the tensor or, with varlen_k, index i along k is ``index[i]``. Out-of-range indices read as zero.
 
-    ``ragged``, where experts have parts of k, K-major: each part is a matrix of its own, one after the other, without
-    gaps. The tensor's shape says how large all are together.
+    ``ragged``, for K-major operands with varlen_k: the matrix of each group is contiguous, one group after the other.
+    The tensor's shape is the total size.
     """
 
     dtype: str
@@ -52,7 +52,7 @@ class Operand:
 
     @property
     def packed(self) -> int:
-        """Elements that share a byte."""
+        """Elements per byte."""
         return FORMATS[self.dtype].packed
 
 
@@ -60,11 +60,11 @@ class Operand:
 class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
-    ``n`` and ``k`` choose among configurations that all compute every size. ``tile`` and ``cluster``, (m, n), are the
-    caller's wishes. ``accurate``: products of 8 bits are added up as exactly as those of 16 bits. ``halves``: blocks of
-    32 columns of the product come in turn from the two halves of B's rows, of which B, K-major then, has a multiple of
-    64 or, with scale factors that Blackwell's tensor cores multiply by, of 256. ``groups``: the experts that share the
-    rows, or k.
+    ``n`` and ``k`` are hints for the heuristics: every configuration computes all sizes. ``tile`` and ``cluster``, (m,
+    n), are the caller's choice, if any. ``accurate``: 8-bit operands are accumulated as exactly as 16-bit ones.
+    ``concat_glu``: B holds concatenated gate and up weights; blocks of 32 columns of the result alternate between the
+    halves. B is K-major then, with a multiple of 64 rows or, if the MMA is block-scaled, of 256. ``groups``: the number
+    of groups (experts) that share the rows, or k.
     """
 
     a: Operand
@@ -76,5 +76,5 @@ class GemmProblem:
     tile: tuple[int, int] | None = None
     cluster: tuple[int, int] | None = None
     accurate: bool = False
-    halves: bool = False
+    concat_glu: bool = False
     groups: int = 1

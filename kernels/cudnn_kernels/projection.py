@@ -1,7 +1,7 @@
-"""The projection of MLA's queries: a GEMM on matrices as Transformer Engine has them, quantised by rows and columns.
+"""The projection of MLA's queries: a GEMM on matrices in Transformer Engine's layout, quantized along rows and columns.
 
-Tensors have two and three dimensions, and scale factors lie row by row. The kernel sees them as the GEMM's slots want
-them; factors of operands are first put into atoms, in the workspace.
+Tensors have two and three dimensions, and scale factors are row-major. The kernel views them as the GEMM's slots; the
+scale factors of operands are first packed into atoms, in the workspace.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Deinterleave, QuantizeColumns, QuantizeRows, Rotate, Round, StoreTile
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
-from cudnn_kernels.signature import MULTIPROCESSORS, Region, Sizes, Slot, Stream, Tensor, Workspace
+from cudnn_kernels.signature import NUM_SMS, Region, Sizes, Slot, Stream, Tensor, Workspace
 
 HEAD, ROTARY, BLOCK = 192, 64, 32
 """Columns of a head, those at its end that are rotated, and elements that share a scale factor."""
 E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 ROTATION = (
     Deinterleave(HEAD, HEAD - ROTARY, ROTARY),
-    Rotate(HEAD, ROTARY, "bfloat16", first=HEAD - ROTARY, whole=True),
+    Rotate(HEAD, ROTARY, "bfloat16", first=HEAD - ROTARY, full_tables=True),
 )
 EPILOGUE = (
     Round("bfloat16"),
@@ -35,21 +35,21 @@ EPILOGUE = (
 
 
 def problem(dtype: str, w_out_in: bool, n: int, k: int) -> GemmProblem:
-    """What is multiplied: x (tokens, k), and w (n, k) or (k, n), of bfloat16, or of e4m3 with scale factors."""
+    """The GEMM: x (tokens, k), and w (n, k) or (k, n), of bfloat16, or of e4m3 with scale factors."""
     scale = BlockScale(E8M0, BLOCK) if dtype == E4M3 else None
     a, b = Operand(dtype, "k", scale), Operand(dtype, "k" if w_out_in else "mn", scale)
     return GemmProblem(a, b, EPILOGUE, Dense(), n, k)
 
 
 def atoms(rows: str, sizes: Sizes) -> Any:
-    """Bytes of an operand's scale factors, of so many ``rows`` by the size's name, in atoms of 128 x 4."""
+    """Bytes of an operand's scale factors in atoms of 128 x 4; ``rows`` is the name of the size."""
     return (sizes[rows] + 127) // 128 * ((sizes["k"] + 127) // 128) * 512
 
 
 @dataclass(frozen=True)
 class ProjectionConfiguration:
-    """``gemm`` is that of the problem, with tiles of whole heads unless they must hold whole atoms of factors: then
-    every part of a tile is known to be rotated or not, and fewer registers are taken.
+    """``gemm`` is the configuration of the GEMM. Its tiles hold whole heads, unless they must hold whole atoms of scale
+    factors: then it is known at compile time which columns are rotated, which saves registers.
     """
 
     kernel: ClassVar[str] = "gemm:Projection"
@@ -58,19 +58,19 @@ class ProjectionConfiguration:
 
     @staticmethod
     def of(gemm: GemmConfiguration) -> ProjectionConfiguration:
-        """The configuration for that of the problem."""
+        """The configuration for that of the GEMM."""
         m, _, k = gemm.tile
         return ProjectionConfiguration(gemm if gemm.a.scale else replace(gemm, tile=(m, HEAD, k)))
 
     @property
     def dtype(self) -> str:
-        """That of x and w."""
-        return self.gemm.given("a").dtype
+        """The dtype of x and w."""
+        return self.gemm.source_operand("a").dtype
 
     @property
     def w_out_in(self) -> bool:
         """Whether w is (n, k), else (k, n)."""
-        return self.gemm.given("b").major == "k"
+        return self.gemm.source_operand("b").major == "k"
 
     @property
     def operands(self) -> tuple[str, str]:
@@ -79,26 +79,26 @@ class ProjectionConfiguration:
 
     @property
     def scales(self) -> Mapping[str, str]:
-        """Slots of factors in atoms, and those of the same factors as the caller has them."""
+        """Slots of scale factors in atoms, and of the row-major scale factors that the caller passes."""
         return {"sfa": "x_scale", "sfb": "w_scale"} if self.dtype == E4M3 else {}
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Of the workspace: first those of the GEMM, so that they have the places that it gives them."""
-        mine = (Region(name, partial(atoms, rows)) for name, rows in zip(self.scales, "mn", strict=False))
-        return (*self.gemm.regions, *mine)
+        """Regions of the workspace: first those of the GEMM, which so keep their offsets."""
+        scale_regions = (Region(name, partial(atoms, rows)) for name, rows in zip(self.scales, "mn", strict=False))
+        return (*self.gemm.regions, *scale_regions)
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         w = ("n", "k") if self.w_out_in else ("k", "n")
         x_name, w_name = self.operands
-        found = [Tensor(x_name, self.dtype, ("m", "k"), (None, 1)), Tensor(w_name, self.dtype, w, (None, 1))]
+        slots = [Tensor(x_name, self.dtype, ("m", "k"), (None, 1)), Tensor(w_name, self.dtype, w, (None, 1))]
         for name, rows in zip(self.scales.values(), "mn", strict=False):
-            found.append(Tensor(name, "uint8", (rows, "blocks"), (None, 1), align=1))
-        found += [Tensor(name, "bfloat16", ("m", ROTARY), (ROTARY, 1)) for name in ("cos", "sin")]
-        for side, rows, columns in (("row", "m", HEAD // BLOCK), ("col", "groups", HEAD)):
-            found.append(Tensor(f"out_fp8_{side}", E4M3, ("m", "heads", HEAD), (None, HEAD, 1)))
+            slots.append(Tensor(name, "uint8", (rows, "blocks"), (None, 1), align=1))
+        slots += [Tensor(name, "bfloat16", ("m", ROTARY), (ROTARY, 1)) for name in ("cos", "sin")]
+        for direction, rows, columns in (("row", "m", HEAD // BLOCK), ("col", "groups", HEAD)):
+            slots.append(Tensor(f"out_fp8_{direction}", E4M3, ("m", "heads", HEAD), (None, HEAD, 1)))
             shape, strides = (rows, "heads", columns), (None, columns, 1)
-            found.append(Tensor(f"out_scales_{side}", "uint8", shape, strides, align=1))
+            slots.append(Tensor(f"out_scales_{direction}", "uint8", shape, strides, align=1))
         workspace = [Workspace(self.regions)] if self.regions else []
-        return (*found, *workspace, MULTIPROCESSORS, Stream())
+        return (*slots, *workspace, NUM_SMS, Stream())

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
     from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
     from cudnn.fused.names import *  # noqa: F403  # pyright: ignore[reportMissingModuleSource]  (a stub)
-    from cudnn.launch.emulation import emulation as emulation
+    from cudnn.runtime.emulation import emulation as emulation
 
 __version__ = "0.1.0"
 
@@ -101,7 +101,7 @@ __all__ = [
 _LAZY = {
     "causal_conv1d_backward": "cudnn.backend.causal_conv1d",
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
-    "emulation": "cudnn.launch",
+    "emulation": "cudnn.runtime.launch",
 }
 _LAZY_MODULES = (
     "discrete_grouped_gemm",
@@ -118,7 +118,7 @@ _LAZY_MODULES = (
 
 def _fused_names() -> Mapping[str, str]:
     """Names of the fused APIs, found in their folders, and their packages."""
-    return importlib.import_module("cudnn.registry").public_names()
+    return importlib.import_module("cudnn.fused.registry").public_names()
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for an attribute

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from cudnn.errors import refused
 from cudnn.lazy import torch
+from cudnn.strided import check_strided
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -57,8 +58,10 @@ class TupleDict(dict[str, Any]):
 
 
 def check_tensor(where: str, name: str, tensor: Any) -> None:
-    """Raises unless it is a ``torch.Tensor``, or stands for one."""
+    """Raises unless it is a ``torch.Tensor`` with strides, or stands for one."""
     if hasattr(tensor, "data_ptr"):
+        if not torch.compiler.is_compiling():  # which traces no more than strided tensors
+            check_strided(where, f"{name} tensor", tensor)
         return
     kind = type(tensor)
     cure = f"pass torch.from_numpy({name})" if kind.__module__ == "numpy" else ""

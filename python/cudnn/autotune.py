@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import library
@@ -272,14 +271,17 @@ class _Choice:
     """The plan chosen for one graph, cuDNN and GPU, as a file."""
 
     def __init__(self, graph: pygraph, device: str) -> None:
-        from cudnn.launch.cache import folder
+        from cudnn.runtime.cache import user
 
         self._key = {"graph": repr(graph), "cudnn": library.version(), "device": device}
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
-        self._path = Path(folder(), "plans", f"{digest[:32]}.json")
+        self._store = user()
+        self._path = None if self._store is None else self._store.folder / "plans" / f"{digest[:32]}.json"
 
     def read(self) -> str | None:
         """Name of the saved plan; None if no choice is saved."""
+        if self._path is None:
+            return None
         try:
             stored = json.loads(self._path.read_bytes())
             return stored["plan"] if {key: stored[key] for key in self._key} == self._key else None
@@ -291,8 +293,10 @@ class _Choice:
 
     def write(self, tag: str) -> None:
         """Saves the name of the plan. If the folder is not writable, the next run measures again."""
+        if self._store is None or self._path is None:
+            return
         try:
-            self._path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
             with open(descriptor, "w") as file:

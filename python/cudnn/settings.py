@@ -98,7 +98,8 @@ KERNEL_CACHE = Setting(
     str,
     "",
     "Where compiled kernels of the fused APIs are kept, and in `plans` what `cudnn.autotune` chose; unset: the user's "
-    "cache folder. `cudnn cache list` shows it.",
+    "cache folder or, where that cannot be written to, `cudnn-fused-<uid>` among the temporary files. "
+    "`cudnn cache list` shows it.",
 )
 SYSTEM_KERNEL_CACHE = Setting(
     "CUDNN_SYSTEM_KERNEL_CACHE",

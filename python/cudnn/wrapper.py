@@ -21,9 +21,10 @@ from cudnn.pygraph.node import NOT_SET
 from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.serialization import refusing
 from cudnn.pygraph.tensor import Tensor
+from cudnn.strided import readable
 
 if TYPE_CHECKING:
-    from cudnn.explain.model import Explanation
+    from cudnn.pygraph.explain.model import Explanation
     from cudnn.pygraph.methods import Methods
 
     class Array(Protocol):
@@ -562,7 +563,7 @@ class Graph(Operations):
                 self._register(name, tensors[uid])
             for uid, number in stored["values"]:
                 dtype = _cudnn_to_torch_data_type(tensors[uid].data_type)
-                self._values[tensors[uid]] = torch.tensor(number, dtype=dtype)
+                self._values[tensors[uid]] = torch.tensor(number, dtype=dtype, device="cpu")
             order = [conforming(stored.get(what), list[int] | None, what) for what in ("inputs", "outputs")]
         for node in graph.nodes:
             for port, tensor in node.inputs.items():
@@ -599,7 +600,7 @@ def _device_of(array: Any) -> Any:
 
 
 def _number(array: Any) -> int | float:
-    return (array if _is_torch_tensor(array) else torch.from_dlpack(array)).item()
+    return (array if _is_torch_tensor(array) else torch.from_dlpack(readable(array))).item()
 
 
 def _format_key(key: Any) -> str:

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 import cudnn
-from cudnn import bench, lazy, registry
+from cudnn import bench, lazy
 from cudnn.backend import handle
 from cudnn.bench import (
     Candidate,
@@ -42,6 +42,7 @@ from cudnn.bench import (
 )
 from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
+from cudnn.fused import registry
 from support.cli import invoke, words
 
 PEER = "benchmarks/triton_gemm_swiglu.py"

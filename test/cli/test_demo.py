@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.cli import demo, programs
+from cudnn import demo_cases
+from cudnn.cli import demo
 
 HANDLE = None  # on CPU tensors the graph selects the reference executor automatically
 
@@ -75,15 +76,19 @@ def _raise(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("call", "compared", "said"),
     [
-        (lambda: None, lambda _: [programs.Comparison("a", 0, 1), programs.Comparison("b", 3, 2)], "3.0e+00 2.0e+00"),
+        (
+            lambda: None,
+            lambda _: [demo_cases.Comparison("a", 0, 1), demo_cases.Comparison("b", 3, 2)],
+            "3.0e+00 2.0e+00",
+        ),
         (_raise, _raise, "kernel: ValueError: not [today]"),
     ],
 )
 def test_a_bad_kernel_makes_it_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: Any, compared: Any, said: str
 ) -> None:
-    program = programs.Program("kernel", (), (), lambda shape, device: programs.Problem(call, compared))
-    monkeypatch.setattr(programs, "find", lambda name: program)
+    program = demo_cases.Program("kernel", (), (), lambda shape, device: demo_cases.Problem(call, compared))
+    monkeypatch.setattr(demo_cases, "find", lambda name: program)
     monkeypatch.setattr(demo, "CASES", ())
     assert demo.run("cpu") == 1
     output = capsys.readouterr().out

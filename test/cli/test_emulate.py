@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from cudnn.cli import programs
+from cudnn import demo_cases
 from cudnn.cli.emulate import instruction_class
 from cudnn.rmsnorm_rht_amax import reference
 from support.cli import invoke, words
@@ -62,17 +62,19 @@ def test_classes_of_instructions(text: str, name: str) -> None:
 def test_comparison_is_of_the_worst_element() -> None:
     expected = torch.tensor([[1.0, 100.0], [0.0, 4.0]])
     found = expected + torch.tensor([[0.01, 0.1], [0.0, 0.0]])
-    worst = programs.compare("y", found, expected, relative=0.02)
+    worst = demo_cases.compare("y", found, expected, relative=0.02)
     assert worst.error == pytest.approx(0.01, rel=1e-4)
     assert worst.allowed == pytest.approx(0.02)
     assert worst.passed
-    assert not programs.compare("y", found, expected, relative=0.001).passed
-    assert programs.compare("y", expected, expected, relative=0.0).passed
+    assert not demo_cases.compare("y", found, expected, relative=0.001).passed
+    assert demo_cases.compare("y", expected, expected, relative=0.0).passed
     for wrong in (math.nan, math.inf):
-        assert not programs.compare("y", torch.full_like(expected, wrong), expected, relative=1.0, absolute=1.0).passed
+        assert not demo_cases.compare(
+            "y", torch.full_like(expected, wrong), expected, relative=1.0, absolute=1.0
+        ).passed
 
 
-EVERY = [(name, arch) for name in programs.PROGRAMS for arch in programs.find(name).architectures]
+EVERY = [(name, arch) for name in demo_cases.PROGRAMS for arch in demo_cases.find(name).architectures]
 USUAL = [
     ("gemm_amax", "sm_90a"),
     ("gemm_rope", "sm_100a"),
@@ -132,8 +134,8 @@ def test_a_refused_shape_makes_it_fail() -> None:
 
 
 def test_a_defect_of_a_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = programs.Problem(lambda: {}["o"], lambda _: [])
-    monkeypatch.setattr(programs, "find", lambda name: programs.Program("", (), (), lambda shape, device: problem))
+    problem = demo_cases.Problem(lambda: {}["o"], lambda _: [])
+    monkeypatch.setattr(demo_cases, "find", lambda name: demo_cases.Program("", (), (), lambda shape, device: problem))
     assert isinstance(emulate("rmsnorm_rht_amax").exception, KeyError)
 
 

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import cudnn
 from cudnn.cli import app, progress, selftest
-from cudnn.cli.programs import grouped
-from cudnn.cli.programs.gemm_matrix import Variant
+from cudnn.demo_cases import grouped
+from cudnn.demo_cases.gemm_matrix import Variant
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cudnn import bench
-from cudnn.cli import programs
+from cudnn import bench, demo_cases
 from support.cli import invoke, words
 
 REFUSED = {
@@ -27,7 +26,7 @@ REFUSED = {
         (["moe", "--ranks", "2", "--all"], "allowed: 2 to 16, with moe, --quick"),
     ],
     "emulate": [
-        (["nothing"], f"TARGET: got 'nothing'; allowed: {programs.PROGRAMS[0]}, "),
+        (["nothing"], f"TARGET: got 'nothing'; allowed: {demo_cases.PROGRAMS[0]}, "),
         (["missing.py"], "TARGET: got 'missing.py'; allowed: a file that exists."),
         (["rmsnorm_rht_amax", "--arch", "sm_80"], "--arch: got 'sm_80'; allowed: sm_90a, sm_100a."),
         (["rmsnorm_rht_amax", "--scheduler", "fair"], "got 'fair'; allowed: lowest-pc, random, lazy."),

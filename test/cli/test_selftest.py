@@ -11,10 +11,11 @@ import torch
 from typer.testing import Result
 
 import cudnn
-from cudnn import launch, registry
 from cudnn.cli import selftest
-from cudnn.cli.programs import gemm_operands, grouped
-from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases import gemm_operands, grouped
+from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.fused import registry
+from cudnn.runtime import launch
 from support.cli import invoke, words
 from support.selection import brief
 
@@ -93,7 +94,7 @@ def test_wrong_results_make_it_fail(few: list[Variant], monkeypatch: pytest.Monk
         found.product.mul_(2)
         return found
 
-    monkeypatch.setattr("cudnn.cli.programs.dense.operands", doubled)
+    monkeypatch.setattr("cudnn.demo_cases.dense.operands", doubled)
     result = run("--arch", "sm_90a", "--emulate")
     assert result.exit_code == 1
     assert f"gemm_amax, {SMALL}: amax: error" in words(result)

@@ -16,7 +16,7 @@ from support import gemm
 
 
 def product(arch: str, cluster: int, **options: Any) -> None:
-    c = gemm.configuration((StoreTile("d", "bfloat16"),), cluster=(cluster, 1), part=32, **options)
+    c = gemm.configuration((StoreTile("d", "bfloat16"),), cluster=(cluster, 1), epi_tile_n=32, **options)
     given, expected, _ = gemm.run(arch, c, 256, 64, 128)
     assert torch.equal(given["d"], expected["d"])
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ptx_emulator
-from cudnn.launch.kernels import compile_kernel
+from cudnn.runtime.kernels import compile_kernel
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 from emulator import harness
 from emulator.mutation import mutants, unexplained

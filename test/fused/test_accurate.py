@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn import launch
+from cudnn.runtime import launch
 from support import gemms
 from support.gemm_families import NAMES, case, check, execute
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cudnn import registry
-from cudnn.cli import programs
-from cudnn.fused import wrapper
+from cudnn import demo_cases
+from cudnn.fused import registry, wrapper
 from cudnn.fused.host import FusedAPI
 
 pytest.importorskip("ptx_emulator")
@@ -60,7 +59,7 @@ def of_program(name: str, patch: pytest.MonkeyPatch) -> Seen:
 
     patch.setattr(wrapper, "prepare", prepared)
     patch.setattr(FusedAPI, "run_on_cpu", ran)
-    api, program = registry.find(name), programs.find(name)
+    api, program = registry.find(name), demo_cases.find(name)
     api.objects.clear()
     program.make(program.shape, "cpu").call()
     parameters = inspect.signature(registry.wrapper(name)).parameters

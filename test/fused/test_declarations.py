@@ -16,10 +16,10 @@ import torch
 
 import cudnn
 import cudnn.ops
-from cudnn import registry
-from cudnn.cli import programs
-from cudnn.cli.programs import dense
-from cudnn.cli.programs.gemm_matrix import Variant
+from cudnn import demo_cases
+from cudnn.demo_cases import dense
+from cudnn.demo_cases.gemm_matrix import Variant
+from cudnn.fused import registry
 from cudnn.fused.dense import blank
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
@@ -367,7 +367,7 @@ def test_rope_of_wide_halves_of_8_bits() -> None:
 
 @pytest.mark.parametrize("name", GEMMS)
 def test_programs_see_wrong_results(name: str) -> None:
-    program = programs.find(name)
+    program = demo_cases.find(name)
     problem = program.make(program.shape, "cpu")
     results = problem.call()
     results[0].mul_(1.5)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.cli import programs
-from cudnn.launch import emulated_architecture, kernels
+from cudnn import demo_cases
+from cudnn.runtime import kernels
+from cudnn.runtime.launch import emulated_architecture
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
@@ -29,7 +30,7 @@ THREADS = [
 
 
 def test_eight_threads_emulate_at_once() -> None:
-    problems = [programs.find(name).make(shape, "cpu") for (name, shape), _, _ in THREADS]
+    problems = [demo_cases.find(name).make(shape, "cpu") for (name, shape), _, _ in THREADS]
     together = threading.Barrier(len(THREADS))
 
     def run(number: int) -> tuple[Any, list[str], str]:

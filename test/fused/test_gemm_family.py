@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import launch
+from cudnn.runtime import launch
 from cudnn_kernels.signature import bind
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
@@ -513,7 +513,7 @@ def test_what_the_kernel_is_given(family: Family, arch: str, kernels: Recorded) 
     gemm.execute(**tensors, **alpha, current_stream=3)
     for call, stream in zip(kernels.calls, (17, 3), strict=True):
         bound = bind(gemm.kernels()[0][1].slots(), call[1])
-        numbers = {**alpha, "multiprocessors": 78, "stream": stream}
+        numbers = {**alpha, "num_sms": 78, "stream": stream}
         assert call[0] == "Gemm"
         assert {key: bound.pop(key) for key in numbers} == numbers
         assert set(bound) == {key for key, tensor in problem.tensors.items() if tensor is not None}
@@ -533,7 +533,7 @@ def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> 
         ((name, arguments),) = kernels.calls
         bound = bind(gemm.kernels()[0][1].slots(), arguments)
         assert all(bound[key] is tensors[f"{key}_tensor"] for key in ("a", "b", "sfa", "sfb"))
-        assert (bound["multiprocessors"], bound["stream"]) == (78, 17)
+        assert (bound["num_sms"], bound["stream"]) == (78, 17)
         assert name == "Gemm"
         if arch == "sm_100a":
             assert size == 0
@@ -649,7 +649,7 @@ def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Rec
 
 
 def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.fused.call import say
+    from cudnn.runtime.call import say
 
     say.cache_clear()
     for _ in range(2):

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from cudnn import launch
-from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from cudnn.fused import host
+from cudnn.runtime import launch
 from cudnn_kernels import architecture
 from support.gemm_families import BY_NAME, FAMILIES, case, check, execute, of_variant, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -275,7 +275,7 @@ def test_one_cluster_takes_many_tiles(
 ) -> None:
     """As many multiprocessors as one cluster needs; on sm_100a the caller's, on sm_90a one of two CTAs."""
     size = 2 if arch == "sm_90a" else cluster[0] * cluster[1]
-    few = replace(architecture.ARCHITECTURES[arch], multiprocessors=size)
+    few = replace(architecture.ARCHITECTURES[arch], num_sms=size)
     monkeypatch.setattr(host, "ARCHITECTURES", {**architecture.ARCHITECTURES, arch: few})
     problem = case(name, 264, 192, 72, 2, out=F16, side=F16, dtype=F16, amax=name == "gemm_dsrelu")
     report = execute(problem, arch, mma_tiler_mn=tile, cluster_shape_mn=cluster)

@@ -22,7 +22,8 @@ from cudnn.gemm import (
     unpack_float4,
     unpack_scales,
 )
-from support import gemms
+from cudnn.gemm.scales import compute_block_scales
+from support import block_scales, gemms
 from support.gemms import E4M3, E5M2, E8M0, F32, FP4
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 20), st.integers(1, 3))
@@ -115,8 +116,45 @@ def test_e8m0_at_its_ends(value: float, byte: int) -> None:
     assert int(round_scales(torch.tensor([value]), E8M0).view(torch.uint8)) == byte
 
 
+@pytest.mark.parametrize("norm", [1.0, 100.0, 1e30, 1e-30])
+@pytest.mark.parametrize(("kind", "power_of_two"), [(E8M0, False), (E4M3, False), (F32, False), (F32, True)])
+@pytest.mark.parametrize("limit", [448.0, 128.0, 6.0])
+def test_scales_of_any_magnitude(limit: float, kind: torch.dtype, power_of_two: bool, norm: float) -> None:
+    """0, subnormal, tiny, largest, infinity, NaN: the rule, also in float64, up to the rounding of float32."""
+    amax, name = torch.tensor(block_scales.AMAX), str(kind).removeprefix("torch.")
+    scales, multipliers = compute_block_scales(amax, limit, kind, norm, power_of_two)
+    expected = block_scales.rules(limit, name, norm, power_of_two)
+    assert block_scales.same(scale_values(scales), expected[0])
+    assert block_scales.same(multipliers, expected[1])
+    wide, _ = compute_block_scales(amax.double(), limit, kind, norm, power_of_two)
+    finite = amax.isfinite()
+    assert scale_values(wide)[finite].isfinite().all()
+    assert torch.equal(scale_values(wide).isnan(), scale_values(scales).isnan())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "kind", "vector"),
+    [
+        (E4M3, 448.0, E8M0, 32),
+        (E5M2, 128.0, E8M0, 32),
+        (E4M3, 448.0, F32, 128),
+        (torch.float4_e2m1fn_x2, 6.0, E8M0, 16),
+        (torch.float4_e2m1fn_x2, 6.0, E4M3, 16),
+    ],
+)
+def test_quantised_rows_of_any_magnitude(dtype: torch.dtype, limit: float, kind: torch.dtype, vector: int) -> None:
+    x = block_scales.values(vector)
+    q, scales = quantize_rows(x[..., None], dtype, kind, vector)
+    q = unpack_float4(q) if dtype == torch.float4_e2m1fn_x2 else q.float()
+    scales = scales[:, 0, 0] if kind == F32 else scale_values(unpack_scales(scales, len(x), 1))[:, 0, 0]
+    name = str(kind).removeprefix("torch.")
+    assert block_scales.same(scales, block_scales.rules(limit, name)[0])
+    block_scales.check(x, q[..., 0], scales, limit, name)
+
+
 def test_e4m3_scales_saturate() -> None:
     assert round_scales(torch.tensor([1e6, 0.0, 1.0625]), E4M3).float().tolist() == [448.0, 0.0, 1.0]
+    assert round_scales(torch.tensor([torch.inf, torch.nan]), E4M3).float().isnan().all()
 
 
 def test_scale_values() -> None:

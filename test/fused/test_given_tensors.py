@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn import registry
+from cudnn.fused import registry
 from support import gemms
 from support.gemm_families import FAMILIES, NAMES, Case, Family, case, check, execute, options, slack
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
@@ -259,7 +259,7 @@ def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], mon
     problem = case("gemm_amax", 128, 128, 96, **given)
     gemm = problem.operation()
     compiled: list[str] = []
-    from cudnn.launch import kernels
+    from cudnn.runtime import kernels
 
     original = kernels.compile_kernel
     monkeypatch.setattr(kernels, "compile_kernel", lambda *a: compiled.append(a[2]) or original(*a))

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn
-from cudnn import registry
 from cudnn.fused import operator as operator_of
+from cudnn.fused import registry
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from support import gemms, grouped

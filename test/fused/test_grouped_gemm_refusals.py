@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cudnn
-from cudnn import registry
-from cudnn.fused.call import Call, Layout
+from cudnn.fused import registry
+from cudnn.runtime.call import Call, Layout
 from support import grouped
 from support.gemms import BF16, E4M3, F16, F32, FP4
 
@@ -92,7 +92,7 @@ def test_values_that_no_kernel_takes(name: str, changed: dict[str, Any], words: 
 
 def test_values_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the kernel starts, which is not there."""
-    monkeypatch.setattr("cudnn.launch.compile_for_emulation", lambda *given: None)
+    monkeypatch.setattr("cudnn.runtime.launch.compile_for_emulation", lambda *given: None)
     monkeypatch.setattr(registry.find("grouped_gemm_quant"), "objects", {})
     p = grouped.problem("grouped_gemm_quant", "nvfp4", (256, 512), inputs={"prob": F32})
     p.given["padded_offsets"][0] = 128
@@ -111,7 +111,7 @@ def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> 
         return Layout(lambda *_: False, 0, 132, 0)
 
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", setting)
-    monkeypatch.setattr("cudnn.launch.kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr("cudnn.runtime.launch.kernel", lambda *_: lambda *given: ran.append(given))
     monkeypatch.setattr(Call, "_check", checked)
     p = grouped.problem("grouped_gemm_quant", "mxfp8", ends=(256, 512), n=64, k=64)
     api: Any = cudnn.GroupedGemmQuant

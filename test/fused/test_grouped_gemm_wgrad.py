@@ -114,6 +114,59 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
         start = end
 
 
+def packed_gradients(where: str, apart: int = 0, **more: Any) -> None:
+    """An object for gradients behind addresses, called with one tensor; its experts' matrices may lie apart."""
+    m, n, ends, device = 64, 96, (64, 64, 192), "cuda" if where == "gpu" else "cpu"
+    a, b = (torch.randint(-3, 4, (ends[-1], rows), device=device).bfloat16() for rows in (m, n))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    options = {"num_experts": len(ends), "wgrad_shape": (m, n), "wgrad_dtype": F32, **more}
+    operation = cudnn.GroupedGemmWgradSm100(a.T, b, None, None, offsets, **options)
+    assert operation.check_support()
+    operation.compile()
+    memory = torch.full((len(ends), m * n + apart), 2.0, device=device)
+    wgrad = memory.as_strided((len(ends), m, n), (m * n + apart, n, 1))
+    with within(where):
+        for _ in range(2):
+            wgrad.fill_(2.0)
+            operation.execute(a.T, b, None, None, offsets, wgrad_tensor=wgrad)
+        found = wgrad.clone()
+        wgrad.fill_(2.0)
+        addresses = torch.tensor([x.data_ptr() for x in wgrad], device=device)
+        operation.execute(a.T, b, None, None, offsets, wgrad_ptrs=addresses)  # addresses still do
+    assert torch.equal(wgrad, found)
+    assert (memory[:, m * n :] == 2.0).all()
+    start = 0
+    for expert, end in enumerate(ends):
+        expected = a[start:end].T.double() @ b[start:end].double()
+        assert torch.equal(wgrad[expert].double(), expected + (2.0 if more else 0.0))
+        start = end
+
+
+@pytest.mark.parametrize("where", ["reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_packed_gradients_behind_addresses(where: str) -> None:
+    packed_gradients(where, apart=32)
+    packed_gradients(where, accumulate_on_output=True)
+
+
+@pytest.mark.parametrize(
+    ("wgrad", "message"),
+    [
+        (torch.empty(3, 64, 32), r"wgrad tensor: got torch.float32 of the shape \(3, 64, 32\).*\(3, 64, 96\)"),
+        (torch.empty(2, 64, 96), r"shape \(2, 64, 96\)"),
+        (torch.empty(3, 64, 96).bfloat16(), "wgrad tensor: got torch.bfloat16"),
+        (torch.empty(3, 96, 64).mT, "each matrix contiguous"),
+    ],
+)
+def test_packed_gradients_that_do_not_fit(wgrad: torch.Tensor, message: str) -> None:
+    a, b, offsets = torch.zeros(64, 64).bfloat16(), torch.zeros(64, 96).bfloat16(), torch.tensor([0, 0, 64]).int()
+    options = {"num_experts": 3, "wgrad_shape": (64, 96), "wgrad_dtype": F32}
+    operation = cudnn.GroupedGemmWgradSm100(a.T, b, None, None, offsets, **options)
+    operation.check_support()
+    operation.compile()
+    with pytest.raises(ValueError, match=message):
+        operation.execute(a.T, b, None, None, offsets, wgrad_tensor=wgrad)
+
+
 SCALED: list[dict[str, Any]] = [
     {"kind": "mxfp8", "ends": (128, 128, 384), "accumulate_on_output": True},
     {"kind": "nvfp4", "ends": (64, 64, 192), "addressed": True},

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import cudnn
-from cudnn import registry
-from cudnn.fused.call import Call
+from cudnn.fused import registry
+from cudnn.runtime.call import Call
 from support import grouped
 from support.gemm_families import case
 from support.gemms import BF16, E4M3, F32

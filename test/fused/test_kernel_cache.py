@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,15 +17,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cudnn import launch
 from cudnn.cli import app
-from cudnn.launch import cache, kernels
+from cudnn.runtime import cache, kernels, launch
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "cudnn_kernels.norm.rmsnorm_rht_amax:RmsNormRhtAmax"
 CONFIGURATION = RmsNormRhtAmaxConfiguration("bfloat16", 512, threads=32, teams=1, stages=2)
 ENTRY = cache.Entry("Kernel", "sm_90a", "columns=512", "source", "toolchain")
+
+
+@pytest.fixture(autouse=True)
+def _each_warning_anew() -> None:
+    cache._warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +155,7 @@ def test_without_a_place_to_write_kernels_are_built_for_the_process(
 
 PROCESS = """
 import sys, time
-from cudnn.launch import cache
+from cudnn.runtime import cache
 def build():
     print("built", flush=True)
     time.sleep(0.5)
@@ -168,7 +174,7 @@ def test_processes_that_need_the_same_kernel_build_it_once() -> None:
 RELOAD = f"""
 import sys, time
 import torch, tvm_ffi
-from cudnn import launch
+from cudnn.runtime import launch
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 start = time.process_time()
 launch.kernel({SOURCE!r}, {CONFIGURATION!r}, "sm_90a")
@@ -210,7 +216,7 @@ def test_command_line(folder: Path) -> None:
 
 FULL = """
 import resource
-from cudnn.launch import cache
+from cudnn.runtime import cache
 def build():
     print("built", flush=True)
     return b"object" * 1000
@@ -440,3 +446,139 @@ def test_only_root_fills_it() -> None:
     done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a", "--system", "somewhere"])
     assert done.exit_code == 2
     assert "got user 12345; allowed: root" in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, of a user of whom the system knows nothing and who has no HOME."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "CUDNN_KERNEL_CACHE", "CUDNN_SYSTEM_KERNEL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+def _own(temporary: Path) -> Path:
+    return temporary / f"cudnn-fused-{os.getuid()}"
+
+
+def test_without_a_home_kernels_are_kept_among_temporary_files(
+    temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = Builder()
+    assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
+    assert build.calls == 1
+    own = _own(temporary)
+    assert [path.stat().st_mode & 0o777 for path in (own, own / "kernels")] == [0o700] * 2
+    assert (own / "kernels" / ENTRY.file_name).is_file()
+    (message,) = caplog.messages
+    assert message.startswith("this user has no home folder: compiled kernels are kept in")
+    listed = CliRunner().invoke(app, ["cache", "list"])
+    assert f"{own / 'kernels'}: 1 compiled kernels" in listed.output
+    cleared = CliRunner().invoke(app, ["cache", "clear"])
+    assert "1 compiled kernels removed" in cleared.output
+
+
+def _is_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.touch()
+
+
+def _is_read_only(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(home)) and may(path, mode))
+
+
+@pytest.mark.parametrize("prepare", [_is_a_file, _is_read_only])
+def test_a_home_that_cannot_be_written_to(
+    temporary: Path,
+    prepare: Callable[[Path, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    home = temporary.parent / "home"
+    monkeypatch.setenv("HOME", str(home))
+    prepare(home, monkeypatch)
+    build = Builder()
+    assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
+    assert build.calls == 1
+    assert (_own(temporary) / "kernels" / ENTRY.file_name).is_file()
+    (message,) = caplog.messages
+    assert str(home) in message
+    assert "cannot be written to" in message
+
+
+def test_what_a_read_only_home_holds_is_read(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = temporary.parent / "home"
+    monkeypatch.setenv("HOME", str(home))
+    cache.fetch(ENTRY, Builder(b"of the image"))
+    _is_read_only(home, monkeypatch)
+    build, other = Builder(), replace(ENTRY, configuration="columns=1024")
+    assert [cache.fetch(entry, build) for entry in (ENTRY, other, other)] == [b"of the image", b"object", b"object"]
+    assert build.calls == 1
+    assert (_own(temporary) / "kernels" / other.file_name).is_file()
+    output = CliRunner().invoke(app, ["cache", "list"]).output
+    assert output.count("1 compiled kernels") == 2
+
+
+def _of_a_link(own: Path) -> None:
+    target = own.parent / "elsewhere"
+    target.mkdir(mode=0o700)
+    own.symlink_to(target)
+
+
+def _that_others_enter(own: Path) -> None:
+    own.mkdir()
+    own.chmod(0o755)
+
+
+def _of_someone_else(own: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root makes folders of other users")
+    own.mkdir(mode=0o700)
+    os.chown(own, 12345, -1)
+
+
+def _without_any(own: Path) -> None:
+    own.parent.rmdir()
+
+
+@pytest.mark.parametrize("plant", [_of_a_link, _that_others_enter, _of_someone_else, _without_any])
+def test_no_kernel_comes_from_a_temporary_folder_that_others_may_have_filled(
+    temporary: Path, plant: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    own = _own(temporary)
+    plant(own)
+    if own.is_dir():
+        store = cache.Store(own / "kernels", os.getuid())
+        store.make()
+        store.write(ENTRY, b"planted")
+    build = Builder()
+    assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
+    assert build.calls == 2  # nothing is kept
+    (message,) = caplog.messages
+    assert "kept nowhere" in message
+    for command in ("list", "clear"):
+        done = CliRunner().invoke(app, ["cache", command])
+        assert done.exit_code == 0, done.output
+        assert "compiled kernels are not kept" in done.output
+    done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a"])
+    assert done.exit_code == 1
+    assert "compiled kernels are not kept" in done.output
+
+
+def test_a_chosen_folder_that_needs_a_home(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", "~/kernels")
+    build = Builder()
+    assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
+    assert build.calls == 2
+    (message,) = caplog.messages
+    assert "CUDNN_KERNEL_CACHE=~/kernels" in message
+    assert not list(temporary.iterdir())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import shutil
 import subprocess
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import cudnn
-from cudnn import launch
-from cudnn.launch import kernels, runtime
-from cudnn.launch.elf import LoadedObject, ObjectError
+from cudnn.runtime import codegen, kernels, launch, loader
+from cudnn.runtime.elf import LoadedObject, ObjectError
 from fused.test_kernel_cache import CONFIGURATION, SOURCE, python
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def test_a_loaded_object_checks_its_arguments(compiled: bytes) -> None:
     """The function is the compiler's own: it refuses what it was not compiled for before anything reaches a GPU."""
     import torch
 
-    function = runtime.load(compiled)
+    function = loader.load(compiled)
     x = torch.empty(2, 512, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="Expects 6 parameters"):
         function(x)
@@ -51,7 +52,7 @@ def test_an_object_asks_for_the_symbols_that_it_lacks(compiled: bytes) -> None:
     loaded = LoadedObject(compiled, lambda name: asked.append(name) or 0)
     assert "_cudaLaunchKernelEx" in asked
     assert len(asked) == len(set(asked))
-    assert runtime.ENTRY in loaded.symbols
+    assert loader.ENTRY in loaded.symbols
     assert not set(asked) & set(loaded.symbols)
 
 
@@ -101,7 +102,7 @@ def test_an_unknown_relocation_is_refused(tmp_path: Path) -> None:
 
 
 def test_toolchain_names_the_compiler() -> None:
-    assert "nvidia_cutlass_dsl-4." in runtime.toolchain()
+    assert "nvidia_cutlass_dsl-4." in loader.toolchain()
 
 
 def test_architecture_without_a_kernel() -> None:
@@ -126,3 +127,11 @@ def test_lazy_names() -> None:
         cudnn.nothing  # noqa: B018
     code = "import sys; sys.modules['cudnn_kernels.architecture'] = None; import cudnn; cudnn.RmsNormRhtAmax"
     assert "ImportError: cudnn.RmsNormRhtAmax cannot be loaded" in python(code).communicate(timeout=60)[1]
+
+
+def test_tracebacks_show_source_that_was_written_out() -> None:
+    divide = codegen.define("divide", "def divide(x):\n    return scale / x\n", {"scale": 1})
+    with pytest.raises(ZeroDivisionError) as raised:
+        divide(0)
+    linecache.checkcache()
+    assert "return scale / x" in "".join(traceback.format_exception(raised.value))

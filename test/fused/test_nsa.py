@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import NSA, registry
+from cudnn import NSA
+from cudnn.fused import registry
 from cudnn.native_sparse_attention.selection import inverse
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa
@@ -243,7 +244,7 @@ def test_wrappers_of_what_is_no_tensor(missing: str) -> None:
                 wrapper(**{**call, f"{missing}_tensor": value})
 
 
-TOP_K, RANKING = replace(nsa.RANK, heads=4, packed=False), Ranking(((150, 18), (150, 18)))
+TOP_K, RANKING = replace(nsa.RANK, heads=4, varlen=False), Ranking(((150, 18), (150, 18)))
 
 
 def top_k_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def top_k_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize("arch", brief(["", GPU, "sm_90a"], 0, 1))
 @pytest.mark.parametrize("packed", [False, True])
 def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
-    c = replace(TOP_K, packed=packed)
+    c = replace(TOP_K, varlen=packed)
     given = nsa.top_k_inputs(c, RANKING)
     call = top_k_call(given)
     if packed:

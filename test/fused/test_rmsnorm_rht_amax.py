@@ -246,7 +246,7 @@ def test_operator() -> None:
 
 
 def test_the_reference_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.launch import say_reference_runs
+    from cudnn.runtime.launch import say_reference_runs
 
     say_reference_runs.cache_clear()
     for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.ops import _fused_attention as fused
+from cudnn.attention import fused
 from cudnn.sdpa import (
     SdpaBackward,
     SdpaForward,

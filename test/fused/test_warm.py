@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 import cudnn
 from cudnn.cli import app
+from cudnn.fused import warm
 from cudnn.fused.host import FusedAPI
+from cudnn.fused.registry import compiled, find, gemms, usual, wrapper
 from cudnn.gemm import quantize_rows
-from cudnn.launch import cache, kernels, warm
-from cudnn.registry import compiled, find, gemms, usual, wrapper
+from cudnn.runtime import cache, kernels
 from cudnn.sdpa import SdpabwdSm100D256, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
 from support.selection import brief
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.fused.call import Call
+from cudnn.runtime.call import Call
 from support.gemm_families import case
 from support.gemms import E4M3, E8M0
 from support.recorded import OnGpu, Recorded

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.experimental.ops import _graphs, sdpa
+from cudnn.attention import graphs
+from cudnn.pygraph import operator_graphs
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -21,6 +22,6 @@ def outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(cache: Any, describe: Any, inputs: Any, outputs: dict[str, torch.Tensor], options: Any) -> None:
         for x in outputs.values():
             x.fill_(torch.nan)
-        _graphs.run(cache, describe, inputs, outputs, options)
+        operator_graphs.run(cache, describe, inputs, outputs, options)
 
-    monkeypatch.setattr(sdpa, "run", run)
+    monkeypatch.setattr(graphs, "run", run)

@@ -101,6 +101,31 @@ def test_backward(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     check(CASES[name], found, exact, rough)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("s_kv", [64, 192, 704, 128])
+@pytest.mark.parametrize("s_q", [1, 128])
+@pytest.mark.parametrize("name", ["plain", "bias", "sink", "causal", "padding", "head size 128"])
+def test_gradients_of_scores_far_below_zero(name: str, s_q: int, s_kv: int, dtype: torch.dtype) -> None:
+    """cuDNN may compute weights outside the scores, which overflow where the LSE is below -12 (fp16) or -88.7."""
+    bias = (1, 4, s_q, s_kv) if name == "bias" else ()
+    lengths = {"lengths_q": (s_q, (s_q + 1) // 2), "lengths_kv": (s_kv, s_kv // 2)} if name == "padding" else {}
+    problem = dataclasses.replace(CASES[name], s_q=s_q, s_kv=s_kv, bias=bias, **lengths)
+    assert problem.scale is not None
+    data = problem.tensors(dtype, "cuda")
+    levels = torch.linspace(-300, 20, s_q, device="cuda")  # of the scores of each row
+    data["q"][..., 0], data["k"][..., 0] = levels / problem.scale, 1
+    if problem.sink:
+        data["sink"] -= 100
+    found = buildable(describe(new_graph(dtype), problem, data)).run()
+    gradients = buildable(describe(new_graph(dtype), problem, {**data, **found})).run()
+    exact, valid = attention(problem, data, torch.float64), problem.valid("cuda")
+    for port in ("dQ", "dK", "dV"):
+        rows = valid["q" if port == "dQ" else "kv"]
+        # Element 0 of dQ and dK is a sum that cancels out, times a large number.
+        got, right = (torch.where(rows, x[port].double(), 0.0)[..., 1:] for x in (gradients, exact))
+        torch.testing.assert_close(got, right, rtol=0, atol=0.02 * right.abs().max().item())
+
+
 @pytest.mark.parametrize("implementation", [AUTO, COMPOSITE])
 @pytest.mark.parametrize("name", ["padding", "padding, causal"])
 def test_rows_of_padding(name: str, implementation: Any) -> None:

@@ -342,3 +342,56 @@ def test_other_views_of_the_same_memory_run() -> None:
         pack[3].fill_(float("nan"))
         graph.execute(given, workspace(graph))
         check(pack)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 20])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_inputs_that_are_negative_views_are_read_as_they_show(calls: int, fresh: bool) -> None:
+    """At addresses that earlier calls had, of which the last ones launched a CUDA graph, and at new ones."""
+    graph = built()
+    pack, space = data(), workspace(graph)
+    for _ in range(calls):
+        graph.execute(pack, space)
+    shown = data() if fresh else pack
+    view = {**shown, 1: torch._neg_view(shown[1])}
+    for _ in range(3):
+        shown[3].fill_(float("nan"))
+        graph.execute(view, space)
+        check({**shown, 1: -shown[1]})
+        graph.execute(shown, space)
+        check(shown)
+
+
+def test_a_negative_view_is_captured() -> None:
+    graph = built()
+    pack, space = data(), workspace(graph)
+    view = {**pack, 1: torch._neg_view(pack[1])}
+    graph.execute(view, space)
+    torch.cuda.synchronize()
+    again = captured(lambda: graph.execute(view, space))
+    for _ in range(3):
+        pack[1].normal_()
+        pack[3].fill_(float("nan"))
+        again.replay()
+        torch.cuda.synchronize()
+        check({**pack, 1: -pack[1]})
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_output_that_is_a_negative_view_is_refused(warm: bool) -> None:
+    graph = built()
+    pack, space = data(), workspace(graph)
+    if warm:
+        for _ in range(3):
+            graph.execute(pack, space)
+    with pytest.raises(ValueError, match=r"\(uid 3\): got a negative view"):
+        graph.execute({**pack, 3: torch._neg_view(pack[3])}, space)
+
+
+@pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: x.to("meta")])
+def test_inputs_without_strided_memory_are_refused_by_name(make: Any) -> None:
+    graph = built()
+    pack, space = data(), workspace(graph)
+    graph.execute(pack, space)
+    with pytest.raises((TypeError, ValueError), match=r"execute: tensor .*\(uid 1\): got"):
+        graph.execute({**pack, 1: make(pack[1])}, space)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import launch
+from cudnn.runtime import launch
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import StoreTile
 from cudnn_kernels.problem import Operand

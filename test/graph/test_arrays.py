@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
+from cudnn.arrays.check import check_array
 from cudnn.backend.plan import Pack
 from cudnn.pygraph import fast_call
-from cudnn.pygraph.arrays import check_array
 from cudnn.pygraph.tensor import Tensor
 from support.drawing import shapes
 from support.graphs import FLOAT, HALF, MODES, like, packed, reference_graph

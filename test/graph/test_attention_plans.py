@@ -15,6 +15,7 @@ import cudnn
 from cudnn.backend import library
 from cudnn.backend.enums import DescriptorType
 from cudnn.backend.handle import device_capability
+from cudnn.pygraph.attention.scores import ScoreGraph
 from cudnn.pygraph.lowering import Bindings, Lowering
 from support.attention import BACKWARD_CASES, CASES, Problem, backward_data, checked, checked_backward, describe, small
 from support.graphs import BFLOAT16, FLOAT, HALF, configurations, planned_graph
@@ -316,3 +317,23 @@ def test_a_score_modifier_makes_its_own_constants(h200: Any) -> None:
     results: list[Any] = graph.sdpa(q, k, v, is_inference=True, score_mod=modifier)
     results[0].set_output(True)
     assert configurations(graph) > 0
+
+
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "bounded"),
+    [(64, 64, True), (128, 192, True), (128, 704, True), (1, 128, True), (128, 128, False), (64, 100, False)],
+)
+def test_backward_pass_bounds_weights_outside_the_scores(
+    s_q: int, s_kv: int, bounded: bool, h200: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to cuDNN 9.19 they overflow where a half tile of keys, or one row, leaves a tile unmasked."""
+    bounds: list[float] = []
+    at_most = ScoreGraph.at_most
+
+    def counted(graph: ScoreGraph, scores: cudnn.tensor, bound: float) -> cudnn.tensor:
+        bounds.append(bound)
+        return at_most(graph, scores, bound)
+
+    monkeypatch.setattr(ScoreGraph, "at_most", counted)
+    build(planned_graph(h200), dataclasses.replace(CASES["plain"], s_q=s_q, s_kv=s_kv), is_backward=True)
+    assert bounds == [0.0] * bounded

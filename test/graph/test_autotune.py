@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.launch import cache
+from cudnn.runtime import cache
 from support.graphs import planned_graph, reference_graph
 
 module: Any = importlib.import_module("cudnn.autotune")  # ``cudnn.autotune`` itself is the function
@@ -232,6 +232,15 @@ def test_the_command_that_clears_the_cache_clears_choices(choice: Any, tmp_path:
     assert choice.read() == "eng1"
     assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700  # kernels are not kept where others may write
     assert cache.clear() == 0
+    assert choice.read() is None
+
+
+def test_where_no_folder_can_be_written_to_no_choice_is_kept(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "folder", lambda: None)
+    graph = planned_graph(h200)
+    product(graph)
+    choice = module._Choice(graph, "a GPU")
+    choice.write("eng1")
     assert choice.read() is None
 
 

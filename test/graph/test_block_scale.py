@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.pygraph.lowering import Lowering
+from support import block_scales
 from support.gemms import atoms_of, e8m0_code_above, e8m0_values, fp4_values, from_atoms, in_atoms, memory_of
 from support.graphs import FLOAT, HALF, MODES, configurations, like, planned_graph, reference_graph, run
 from support.refusals import check_refused
@@ -55,6 +56,28 @@ def scale_above(x: torch.Tensor, dtype: object) -> torch.Tensor:
         return e8m0_values(e8m0_code_above(x))
     every = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     return every[torch.searchsorted(every, x)]
+
+
+@pytest.mark.parametrize(("kind", "scale_kind", "size"), [(E4M3, E8M0, 32), (E5M2, E5M2, 32), (E4M3, E4M3, 16)])
+def test_quantize_blocks_of_any_magnitude(kind: Any, scale_kind: Any, size: int) -> None:
+    """Finite blocks have finite elements and scales; those with an infinity or a NaN dequantise to such there."""
+    x = block_scales.values(size)[None]
+    graph = reference_graph()
+    tensor = like(graph, x)
+    y, scale = graph.block_scale_quantize(tensor, size)
+    y.set_output(True).set_data_type(kind)
+    scale.set_output(True).set_data_type(scale_kind)
+    graph.build(MODES)
+    data, scales = torch.zeros(x.numel(), dtype=torch.uint8), torch.zeros(x.shape[1], dtype=torch.uint8)
+    graph.execute({tensor: x, y: data, scale: scales})
+    types = {E8M0: torch.float8_e8m0fnu, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+    values, factors = data.view(types[kind]).float().view(x.shape[1:]), scales.view(types[scale_kind]).float()
+    finite = x[0].isfinite().all(1)
+    assert values[finite].isfinite().all()
+    assert factors[finite].isfinite().all()
+    assert not (values * factors[:, None])[~x[0].isfinite()].isfinite().any()
+    ordinary = block_scales.AMAX.index(5.0)
+    torch.testing.assert_close((values * factors[:, None])[ordinary], x[0, ordinary], rtol=0.13, atol=1e-3)
 
 
 @settings(max_examples=15, deadline=None)

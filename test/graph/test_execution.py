@@ -14,9 +14,9 @@ import cudnn
 from cudnn.backend import cuda_graph, library
 from cudnn.backend.handle import gpu_available
 from cudnn.backend.plan import Origin
-from cudnn.explain.twins import twin_of
 from cudnn.pygraph import graph as graph_module
 from cudnn.pygraph import program
+from cudnn.pygraph.explain.twins import twin_of
 from support.graphs import FLOAT, HALF, MODES, packed, planned_graph, reference_graph
 
 COMPOSITE = cudnn.attention_implementation.COMPOSITE

@@ -16,8 +16,8 @@ from cudnn.backend import library
 from cudnn.backend.messages import root_causes
 from cudnn.backend.plan import ExecutionPlan
 from cudnn.errors import CudnnError, CudnnLibraryError
-from cudnn.explain import Explanation
-from cudnn.explain.layouts import layout
+from cudnn.pygraph.explain import Explanation
+from cudnn.pygraph.explain.layouts import layout
 from support.graphs import FLOAT, HALF, MODES, configurations, packed, planned_graph, reference_graph
 
 A, FALLBACK = cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cudnn import errors
-from cudnn.pygraph import layout
+from cudnn.arrays import layout
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 

@@ -14,13 +14,16 @@ transformers = pytest.importorskip("transformers", reason="Hugging Face transfor
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
+    causal_mask_function,
     chunked_causal_mask_function,
     packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
 
+from cudnn.integrations._causal_mask import CausalMask  # noqa: E402
 from cudnn.integrations.transformers import attention, mask, register  # noqa: E402
+from integrations import transformers_sweep  # noqa: E402
 from support.selection import brief  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -227,10 +230,25 @@ def test_compiled_without_graph_breaks(name: str) -> None:
 
 
 def test_masks() -> None:
-    """No mask is made for a causal sliding window over a whole sequence; every other mask is that of "sdpa"."""
+    """A mask names its band, where that says it all; every other mask is that of "sdpa"."""
     window, size = sliding_window_causal_mask_function(4), {"local_size": 4}
-    assert mask(2, 9, 9, mask_function=window, **size) is None
     padding = torch.ones(2, 9, dtype=torch.bool)
+    assert mask(2, 9, 9, mask_function=causal_mask_function, attention_mask=padding) is None
+    offset = torch.zeros((), dtype=torch.int64)  # as a static cache has it
+    room = torch.cat((padding, ~padding), dim=1)
+    for given in (
+        {"mask_function": window, **size},
+        {"mask_function": window, "attention_mask": padding, **size},
+        {"mask_function": window, "kv_length": 18, "q_offset": offset, "attention_mask": room, **size},
+        {"mask_function": causal_mask_function, "kv_length": 18},
+        {"mask_function": causal_mask_function, "kv_length": 18, "q_offset": offset, "attention_mask": room},
+    ):
+        given = {"kv_length": 9, **given}
+        found, expected = mask(2, 9, **given), sdpa_mask(2, 9, **given | {"allow_is_causal_skip": False})
+        assert type(found) is CausalMask
+        assert found.shape == (2, 1, 9, given["kv_length"])
+        seen = found[:, :, :, : expected.shape[3]].dense()
+        assert torch.equal(seen, expected)
     padding[0, 0] = False
     chunks = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
     for given in (
@@ -248,18 +266,175 @@ def test_masks() -> None:
     assert torch.equal(found, sdpa_mask(2, 9, 9, allow_is_causal_skip=False, **given))
 
 
-def test_a_window_that_the_model_does_not_pass_on() -> None:
-    """As Qwen2-MoE, whose layers have it, and Phi-3.5-MoE, whose configuration does."""
-    q, k, v = (torch.randn(1, 2, 9, 16, dtype=BF16) for _ in range(3))
-    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
-    full, window = (attention(SimpleNamespace(), q, k, v, None, sliding_window=size)[0] for size in (None, 4))
-    assert not torch.equal(full, window)
-    for layer, expected in (
-        (SimpleNamespace(config=SimpleNamespace(sliding_window=4)), window),
-        (SimpleNamespace(config=SimpleNamespace(**kinds), layer_idx=0), full),
-        (SimpleNamespace(config=SimpleNamespace(**kinds), layer_idx=1, sliding_window=4), window),
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_causal_mask_is_read_as_any_mask(window: int | None) -> None:
+    """By slices it stays a band; any other operation reads its elements; none can write them."""
+    one = CausalMask(torch.empty(0), (2, 1, 6, 8), 0, window)
+    rows, keys = torch.arange(6)[:, None], torch.arange(8)
+    dense = ((keys <= rows) & (keys > rows - (window or 9))).expand(2, 1, 6, 8).contiguous()
+    assert torch.equal(one.dense(), dense)
+    for index in (
+        (slice(None), slice(None), slice(-2, None)),
+        (slice(1), slice(None), slice(1, 4), slice(0, 5)),
+        (..., slice(2, 3), slice(None)),
+        (..., slice(0, 0)),
     ):
-        assert torch.equal(attention(layer, q, k, v, None)[0], expected)
+        assert type(one[index]) is CausalMask
+        assert torch.equal(one[index].dense(), dense[index])
+    for read in (
+        lambda x: x[..., 1:],
+        lambda x: x[:, 0],
+        lambda x: x[:, :, ::2],
+        lambda x: x & (keys < 3),
+        lambda x: torch.where(x, 0.0, -1.0),
+        lambda x: x.to(torch.float32),
+        lambda x: x.expand(2, 4, 6, 8),
+        lambda x: torch.cat((x, x), -1),
+        lambda x: x.any(),
+        lambda x: x.clone().masked_fill_(x, False),
+    ):
+        assert type(read(one)) is torch.Tensor
+        assert torch.equal(read(one), read(dense))
+    with pytest.raises(ValueError, match=r"got a CausalMask; allowed: a mask with storage"):
+        one[:, :, 0] = True
+    with pytest.raises(ValueError, match="got a CausalMask"):
+        one.masked_fill_(keys < 3, False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "first", "window"), [(6, 6, 0, 3), (6, 9, 0, None), (2, 8, 4, 3), (1, 8, 5, 2)]
+)
+def test_attention_by_a_causal_mask(rows: int, keys: int, first: int, window: int | None) -> None:
+    """Values and gradients are those with its elements: windows, room for more keys, and the last rows."""
+    given = [torch.randn(2, heads, length, 16) for heads, length in ((4, rows), (2, keys), (2, keys))]
+    given = [x.double().requires_grad_() for x in given]
+    one = CausalMask(torch.empty(0), (2, 1, 8, keys), 0, window)[:, :, first : first + rows]
+    found, expected = (attention(SimpleNamespace(), *given, each)[0] for each in (one, one.dense()))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, given, torch.ones_like(x)) for x in (found, expected)))
+
+
+def test_a_causal_mask_is_compiled_without_graph_breaks() -> None:
+    """A layer alone is compiled, and gets the mask of the model, which is not."""
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    one = CausalMask(torch.empty(0), (1, 1, 9, 9), 0, 4)
+    torch.compiler.reset()
+    module = torch.nn.Module()
+    layer = torch.compile(lambda *x: attention(module, *x)[0], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(layer(q, k, v, one), attention(SimpleNamespace(), q, k, v, one.dense())[0])
+
+
+def test_which_keys_a_row_sees_is_not_guessed() -> None:
+    """Without a mask, a causal call has as many keys as rows and no window; compressed keys have other numbers."""
+    q, k = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 12, 16)
+    module = SimpleNamespace()
+    with pytest.raises(ValueError, match=r"attention_mask: got None, with 9 rows and 12 keys; .* To fix it, pass"):
+        attention(module, q, k, k, None)
+    with pytest.raises(ValueError, match=r"attention_mask: got None, with 9 rows and 3 keys"):
+        attention(module, q, k[:, :, :3], k[:, :, :3], None)
+    with pytest.raises(ValueError, match=r"sliding_window: got 4 without a mask for 9 rows; .*attn_implementation="):
+        attention(module, q, q, q, None, sliding_window=4)
+    whole = attention(module, q, q, q, None, sliding_window=9)[0]
+    causal = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(whole, causal)
+    cross = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+    for given in ({"is_causal": False}, {"sliding_window": 4, "is_causal": False}):
+        torch.testing.assert_close(attention(module, q, k, k, None, **given)[0], cross)
+    torch.testing.assert_close(attention(SimpleNamespace(is_causal=False), q, k, k, None)[0], cross)
+    torch.testing.assert_close(attention(module, q[:, :, :1], k, k, None)[0], cross[:, :1])  # one row sees all keys
+
+
+ARGUMENTS = {
+    "indices": torch.zeros(1, 9, 2, dtype=torch.int64),
+    "block_indices": torch.zeros(1, 9, 2, dtype=torch.int64),
+    "sinks": torch.zeros(1, 2, 9, 1),
+    "position_bias": torch.zeros(1, 2, 9, 9),
+    "head_mask": torch.ones(2),
+    "softcap": 30.0,
+    "cu_seq_lens_q": torch.tensor([0, 4, 9]),
+    "max_length_k": 9,
+    "cache": object(),
+    "output_attentions": True,
+    "deterministic": True,
+    "what_a_later_version_adds": False,
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_without_a_meaning_here_are_refused(name: str) -> None:
+    """Whatever chooses keys, changes scores or asks for weights; None is no choice."""
+    q = torch.randn(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=rf"attention: {name}: got .*; allowed: None( or False)?\. To fix it, "):
+        attention(SimpleNamespace(), q, q, q, None, **{name: ARGUMENTS[name]})
+    ignored = {name: None, "position_ids": torch.arange(9), "output_attentions": False, "use_cache": True}
+    assert torch.equal(*(attention(SimpleNamespace(), q, q, q, None, **each)[0] for each in (ignored, {})))
+
+
+def test_softcap_is_refused_by_the_interface() -> None:
+    one = model("Mixtral", "cudnn", "eager")
+    q = torch.randn(1, 4, 3, 16)
+    chosen = transformers.AttentionInterface()["cudnn"]
+    with pytest.raises(ValueError, match=r"softcap: got 30\.0; allowed: None"):
+        chosen(one.model.layers[0].self_attn, q, q, q, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("masked", [False, True])
+def test_outputs_are_contiguous(rows: int, masked: bool) -> None:
+    """So that a model may call .view on them, also where keys are wider than values."""
+    q, k, v = (torch.randn(2, 2, length, size) for length, size in ((rows, 16), (9, 16), (9, 8)))
+    seen = torch.ones(2, 1, rows, 9, dtype=torch.bool) if masked or rows == 1 else None
+    out, weights = attention(SimpleNamespace(), q, k, v, seen)
+    assert out.is_contiguous()
+    assert out.view(2, rows, 16).shape == (2, rows, 16)
+    assert weights is None
+
+
+REFUSED = {
+    "DeepseekV32": "sdpa",  # keys by an index
+    "GlmMoeDsa": "sdpa",
+    "Falcon": "sdpa",  # a path for "sdpa", and one for all others
+    "DeepseekV4": "eager",  # compressed keys
+    "GPTJ": "eager",  # a class for each implementation
+    "Bark": "eager",
+    "Mamba": "eager",  # no attention
+    "Longformer": "eager",  # attention that does not call the interface
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_without_a_meaning_here_are_refused(name: str) -> None:
+    """When they are built, or their implementation is set; before their weights exist."""
+    register()
+    found = [kind for kind in ("ForCausalLM", "ForMaskedLM", "CausalModel") if hasattr(transformers, name + kind)]
+    if not found:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    kind, config = getattr(transformers, name + found[0]), getattr(transformers, f"{name}Config")
+    if name == "Bark":
+        kind, config = transformers.BarkCausalModel, transformers.models.bark.BarkSemanticConfig
+    with torch.device("meta"):
+        wanted = rf"model: got \w+.*; allowed: classes .* To fix it, choose attn_implementation=\"{REFUSED[name]}\""
+        with pytest.raises(ValueError, match=wanted):
+            kind._from_config(config(), attn_implementation="cudnn")
+    with pytest.raises(ValueError, match="model: got"):  # where a class of the user's own is made of it
+        type("Own", (kind,), {"__module__": kind.__module__})._from_config(config(), attn_implementation="cudnn")
+
+
+def test_a_model_with_sinks_is_taken_and_one_without_support_is_not() -> None:
+    """As transformers' own check: its "sdpa" has no sinks, ours has; and the check is added once."""
+    register()
+    register()
+    check = transformers.PreTrainedModel.get_correct_attn_implementation
+    assert not hasattr(check.__wrapped__, "__wrapped__")
+    first = weights("gpt-oss")
+    assert not first._supports_sdpa
+    assert first.get_correct_attn_implementation("cudnn") == "cudnn"
+    assert first.get_correct_attn_implementation("eager") == "eager"
+    with torch.device("meta"):
+        one = transformers.MambaModel._from_config(transformers.MambaConfig(num_hidden_layers=1, hidden_size=16))
+    with pytest.raises(ValueError, match=r'model: got MambaModel; .*choose attn_implementation="eager"'):
+        one.set_attn_implementation("cudnn")
+    one.set_attn_implementation("eager")
 
 
 class Experts(torch.nn.Module):
@@ -295,12 +470,148 @@ def test_experts_without_gates_and_what_is_refused() -> None:
     torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
     experts.act_fn = torch.nn.GELU()
     with pytest.raises(
-        ValueError, match=r"activation: got GELU through .*_default_apply_gate in Experts; allowed: SiLU"
+        ValueError, match=r"activation: got GELU\(.*\) without gates in Experts; allowed: SiLU .* squared"
     ):
         experts(x, index, shares)
-    one = model("Mixtral", "cudnn", "eager")
-    layer = one.model.layers[0].self_attn
-    q = torch.randn(1, 4, 3, 16)
-    chosen = transformers.AttentionInterface()["cudnn"]
-    with pytest.raises(ValueError, match="softcap: got a value; allowed: None"):
-        chosen(layer, q, q, q, None, softcap=30.0)
+
+
+def moe(act_fn: Any = torch.nn.functional.silu, **options: Any) -> Any:
+    """A layer of gated experts that chooses "cudnn"."""
+    register()
+
+    class Gated(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = 3
+            self.gate_up_proj = torch.nn.Parameter(torch.randn(3, 64, 16))
+            self.down_proj = torch.nn.Parameter(torch.randn(3, 16, 32))
+            self.act_fn = act_fn
+
+        def forward(self, *_: Any) -> Any:
+            raise AssertionError
+
+    config = transformers.Qwen3MoeConfig(**COMMON)
+    config._experts_implementation = "cudnn"
+    return use_experts_implementation(Gated, **options)(config)
+
+
+ROUTED = (torch.randn(5, 16), torch.randint(0, 3, (5, 2)), torch.rand(5, 2))
+SILU = {
+    "nn.SiLU": torch.nn.SiLU(),
+    "in place": torch.nn.SiLU(inplace=True),
+    "transformers": transformers.activations.ACT2FN["silu"],
+    "swish": transformers.activations.ACT2FN["swish"],
+    "F.silu": torch.nn.functional.silu,
+    "aten": torch.ops.aten.silu,
+    "aten.default": torch.ops.aten.silu.default,
+    "partial": functools.partial(torch.nn.functional.silu, inplace=False),
+    "partial of aten": functools.partial(torch.ops.aten.silu),
+    "partial of a partial": functools.partial(functools.partial(torch.nn.SiLU())),
+}
+
+
+@pytest.mark.parametrize("name", SILU)
+def test_spellings_of_silu(name: str) -> None:
+    layer = moe(SILU[name])
+    found = layer(*ROUTED)
+    x, index, shares = ROUTED
+    expected = torch.zeros_like(x)
+    for k in range(2):
+        gate, up = torch.einsum("th,tih->ti", x, layer.gate_up_proj[index[:, k]]).chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate) * up
+        expected += shares[:, k, None] * torch.einsum("ti,thi->th", hidden, layer.down_proj[index[:, k]])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class SiLU(torch.nn.Module):
+    """Of another library, with another meaning."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+OTHERS = {
+    "gelu": (torch.nn.functional.gelu, "gelu"),
+    "aten": (torch.ops.aten.gelu, "gelu"),
+    "partial": (
+        functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        r"partial\(gelu, approximate='tanh'\)",
+    ),
+    "name": (SiLU(), r"SiLU\(\)"),
+    "lambda": (lambda x: x, "<lambda>"),
+    "missing": (None, "None"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_activations_are_named(name: str) -> None:
+    act_fn, text = OTHERS[name]
+    layer = moe(act_fn)
+    with pytest.raises(
+        ValueError, match=rf"activation: got {text} through .*_default_apply_gate, .* in Gated; allowed"
+    ):
+        layer(*ROUTED)
+
+
+def test_steps_that_experts_do_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are not read, and options that transformers' decorator has later (post-expert norms)."""
+    layer = moe()
+    layer.post_expert_norm = torch.nn.RMSNorm(16)
+    with pytest.raises(ValueError, match=r"module: got post_expert_norm.weight in Gated; .*experts_implementation="):
+        layer(*ROUTED)
+    layer = moe()
+    layer.register_buffer("gate_up_proj_scale_inv", torch.ones(3))
+    with pytest.raises(ValueError, match="module: got gate_up_proj_scale_inv in Gated"):
+        layer(*ROUTED)
+    layer = moe()
+    layer.gate_up_proj_bias = torch.nn.Parameter(torch.zeros(3, 64))  # but has_bias=False
+    with pytest.raises(ValueError, match="module: got gate_up_proj_bias in Gated"):
+        layer(*ROUTED)
+    layer = moe()
+    layer(*ROUTED)
+
+    def later(experts_class: Any = None, *, has_gate: bool = True, has_post_expert_norm: bool = False) -> None: ...
+
+    monkeypatch.setattr(transformers.integrations.moe, "use_experts_implementation", later)
+    layer.has_post_expert_norm = False
+    layer(*ROUTED)
+    layer.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="module: got has_post_expert_norm=True in Gated"):
+        layer(*ROUTED)
+
+
+def test_gates_that_their_function_reads_in_another_order_are_refused() -> None:
+    """transformers' own function splits in halves, whatever the decorator says."""
+    with pytest.raises(ValueError, match=r"activation: got silu through .*_default_apply_gate, in pairs, in Gated"):
+        moe(is_concatenated=False)(*ROUTED)
+
+
+FAMILIES = {
+    "llama": "equal",
+    "mixtral": "equal",
+    "qwen3_moe": "equal",
+    "gpt_oss": "equal",
+    "gemma3_text": "equal",
+    "gemma4_text": "equal",
+    "afmoe": "equal",
+    "jetmoe": "equal",
+    "bert": "equal",
+    "vit": "equal",
+    "gemma2": "refused",
+    "deepseek_v32": "refused",
+    "glm_moe_dsa": "refused",
+    "minimax_m3_vl": "refused",
+    "deepseek_v4": "refused",
+    "muse_spark_text": "refused",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sweep(family: str) -> None:
+    """Prefill, padding, generation, a static cache and training are as by the model's own functions, or refused."""
+    if family not in transformers_sweep.families():
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    register()
+    found = transformers_sweep.sweep(family)
+    assert found.verdict == FAMILIES[family], found
+    assert found.calls or found.verdict != "equal"

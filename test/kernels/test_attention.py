@@ -39,17 +39,19 @@ machine = pytest.importorskip("ptx_emulator.machine")
 
 FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
-DRAWING = ForwardConfiguration("bfloat16", 128, 128, (128, 128), queue=True)
-HOLDING = replace(DRAWING, queue=False, holds=True)
-DECODE = DecodeConfiguration("bfloat16", 256, 256, (64, 64), right=True, left=True, sink=True, cached=True, page=16)
+DRAWING = ForwardConfiguration("bfloat16", 128, 128, (128, 128), dynamic_scheduler=True)
+HOLDING = replace(DRAWING, dynamic_scheduler=False, loop_bounds_in_registers=True)
+DECODE = DecodeConfiguration(
+    "bfloat16", 256, 256, (64, 64), right=True, left=True, sink=True, cached=True, page_size=16
+)
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
 BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (80, 128))
 THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128), v_in_registers=True)
 WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
-WIDER = replace(WIDE, head_v=192, tile=(64, 96))
-QUEUE = BackwardConfiguration("bfloat16", 64, 64, (128, 128), queue=True)
-LONG_QUEUE = replace(QUEUE, head=128, head_v=128, tile=(64, 128))
+WIDER = replace(WIDE, head_dim_v=192, tile=(64, 96))
+QUEUE = BackwardConfiguration("bfloat16", 64, 64, (128, 128), dynamic_scheduler=True)
+LONG_QUEUE = replace(QUEUE, head_dim=128, head_dim_v=128, tile=(64, 128))
 
 SPLIT = {"split": 3, "parts": 3}
 
@@ -83,7 +85,7 @@ class Problem:
     def ends(self) -> dict[str, bool]:
         """Options of a configuration."""
         right, left = (end is not None for end in (self.right, self.left))
-        return {"packed": self.packed, "right": right, "left": left, "top_left": self.top_left}
+        return {"varlen": self.packed, "right": right, "left": left, "top_left": self.top_left}
 
     def configured(self, configuration: Any) -> Any:
         """A configuration for this problem."""
@@ -91,7 +93,7 @@ class Problem:
         if isinstance(configuration, ForwardConfiguration):
             configuration = replace(configuration, sink=self.sink)
             if self.dtype is not self.result:
-                configuration = replace(configuration, result="bfloat16")
+                configuration = replace(configuration, out_dtype="bfloat16")
         return replace(configuration, dtype=dtype, softcap=self.softcap > 0, **self.ends)
 
 
@@ -151,7 +153,7 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap}
     numbers |= SPLIT
     ends = {"right": problem.right or 0, "left": problem.left or 0}
-    given = {**found, **numbers, **ends, "multiprocessors": 3, "stream": 0}
+    given = {**found, **numbers, **ends, "num_sms": 3, "stream": 0}
     return given | {"workspace": torch.full((4096,), 255, dtype=torch.uint8)}
 
 
@@ -184,7 +186,7 @@ def run(arch: str, configuration: Any, given: dict[str, Any]) -> None:
 
 def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -> dict[str, Any]:
     """:func:`drawn`, with what the forward pass leaves and a workspace that holds NaN."""
-    given = drawn(problem, configuration.head, configuration.head_v)
+    given = drawn(problem, configuration.head_dim, configuration.head_dim_v)
     for index in range(len(problem.lengths)):
         found = sequence(given, problem, index)
         expected = reference(found, given["scale_softmax"], problem)
@@ -216,7 +218,7 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
 
 
 LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
-ONE_END: dict[str, Any] = {"packed": False, "right": True, "left": False, "deterministic": False}
+ONE_END: dict[str, Any] = {"varlen": False, "right": True, "left": False, "deterministic": False}
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
 UNSEEN = replace(SHORT, lengths=(*SHORT.lengths, (100, 5)))  # whole blocks of rows that see no key
@@ -246,8 +248,8 @@ TABLE = [
             ),
             ("sm_90a", DRAWING, replace(SECTIONS, lengths=((100, 150), (0, 10), (9, 7)), packed=True)),
             ("sm_100a", TWO_TILES, PACKED),
-            ("sm_90a", replace(DRAWING, queue=False), SMALL_TYPES[0]),
-            ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
+            ("sm_90a", replace(DRAWING, dynamic_scheduler=False), SMALL_TYPES[0]),
+            ("sm_90a", replace(FORWARD, head_dim=192, head_dim_v=128, tile=(128, 128)), CAPPED),
             ("sm_90a", HOLDING, SECTIONS),
             ("sm_90a", forward_table.configuration("sm_90a", "", (64, 64), GROWING.ends), GROWING),
             ("sm_90a", HOLDING, replace(GROWING, right=-175, grows=3.0)),  # the first row sees none of the first block
@@ -255,8 +257,8 @@ TABLE = [
             ("sm_90a", FORWARD, replace(GROWING, lengths=((70, 300),), softcap=60.0, sink=True)),
             ("sm_100a", BLACKWELL, PACKED),
             ("sm_100a", BLACKWELL, WINDOW),
-            ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
-            ("sm_100a", replace(TWO_TILES, head=192, head_v=128), CAPPED),
+            ("sm_100a", replace(TWO_TILES, head_dim=128, head_dim_v=128), WINDOW),
+            ("sm_100a", replace(TWO_TILES, head_dim=192, head_dim_v=128), CAPPED),
             ("sm_100a", BLACKWELL, Problem(((130, 1030),), (4, 2))),
             *(
                 (arch, forward_table.configuration(arch, "", heads, problem.ends), problem)
@@ -272,7 +274,11 @@ TABLE = [
             ),
             ("sm_100a", TWO_TILES, replace(PACKED, top_left=True)),
             *(
-                ("sm_90a", forward_table.configuration("sm_90a", "", heads, problem.ends, result="bfloat16"), problem)
+                (
+                    "sm_90a",
+                    forward_table.configuration("sm_90a", "", heads, problem.ends, out_dtype="bfloat16"),
+                    problem,
+                )
                 for heads in forward_table.HEADS
                 for problem in SMALL_TYPES
             ),
@@ -287,7 +293,7 @@ def test_forward(
     arch: str, configuration: ForwardConfiguration, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "L2_BYTES", 240_000)  # three of five heads of SECTIONS
-    given = drawn(problem, configuration.head, configuration.head_v)
+    given = drawn(problem, configuration.head_dim, configuration.head_dim_v)
     run(arch, problem.configured(configuration), given)
     assert_right(given, problem, ("o",))
 
@@ -296,22 +302,22 @@ class Counting(AttentionForward):
     """Writes how many blocks of keys each CTA takes where LSE would be."""
 
     @cute.jit
-    def body(self, call: Any) -> None:
+    def body(self, params: Any) -> None:
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            self.each_tile(call, lambda p, before, phase: self.count(call, p, before))
+            self.for_each_tile(params, lambda info, n_blocks_done, q_phase: self.count(params, info, n_blocks_done))
 
-    def count(self, call: Any, p: Any, before: Any) -> None:
+    def count(self, params: Any, info: Any, n_blocks_done: Any) -> None:
         cta, _, _ = cute.arch.block_idx()
-        begin, _, _, end = self.blocks(p)
-        call.lse[cta, 0, 0] = cutlass.Float32(before + end - begin)
+        begin, _, _, end = self.n_block_range(info)
+        params.lse[cta, 0, 0] = cutlass.Float32(n_blocks_done + end - begin)
 
 
 def test_ctas_take_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads that do not make up whole sections, and rows of which the last ones see most."""
     monkeypatch.setattr(forward, "L2_BYTES", 3 * 256 * 1024)  # three of eight heads
     c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), right=True)
-    given = drawn(Problem(((1024, 1024),), heads=(8, 8), right=0), 64, 64) | {"multiprocessors": 17}
+    given = drawn(Problem(((1024, 1024),), heads=(8, 8), right=0), 64, 64) | {"num_sms": 17}
     with ptx_emulator.emulate("sm_90a"):
         compiler.compile_for("sm_90a", Counting(c), *fakes.arguments(c))(*(given[slot.name] for slot in c.slots()))
     counts = given["lse"][0, 0, :17]
@@ -323,14 +329,14 @@ class Sorting(AttentionForward):
     """Puts tiles in order, and computes nothing."""
 
     @cute.jit
-    def body(self, call: Any) -> None:
+    def body(self, params: Any) -> None:
         pass
 
 
 def test_tiles_with_most_keys_are_drawn_first() -> None:
     """The last tiles that are drawn are short: when they are, all CTAs are done at about the same time."""
     lengths = tuple((37 * i % 300 * (i % 5 > 0), 53 * i % 400 // 4) for i in range(45))
-    c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), packed=True, queue=True)
+    c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), varlen=True, dynamic_scheduler=True)
     given = drawn(Problem(lengths, packed=True), 64, 64)
     with ptx_emulator.emulate("sm_90a", races=True):
         compiler.compile_for("sm_90a", Sorting(c), *fakes.arguments(c))(*(given[slot.name] for slot in c.slots()))
@@ -349,8 +355,8 @@ def test_tiles_with_most_keys_are_drawn_first() -> None:
     [
         ("sm_90a", ForwardConfiguration("bfloat16", 64, 64, (192, 128)), 1),
         ("sm_100a", TWO_TILES, 1),
-        ("sm_90a", replace(BACKWARD, head=64, head_v=64, tile=(128, 128)), 3),
-        ("sm_90a", replace(PAIRED, head=128, head_v=128, tile=(64, 32)), 3),
+        ("sm_90a", replace(BACKWARD, head_dim=64, head_dim_v=64, tile=(128, 128)), 3),
+        ("sm_90a", replace(PAIRED, head_dim=128, head_dim_v=128, tile=(64, 32)), 3),
         ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), 3),
     ],
 )
@@ -363,9 +369,9 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
         return SimpleNamespace(run=lambda: None, started=[])
 
     monkeypatch.setattr(machine, "Machine", started)
-    given = drawn(Problem(((1, 1),) * 70_000), configuration.head, configuration.head_v)
+    given = drawn(Problem(((1, 1),) * 70_000), configuration.head_dim, configuration.head_dim_v)
     size = workspace_size(configuration.slots(), {"sq": 1, "hq": 1, "b": 70_000})
-    given |= {"multiprocessors": 1 << 20, "workspace": torch.empty(size, dtype=torch.uint8)}
+    given |= {"num_sms": 1 << 20, "workspace": torch.empty(size, dtype=torch.uint8)}
     run(arch, configuration, given)
     assert len(grids) == kernels
     assert all(x >= 70_000 and rest == [1, 1] for _, x, *rest in grids)
@@ -379,7 +385,7 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", replace(BACKWARD, deterministic=True), UNSEEN),
             (
                 "sm_90a",
-                replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
+                replace(BACKWARD, head_dim=64, head_dim_v=64, tile=(128, 128)),
                 Problem(((200, 290),) * 2, heads=(2, 2), right=5, dtype=torch.float16, nan=(1,)),
             ),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), SHORT),
@@ -402,7 +408,7 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", replace(PAIRED, deterministic=True), Problem(((70, 340), (100, 200)), packed=True, left=100)),
             (
                 "sm_90a",
-                replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
+                replace(BACKWARD, head_dim=64, head_dim_v=64, tile=(128, 128)),
                 Problem(((40, 30),), heads=(9, 9), right=0),
             ),
             (
@@ -441,9 +447,12 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
     brief(
         [
             (replace(QUEUE, tile=(64, 128)), Problem(((200, 300),), heads=(3, 3), right=0)),
-            (replace(PAIRED, head=128, head_v=128, tile=(64, 32)), Problem(((130, 170),), heads=(6, 3), right=0)),
+            (
+                replace(PAIRED, head_dim=128, head_dim_v=128, tile=(64, 32)),
+                Problem(((130, 170),), heads=(6, 3), right=0),
+            ),
             (replace(BACKWARD, tile=(64, 128)), Problem(((200, 400), (70, 150)), (3, 3), True, right=0, left=100)),
-            (replace(BACKWARD, head=64, head_v=64, tile=(64, 128)), Problem(((150, 300),), heads=(3, 3))),
+            (replace(BACKWARD, head_dim=64, head_dim_v=64, tile=(64, 128)), Problem(((150, 300),), heads=(3, 3))),
         ],
         0,
     ),
@@ -454,7 +463,7 @@ def test_turns_come_after_those_of_earlier_ctas(
     """Each CTA, or pair, starts when those before are done, with two of the three heads in the first section."""
     cluster = 1 + configuration.pair
     rows = sum(queries for queries, _ in problem.lengths) // len(problem.lengths)
-    bytes_each = 4 * configuration.head + 2 * (configuration.head + configuration.head_v)
+    bytes_each = 4 * configuration.head_dim + 2 * (configuration.head_dim + configuration.head_dim_v)
     monkeypatch.setattr(attention_backward, "L2_BYTES", 2 * rows * bytes_each)
     monkeypatch.setattr(machine, "WAVE", cluster)
     configuration = replace(configuration, deterministic=True)
@@ -468,7 +477,7 @@ def test_turns_come_after_those_of_earlier_ctas(
     [
         (replace(FORWARD, right=True), 10),
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
-        pytest.param(replace(DRAWING, packed=True, right=True), 10, marks=pytest.mark.full),
+        pytest.param(replace(DRAWING, varlen=True, right=True), 10, marks=pytest.mark.full),
         pytest.param(replace(HOLDING, right=True), 10, marks=pytest.mark.full),
         pytest.param(DECODE, 10, marks=pytest.mark.full),
         *(
@@ -481,7 +490,9 @@ def test_turns_come_after_those_of_earlier_ctas(
         ),
         *(
             pytest.param(
-                forward_table.configuration("sm_90a", "float8_e4m3fn", heads, PACKED.ends, result="float16", sink=True),
+                forward_table.configuration(
+                    "sm_90a", "float8_e4m3fn", heads, PACKED.ends, out_dtype="float16", sink=True
+                ),
                 10,
                 marks=pytest.mark.full,
             )
@@ -490,7 +501,7 @@ def test_turns_come_after_those_of_earlier_ctas(
         *(
             pytest.param(
                 ForwardConfiguration(
-                    kind, *heads, tile if kind == result else (128, 128), right=True, compressed=True, result=result
+                    kind, *heads, tile if kind == result else (128, 128), right=True, compressed=True, out_dtype=result
                 ),
                 10,
                 marks=pytest.mark.full,
@@ -503,7 +514,7 @@ def test_turns_come_after_those_of_earlier_ctas(
         *(
             pytest.param(replace(queue, right=True, **x), 5, marks=pytest.mark.full)
             for queue in (QUEUE, LONG_QUEUE)
-            for x in ({}, {"split": True}, {"packed": True, "left": True, "deterministic": True})
+            for x in ({}, {"split": True}, {"varlen": True, "left": True, "deterministic": True})
         ),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),
         *(
@@ -512,7 +523,7 @@ def test_turns_come_after_those_of_earlier_ctas(
             for ends in (
                 ONE_END,
                 {**ONE_END, "split": True},
-                {"packed": True, "right": True, "left": True, "deterministic": True},
+                {"varlen": True, "right": True, "left": True, "deterministic": True},
             )
         ),
     ],
@@ -528,14 +539,18 @@ def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
     "configuration",
     brief(
         [
-            replace(TWO_TILES, head=192, head_v=128, packed=True, right=True, left=True, softcap=True, sink=True),
+            replace(
+                TWO_TILES, head_dim=192, head_dim_v=128, varlen=True, right=True, left=True, softcap=True, sink=True
+            ),
             replace(BLACKWELL, right=True, left=True, softcap=True),
-            replace(BLACKWELL, head=192, head_v=192, packed=True, right=True, left=True, softcap=True, sink=True),
-            replace(TWO_TILES, head=96, head_v=96, packed=True, right=True, left=True, softcap=True, sink=True),
-            GradientsConfiguration("bfloat16", 128, 128, packed=True, right=True, left=True, softcap=True),
-            GradientsConfiguration("bfloat16", 256, 256, packed=True, right=True, left=True),
-            GradientsConfiguration("bfloat16", 96, 96, packed=True, right=True, left=True),
-            GradientsConfiguration("bfloat16", 192, 192, packed=True, right=True, left=True),
+            replace(
+                BLACKWELL, head_dim=192, head_dim_v=192, varlen=True, right=True, left=True, softcap=True, sink=True
+            ),
+            replace(TWO_TILES, head_dim=96, head_dim_v=96, varlen=True, right=True, left=True, softcap=True, sink=True),
+            GradientsConfiguration("bfloat16", 128, 128, varlen=True, right=True, left=True, softcap=True),
+            GradientsConfiguration("bfloat16", 256, 256, varlen=True, right=True, left=True),
+            GradientsConfiguration("bfloat16", 96, 96, varlen=True, right=True, left=True),
+            GradientsConfiguration("bfloat16", 192, 192, varlen=True, right=True, left=True),
         ],
         0,
     ),

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     ),
     "forward, drawn": (
         "sm_90a",
-        replace(SMALL, queue=True),
+        replace(SMALL, dynamic_scheduler=True),
         Problem(((128, 96), (1, 40), (70, 96), (2, 96)), packed=True, right=0),
     ),
     "forward, 8 bits": (
@@ -50,10 +50,10 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     "decode, Blackwell": ("sm_100a", replace(DECODE, tile=(128, 128)), Problem(((3, 1152),), heads=(2, 1), right=0)),
     "forward, Blackwell, two tiles": (
         "sm_100a",
-        replace(TWO_TILES, head=128, head_v=128),
+        replace(TWO_TILES, head_dim=128, head_dim_v=128),
         Problem(((130, 768),), right=0),
     ),
-    "forward, Blackwell": ("sm_100a", replace(BLACKWELL, head=64, head_v=64), Problem(((130, 1152),), right=0)),
+    "forward, Blackwell": ("sm_100a", replace(BLACKWELL, head_dim=64, head_dim_v=64), Problem(((130, 1152),), right=0)),
     "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
     "backward, ahead": ("sm_90a", AHEAD, Problem(((80, 128),))),
     "pairs": ("sm_90a", PAIRS, Problem(((320, 64),))),
@@ -145,9 +145,11 @@ def attempts(name: str) -> list[tuple[str, int]]:
 def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, int], bool]:
     c, forward = problem.configured(configuration), isinstance(configuration, ForwardConfiguration)
     given = (
-        attention.drawn(problem, c.head, c.head_v) if forward else attention.backward_arguments(configuration, problem)
+        attention.drawn(problem, c.head_dim, c.head_dim_v)
+        if forward
+        else attention.backward_arguments(configuration, problem)
     )
-    given["multiprocessors"] = 1
+    given["num_sms"] = 1
     if isinstance(c, DecodeConfiguration):
         sizes = {"sq": given["q"].shape[2], "hq": given["q"].shape[1], "b": len(problem.lengths), "splits": 1}
         workspace = torch.full((workspace_size(c.slots(), sizes),), 255, dtype=torch.uint8)

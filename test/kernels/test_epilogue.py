@@ -42,7 +42,7 @@ from cudnn_kernels.epilogue import (
     SumRow,
 )
 from cudnn_kernels.problem import GemmProblem, Operand
-from cudnn_kernels.schedule import GroupedRows
+from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import heuristics
 from cudnn_kernels.sm90.gemm import Gemm
 from support import gemm
@@ -107,11 +107,11 @@ def check(
 
 
 def test_every_declaration_has_a_reference_and_an_operation() -> None:
-    from cudnn_kernels.epilogue.table import OPERATIONS
+    from cudnn_kernels.epilogue.registry import EPI_OPS
 
-    classes = {x for x in vars(declared).values() if isinstance(x, type) and issubclass(x, declared.Declaration)}
-    classes -= {declared.Declaration, declared._Tile}
-    assert classes == set(reference.REFERENCES) == set(OPERATIONS)
+    classes = {x for x in vars(declared).values() if isinstance(x, type) and issubclass(x, declared.EpiOp)}
+    classes -= {declared.EpiOp, declared._Tile}
+    assert classes == set(reference.REFERENCES) == set(EPI_OPS)
 
 
 STORED = ["float32", "bfloat16", "float16", E4M3, E5M2, FP4]
@@ -140,9 +140,9 @@ def test_stores(arch: str, dtype: str, major: str) -> None:
 
 CLAMPED = Gate("swish", 1.702, 1.0, -0.5, 1.0)
 
-OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
+EPI_OPS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((MultiplyGroup("scale", "float16", 2), AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
-    ((SumColumn("dbias"), StoreTile("d", "bfloat16")), 200, 136, {"part": 32}),
+    ((SumColumn("dbias"), StoreTile("d", "bfloat16")), 200, 136, {"epi_tile_n": 32}),
     (
         (
             Hadamard("m", factor=0.25),
@@ -155,7 +155,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         {},
     ),
     ((AddRow("bias", "bfloat16", MultiplyColumn("prob", "bfloat16")), StoreTile("d", "float32", "m")), 132, 37, {}),
-    ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"staged": 2}),
+    ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"epi_stages": 2}),
     (
         (
             LoadTile("c", "bfloat16"),
@@ -166,7 +166,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         257,
         200,
-        {"staged": 2, "part": 32},
+        {"epi_stages": 2, "epi_tile_n": 32},
     ),
     (
         (
@@ -196,7 +196,12 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         {"pingpong": True},
     ),
     ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
-    ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
+    (
+        (Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")),
+        136,
+        200,
+        {"epi_tile_n": 128},
+    ),
     ((LoadTile("c", "float16", "m"), SquaredReluBackward(), StoreTile("d", E5M2, "m")), 272, 33, {}),
     ((LoadTile("c", E4M3), SquaredReluBackward(), StoreTile("d", FP4)), 133, 160, {"cluster": (2, 1)}),
     (
@@ -215,7 +220,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         70,
         96,
-        {"pingpong": True, "tile": (64, 128, 64), "part": 32},
+        {"pingpong": True, "tile": (64, 128, 64), "epi_tile_n": 32},
     ),
     (
         (
@@ -228,11 +233,11 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         200,
         320,
-        {"part": 128, "tile": (128, 256, 64)},
+        {"epi_tile_n": 128, "tile": (128, 256, 64)},
     ),
     ((Gated(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
-    ((QuantizeRows("s", E4M3, "float32", 128, power_of_two=True), StoreTile("d", E4M3)), 140, 336, {"part": 128}),
-    ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"part": 128}),
+    ((QuantizeRows("s", E4M3, "float32", 128, power_of_two=True), StoreTile("d", E4M3)), 140, 336, {"epi_tile_n": 128}),
+    ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"epi_tile_n": 128}),
     (
         (
             Gated(),
@@ -244,11 +249,11 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         140,
         704,
-        {"part": 64, "tile": (128, 256, 64)},
+        {"epi_tile_n": 64, "tile": (128, 256, 64)},
     ),
     ((QuantizeRows("s", E5M2, E8M0, 32), StoreTile("d", E5M2)), 1, 48, {}),
     ((QuantizeRows("s", FP4, E8M0, 16), StoreTile("d", FP4)), 130, 160, {"pingpong": True}),
-    ((QuantizeRows("s", "bfloat16", E8M0, 16), StoreTile("d", "bfloat16")), 70, 72, {"part": 32}),
+    ((QuantizeRows("s", "bfloat16", E8M0, 16), StoreTile("d", "bfloat16")), 70, 72, {"epi_tile_n": 32}),
     (
         (QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), StoreTile("x", "bfloat16")),
         177,
@@ -265,15 +270,15 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         33,
         224,
-        {"pingpong": True, "tile": (64, 128, 64), "part": 32},
+        {"pingpong": True, "tile": (64, 128, 64), "epi_tile_n": 32},
     ),
     (
         (Gated(), StoreTile("y", "float32"), SumColumn("dbias", "bfloat16"), SumColumn("x", "float16")),
         130,
         192,
-        {"pingpong": True, "part": 128},
+        {"pingpong": True, "epi_tile_n": 128},
     ),
-    ((Hadamard("n"), StoreTile("y", "float32", value="rotated"), Amax(value="rotated")), 133, 80, {"part": 32}),
+    ((Hadamard("n"), StoreTile("y", "float32", value="rotated"), Amax(value="rotated")), 133, 80, {"epi_tile_n": 32}),
     (
         (
             QuantizeColumns("s", E4M3, E8M0),
@@ -283,7 +288,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         300,
         160,
-        {"pingpong": True, "part": 128},
+        {"pingpong": True, "epi_tile_n": 128},
     ),
     (
         (
@@ -295,7 +300,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         136,
         160,
-        {"part": 32, "staged": 2},
+        {"epi_tile_n": 32, "epi_stages": 2},
     ),
     (
         (
@@ -309,17 +314,17 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         ),
         136,
         96,
-        {"part": 32},
+        {"epi_tile_n": 32},
     ),
 ]
 
 ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
-    ((Scale(), Rotate(128, 128), StoreTile("d", "bfloat16")), 133, 256, {"staged": 2}),
+    ((Scale(), Rotate(128, 128), StoreTile("d", "bfloat16")), 133, 256, {"epi_stages": 2}),
     (
         (Rotate(128, 96, "bfloat16", inverse=True, begin=128, end=384, positions="places"), StoreTile("d", "float32")),
         40,
         512,
-        {"part": 128},
+        {"epi_tile_n": 128},
     ),
     (
         (Rotate(192, 64, "bfloat16", inverse=True, begin=192, end=576, positions="places"), StoreTile("d", "float32")),
@@ -327,15 +332,15 @@ ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         768,
         {},
     ),
-    ((Rotate(80, 32, begin=80), StoreTile("d", "bfloat16")), 133, 400, {"tile": (128, 160, 64), "part": 80}),
+    ((Rotate(80, 32, begin=80), StoreTile("d", "bfloat16")), 133, 400, {"tile": (128, 160, 64), "epi_tile_n": 80}),
     (
         (Rotate(80, 80, "bfloat16"), Amax(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)),
         40,
         320,
-        {"tile": (128, 160, 64), "part": 160},
+        {"tile": (128, 160, 64), "epi_tile_n": 160},
     ),
-    ((Rotate(96, 96, "float16"), StoreTile("d", "float16", "m")), 136, 288, {"tile": (128, 96, 64), "part": 96}),
-    ((Rotate(192, 80), StoreTile("d", "float32")), 40, 384, {"tile": (128, 192, 64), "part": 96}),
+    ((Rotate(96, 96, "float16"), StoreTile("d", "float16", "m")), 136, 288, {"tile": (128, 96, 64), "epi_tile_n": 96}),
+    ((Rotate(192, 80), StoreTile("d", "float32")), 40, 384, {"tile": (128, 192, 64), "epi_tile_n": 96}),
     ((Rotate(128, 96, interleaved=True), StoreTile("d", "bfloat16")), 70, 384, {}),
     ((Rotate(112, 48, "bfloat16", interleaved=True, positions="places"), StoreTile("d", "bfloat16")), 70, 336, {}),
     ((Rotate(64, 16, "bfloat16", interleaved=True), StoreTile("d", "bfloat16")), 30, 64, {"tile": (128, 64, 64)}),
@@ -367,11 +372,16 @@ ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         {},
     ),
     ((Rotate(256, 128, "float16", end=512), StoreTile("d", FP4)), 40, 1024, {"tile": (128, 128, 64)}),
-    ((Rotate(64, 64, end=128), StoreTile("d", "float16")), 33, 192, {"part": 32, "tile": (128, 192, 64)}),
-    ((Rotate(64, 16, "bfloat16"), StoreTile("d", "bfloat16")), 140, 320, {"part": 128}),
+    ((Rotate(64, 64, end=128), StoreTile("d", "float16")), 33, 192, {"epi_tile_n": 32, "tile": (128, 192, 64)}),
+    ((Rotate(64, 16, "bfloat16"), StoreTile("d", "bfloat16")), 140, 320, {"epi_tile_n": 128}),
     ((Rotate(96, 32), StoreTile("d", "bfloat16")), 129, 288, {"tile": (128, 192, 64)}),
     ((Rotate(128, 128, "bfloat16", interleaved=True, positions="places"), StoreTile("d", "bfloat16")), 65, 384, {}),
-    ((Rotate(192, 64, interleaved=True, inverse=True, begin=192), StoreTile("d", "float32")), 70, 768, {"part": 32}),
+    (
+        (Rotate(192, 64, interleaved=True, inverse=True, begin=192), StoreTile("d", "float32")),
+        70,
+        768,
+        {"epi_tile_n": 32},
+    ),
     ((Rotate(256, 256, interleaved=True, end=512), StoreTile("d", "bfloat16")), 40, 768, {"tile": (128, 192, 64)}),
     ((Rotate(80, 16, "float16", interleaved=True), StoreTile("d", "bfloat16")), 140, 320, {}),
     (
@@ -405,7 +415,7 @@ def test_what_cannot_be_rotated(arch: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             gemm.compiled(arch, gemm.configuration((rotate, StoreTile("d", "bfloat16")), **options))
-    with pytest.raises(ValueError, match="part: got 64 columns; allowed: multiples of 128"):
+    with pytest.raises(ValueError, match="epi_tile_n: got 64 columns; allowed: multiples of 128"):
         gemm.compiled(arch, gemm.configuration((Rotate(128, 128), Gated(), StoreTile("d", "bfloat16"))))
 
 
@@ -424,7 +434,7 @@ def test_hadamard_matrix(arch: str, along: str) -> None:
     torch.testing.assert_close(given["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 8))
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(EPI_OPS, 8))
 def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
     check(arch, epilogue, m, n, batch=2, **options)
 
@@ -469,9 +479,9 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     options = {
         "pingpong": pingpong,
         "tile": (rows, 128, 64),
-        "part": draw.choice([32, 64]),
+        "epi_tile_n": draw.choice([32, 64]),
         "cluster": draw.choice([(1, 1), (2, 1)]),
-        "staged": draw.choice([1, 2]),
+        "epi_stages": draw.choice([1, 2]),
     }
     return tuple(epilogue), options
 
@@ -483,7 +493,7 @@ SEEDS = [8, 17, *(seed for seed in range(20) if seed not in (8, 17))]  # the fir
 def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
     if not gemm.fits(arch, gemm.fitted(gemm.configuration(epilogue, **options), arch)):
-        options |= {"part": 32, "staged": 1}
+        options |= {"epi_tile_n": 32, "epi_stages": 1}
     torch.manual_seed(seed)
     check(arch, epilogue, 16 * (1 + seed * 5 % 13), 32 * (1 + seed * 7 % 9), 1 + seed % 2, **options)
 
@@ -564,7 +574,7 @@ def test_e8m0_factors(arch: str) -> None:
 
 @ON_HOPPER
 def test_e4m3_factors(arch: str) -> None:
-    """Every value of the type, and between; division by 6 first; a factor of 0 makes values 0."""
+    """Every value of the type, and between; division by 6 first; a factor of 0 makes values 0. NaN for infinity."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     largest = torch.cat([exact * 6, torch.rand(20) * 100, torch.tensor([1e-3, 1e-30, 5000.0, torch.inf, torch.nan])])
     values = torch.rand(len(largest), 16) - 0.5
@@ -574,7 +584,7 @@ def test_e4m3_factors(arch: str) -> None:
     factors, stored = made["s"], made["d"]
     factors = factors[0, 0, 0, :, :, 0].t().flatten()[: len(largest)].float()
     wanted = (values.abs().amax(1) * (torch.tensor(1.0) / 6)).clamp(max=448.0)[: len(largest)]
-    wanted = wanted.to(torch.float8_e4m3fn).float()
+    wanted = torch.where(largest == torch.inf, torch.nan, wanted.to(torch.float8_e4m3fn).float())
     assert torch.equal(factors.nan_to_num(-1), wanted.nan_to_num(-1))
     stored = stored[0, :, 0].reshape(-1, 16)[: len(largest)]
     expected = torch.where(wanted[:, None] == 0, 0.0, values[: len(largest)] * (1 / wanted)[:, None])
@@ -651,7 +661,7 @@ def test_a_bias_is_added_to_rows_that_there_are(arch: str) -> None:
         b.fill_(-0.125)
         arguments["bias"].fill_(1.0)
 
-    c = gemm.configuration((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), part=32)
+    c = gemm.configuration((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), epi_tile_n=32)
     given, _, _ = gemm.run(arch, c, 40, 32, 64, change=change)
     assert given["amax"].tolist() == [0.0]
 
@@ -659,26 +669,26 @@ def test_a_bias_is_added_to_rows_that_there_are(arch: str) -> None:
 @ON_HOPPER
 def test_what_cannot_be_configured(arch: str) -> None:
     columns = QuantizeColumns("s", E4M3, E8M0)
-    with pytest.raises(ValueError, match="rows of an expert: got multiples of 16; allowed: multiples of 32, by the e"):
-        gemm.configuration((columns, StoreTile("d", E4M3)), schedule=GroupedRows(aligned=16))
+    with pytest.raises(ValueError, match="rows of a group: got multiples of 16; allowed: multiples of 32, by the e"):
+        gemm.configuration((columns, StoreTile("d", E4M3)), schedule=VarlenM(row_alignment=16))
     with pytest.raises(ValueError, match="c: float4_e2m1fn_x2 can be stored, not loaded"):
         gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
-    with pytest.raises(ValueError, match="part: got 32 columns; allowed: multiples of 64"):
-        check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
+    with pytest.raises(ValueError, match="epi_tile_n: got 32 columns; allowed: multiples of 64"):
+        check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, epi_tile_n=32)
 
 
 def test_a_part_is_computed_while_the_one_before_is_stored() -> None:
     """On Hopper, where both warpgroups share a tile: what ptxas can, it computes before that store begins."""
     epilogue = (MultiplyGroup(), StoreTile("c", "bfloat16"), Gated(), StoreTile("d", "bfloat16"))
     rows, weights = Operand("bfloat16", index="a_index"), Operand("bfloat16")
-    c = heuristics.configure(GemmProblem(rows, weights, epilogue, GroupedRows(), 1536, 2048, groups=128))
+    c = heuristics.configure(GemmProblem(rows, weights, epilogue, VarlenM(), 1536, 2048, groups=128))
     assert not c.pingpong
     code = disassemble(compile_kernel("sm_90a", Gemm(c), *fakes.arguments(c)).cubin)
     found = re.findall(r"UTMASTG|MUFU|DEPBAR.LE SB0", code[code.rindex("GMMA") :])
     stores = "".join({"UTMASTG": "s", "MUFU": "m"}.get(each, "w") for each in found)
     parts = re.findall(r"s+(m*)w", stores)  # what follows a part's stores until they are waited for
     each = 2 * 64 * 32 // 128  # exponentials and reciprocals of a thread, of 64 rows and 32 gates
-    assert len(parts) == c.tile[1] // c.part
+    assert len(parts) == c.tile[1] // c.epi_tile_n
     assert min(map(len, parts[:-1])) > 0.8 * each
 
 
@@ -694,7 +704,11 @@ def test_shared_memory_without_conflicts(arch: str) -> None:
         StoreTile("d", "float32", "m"),
     )
     _, _, report = gemm.run(
-        arch, gemm.configuration([replace(x, tensor=f"d{i}") for i, x in enumerate(stores)], part=32), 128, 128, 64
+        arch,
+        gemm.configuration([replace(x, tensor=f"d{i}") for i, x in enumerate(stores)], epi_tile_n=32),
+        128,
+        128,
+        64,
     )
     assert report.launches[0].bank_conflicts == 0
     assert not report.launches[0].warnings

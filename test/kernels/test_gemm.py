@@ -31,8 +31,8 @@ from cudnn_kernels.epilogue import (  # noqa: E402
 )
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand  # noqa: E402
-from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows  # noqa: E402
-from cudnn_kernels.schedule.tiles import share, tiles_of  # noqa: E402
+from cudnn_kernels.schedule import Dense, VarlenK, VarlenM  # noqa: E402
+from cudnn_kernels.schedule.tile_maps import tile_map, trim_clusters  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
 from support import gemm, gemms  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
@@ -71,7 +71,7 @@ def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **opt
         majors=major,
         scale=scale,
         vector=vector,
-        part=min(64, options.get("tile", (0, 64))[1]),
+        epi_tile_n=min(64, options.get("tile", (0, 64))[1]),
         **options,
     )
     return gemm.fitted(c, arch)
@@ -190,7 +190,7 @@ HALVES: list[tuple[str, Types, dict[str, Any]]] = [
 @pytest.mark.parametrize(("arch", "types", "choice"), brief(HALVES, 0))
 def test_halves_of_b(arch: str, types: Types, choice: dict[str, Any]) -> None:
     """Blocks of 32 columns come in turn from the halves of B's rows, which CTAs of a cluster may fetch together."""
-    c = replace(configured(arch, types, **choice), halves=True)
+    c = replace(configured(arch, types, **choice), concat_glu=True)
     given, expected, _ = gemm.run(arch, c, 264, 448, 136 if types == PLAIN[0] else 208, 2)
     assert torch.equal(given["d"], reference.woven(expected["d"]))
     with pytest.raises(ValueError, match="tile: got 192 columns; allowed: 64, 128, 256, of halves of B"):
@@ -203,7 +203,7 @@ def test_sums_of_several_k_tiles_have_one_portion(tile: tuple[int, int, int]) ->
     from cudnn_kernels.sm90.gemm import Gemm
 
     c = replace(configured(HOPPER, WIDENED), tile=tile)
-    with pytest.raises(ValueError, match=r"allowed: k tiles of 128, or 128 rows and 192 columns at most"):
+    with pytest.raises(ValueError, match=r"allowed: k tiles of 128, or at most 128 rows and 192 columns"):
         Gemm(c)
 
 
@@ -233,7 +233,7 @@ ENDS = {
 
 def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False, k: int = 96, **choice: Any) -> Any:
     """Rows of no expert stay as they were."""
-    c = configured(arch, types, **{"tile": (128, 128), "schedule": GroupedRows(), **choice})
+    c = configured(arch, types, **{"tile": (128, 128), "schedule": VarlenM(), **choice})
     m, n = ends[-1] + 56, 136 if len(ends) < 9 else 72  # of many experts one tile of columns
     made = gemm.operands(c, m, n, k, 1, len(ends))
     if c.a.index:
@@ -255,7 +255,7 @@ def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False,
 )
 def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: str) -> None:
     """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
-    schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
+    schedule = VarlenM(row_alignment=256 if ends == "padded" else 1)
     check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
 
 
@@ -275,12 +275,12 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
 )
 def test_drawn_tiles(choice: dict[str, Any], ends: str) -> None:
     """Clusters draw them, the CTAs of one the same ones."""
-    check_rows(HOPPER, PLAIN[0], ENDS[ends], draws=True, **choice)
+    check_rows(HOPPER, PLAIN[0], ENDS[ends], dynamic_scheduler=True, **choice)
 
 
 def test_drawn_tiles_of_a_later_call() -> None:
     """The counter begins anew, in memory that holds anything."""
-    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=GroupedRows(), draws=True)
+    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM(), dynamic_scheduler=True)
     made, kernel, ends = gemm.operands(c, 600, 136, 96, 1, 3), gemm.compiled(HOPPER, c), [300, 428, 600]
     given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": gemm.matrix(600, 136, 1, "float32")}
     expected = gemm.product(c, made, ends)
@@ -292,13 +292,13 @@ def test_drawn_tiles_of_a_later_call() -> None:
 
 
 def test_only_tiles_of_experts_are_drawn() -> None:
-    with pytest.raises(ValueError, match="draws: got Dense"):
-        configured(HOPPER, PLAIN[0], draws=True)
+    with pytest.raises(ValueError, match="dynamic_scheduler: got Dense"):
+        configured(HOPPER, PLAIN[0], dynamic_scheduler=True)
 
 
 @given(st.integers(1, 5000), st.integers(1, 148))
 def test_as_few_clusters_as_take_no_more_turns(tiles: int, clusters: int) -> None:
-    found, turns = share(tiles, clusters), -(-tiles // clusters)
+    found, turns = trim_clusters(tiles, clusters), -(-tiles // clusters)
     assert -(-tiles // found) == turns
     assert found == 1 or -(-tiles // (found - 1)) > turns
 
@@ -320,8 +320,8 @@ def test_experts_backward_has_no_cluster_of_rows(n: int, cluster: tuple[int, int
         StoreTile("d", "bfloat16"),
     )
     operands = Operand("bfloat16"), Operand("bfloat16", "mn")
-    c = heuristics.configure_gemm(GemmProblem(*operands, back, GroupedRows(), n, 4096))
-    assert (c.pingpong, c.part, c.cluster) == (True, 32, cluster)
+    c = heuristics.configure_gemm(GemmProblem(*operands, back, VarlenM(), n, 4096))
+    assert (c.pingpong, c.epi_tile_n, c.cluster) == (True, 32, cluster)
     assert not heuristics.configure_gemm(GemmProblem(*operands, back, Dense(), n, 4096)).pingpong
 
 
@@ -346,11 +346,11 @@ def test_experts_backward_has_no_cluster_of_rows(n: int, cluster: tuple[int, int
 def test_what_experts_products_get(n: int, k: int, index: str, splits: bool, expected: tuple[Any, ...]) -> None:
     a = Operand("bfloat16", "mn" if splits else "k", index="a_index" if "a" in index else "")
     b = Operand("bfloat16", "mn", index="b_index" if "b" in index else "")
-    schedule = GroupedK() if splits else GroupedRows()
+    schedule = VarlenK() if splits else VarlenM()
     problem = GemmProblem(a, b, (StoreTile("d", "bfloat16"),), schedule, n, k, groups=8)
     c = heuristics.configure_gemm(problem)
-    assert (c.tile, c.cluster, c.schedule.strip) == expected
-    assert c.draws == (bool(index) and not splits)
+    assert (c.tile, c.cluster, c.schedule.swizzle_size) == expected
+    assert c.dynamic_scheduler == (bool(index) and not splits)
 
 
 @pytest.mark.parametrize("types", [PLAIN[0], SUMS[0]])
@@ -363,18 +363,20 @@ def test_a_warpgroup_without_rows_multiplies_nothing(types: Types) -> None:
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_other_warpgroup_waits_for_k_tiles_that_are_passed_over(draws: bool) -> None:
     """More k tiles than there are buffers: else it would take one that has not come for the one before."""
-    check_rows(HOPPER, PLAIN[0], [0, 3, 70, 200], k=1160, tile=(64, 64), cluster=(2, 1), pingpong=True, draws=draws)
+    check_rows(
+        HOPPER, PLAIN[0], [0, 3, 70, 200], k=1160, tile=(64, 64), cluster=(2, 1), pingpong=True, dynamic_scheduler=draws
+    )
 
 
 @pytest.mark.parametrize("k", [256, 384])
 def test_rows_with_factors_are_drawn_unless_k_is_short(k: int) -> None:
     factor = BlockScale("float32", 128)
     operands = Operand(E4M3, scale=factor), Operand(E4M3, scale=replace(factor, rows=128))
-    problem = GemmProblem(*operands, (StoreTile("d", "bfloat16"),), GroupedRows(), 2048, k, groups=8)
-    assert heuristics.configure_gemm(problem).draws == (k > 256)
+    problem = GemmProblem(*operands, (StoreTile("d", "bfloat16"),), VarlenM(), 2048, k, groups=8)
+    assert heuristics.configure_gemm(problem).dynamic_scheduler == (k > 256)
 
 
-SIDEWAYS = {"cluster": (2, 1), "schedule": GroupedRows(sideways=True)}
+SIDEWAYS = {"cluster": (2, 1), "schedule": VarlenM(split_tail_n=True)}
 
 
 @pytest.mark.parametrize(
@@ -396,32 +398,32 @@ def test_last_rows_sideways(types: Types, tile: tuple[int, int], pointers: bool,
 @given(st.integers(0, 4000), st.integers(1, 40), st.sampled_from([64, 128]))
 def test_sideways_clusters_have_a_tile_for_each_cta(rows: int, columns: int, height: int) -> None:
     """But for one, where the tiles are odd in number."""
-    tiles = tiles_of(GroupedRows(sideways=True), 2 * height, 64)
-    assert tiles.of(rows, columns) == -(-(-(-rows // height) * columns) // 2)
+    tiles = tile_map(VarlenM(split_tail_n=True), 2 * height, 64)
+    assert tiles.tiles_of_rows(rows, columns) == -(-(-(-rows // height) * columns) // 2)
 
 
 @pytest.mark.parametrize(
     ("schedule", "index", "sideways"),
     [
-        (GroupedRows(), "", True),
-        (GroupedRows(aligned=128), "", True),
-        (GroupedRows(aligned=256), "", False),  # of which no expert's rows of tiles are odd in number
-        (GroupedRows(), "a_index", False),
+        (VarlenM(), "", True),
+        (VarlenM(row_alignment=128), "", True),
+        (VarlenM(row_alignment=256), "", False),  # of which no expert's rows of tiles are odd in number
+        (VarlenM(), "a_index", False),
         (Dense(), "", False),
     ],
 )
 def test_which_last_rows_are_taken_sideways(schedule: Any, index: str, sideways: bool) -> None:
     operands = Operand("bfloat16", index=index), Operand("bfloat16")
     c = heuristics.configure(GemmProblem(*operands, (Gated(), StoreTile("d", "bfloat16")), schedule, 2816, 2048))
-    assert c.schedule.sideways == sideways
+    assert c.schedule.split_tail_n == sideways
 
 
 @pytest.mark.parametrize(
     "choice", [{"cluster": (1, 2)}, {"cluster": (2, 1), "index": "a"}, {"cluster": (2, 1), "arch": BLACKWELL}]
 )
 def test_what_is_not_taken_sideways(choice: dict[str, Any]) -> None:
-    given = {"arch": HOPPER, "tile": (128, 64), "schedule": GroupedRows(sideways=True), **choice}
-    with pytest.raises(ValueError, match="sideways"):
+    given = {"arch": HOPPER, "tile": (128, 64), "schedule": VarlenM(split_tail_n=True), **choice}
+    with pytest.raises(ValueError, match="split_tail_n"):
         gemm.compiled(given["arch"], configured(types=PLAIN[0], **given))
 
 
@@ -429,7 +431,7 @@ def test_what_is_not_taken_sideways(choice: dict[str, Any]) -> None:
 def test_an_expert_loads_its_own_rows(arch: str) -> None:
     """What the epilogue loads ends where the expert does: the next one's infinities are in none of its maxima."""
     epilogue = (LoadTile("c", "bfloat16"), SquaredReluBackward(), Amax(by_expert=True), StoreTile("d", "float32"))
-    c = gemm.fitted(gemm.configuration(epilogue, schedule=GroupedRows(), part=64), arch)
+    c = gemm.fitted(gemm.configuration(epilogue, schedule=VarlenM(), epi_tile_n=64), arch)
     m, n, k, ends = 200, 72, 64, [70, 75, 200]
     made, given = gemm.operands(c, m, n, k, 1, len(ends)), gemm.arguments(epilogue, m, n, 1)
     given |= {"amax": torch.zeros(len(ends)), "offsets": torch.tensor(ends, dtype=torch.int32)}
@@ -445,9 +447,9 @@ def test_an_expert_loads_its_own_rows(arch: str) -> None:
 @pytest.mark.parametrize(("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 3))
 def test_rows_of_experts_with_block_scales(types: Types, pointers: bool) -> None:
     """Their factors are in atoms of 128 rows, so experts end where atoms do."""
-    check_rows(BLACKWELL, types, [256, 256, 384, 640], pointers, schedule=GroupedRows(aligned=128))
-    with pytest.raises(ValueError, match="rows of an expert: got multiples of 64; allowed: multiples of 128, by scale"):
-        check_rows(BLACKWELL, types, PADDED, schedule=GroupedRows(aligned=64))
+    check_rows(BLACKWELL, types, [256, 256, 384, 640], pointers, schedule=VarlenM(row_alignment=128))
+    with pytest.raises(ValueError, match="rows of a group: got multiples of 64; allowed: multiples of 128, by scale"):
+        check_rows(BLACKWELL, types, PADDED, schedule=VarlenM(row_alignment=64))
 
 
 @pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn"])]))
@@ -459,7 +461,7 @@ def test_weights_behind_pointers(grouped: Any, major: str) -> None:
 
 def test_other_pointers_in_a_later_call() -> None:
     """Nothing of the addresses is kept: the same kernel, and the same list of addresses, with others in it."""
-    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=GroupedRows())
+    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM())
     c = replace(c, b=replace(c.b, pointers=True))
     made, kernel = gemm.operands(c, 256, 64, 64, 1, 2), gemm.compiled(HOPPER, c)
     ends, d = [128, 256], gemm.matrix(256, 64, 1, "float32")
@@ -474,7 +476,7 @@ def test_other_pointers_in_a_later_call() -> None:
 @pytest.mark.parametrize(("arch", "types", "choice"), brief([GROUPED[1], GROUPED[3]], 0))
 def test_column_sums_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> None:
     """Over the rows of each, in the same order every time; 0 for an expert that has none."""
-    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
+    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=VarlenM())
     c, ends, m = replace(c, epilogue=(SumColumn("s"), *c.epilogue)), [0, 3, 3, 140, 141, 270], 300
     made, kernel = gemm.operands(c, m, 136, 96, 1, len(ends)), gemm.compiled(arch, c)
     expected = torch.stack([part.sum((0, 2)) for part in gemm.product(c, made, ends).tensor_split([*ends])[:-1]])
@@ -493,7 +495,7 @@ def check_k(
     arch: str, types: Types, ends: list[int], m: int = 200, n: int = 136, store: StoreTile | None = None, **choice: Any
 ) -> None:
     """Experts' parts of k; what is beyond the last one, in the factors' last atom too, is NaN."""
-    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedK())
+    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=VarlenK())
     store = store or c.epilogue[0]
     c = replace(c, epilogue=(store,))
     step = 128 // c.a.bits
@@ -528,8 +530,8 @@ def test_rows_of_experts_with_factors_of_sums(arch: str) -> None:
 def test_factors_of_sums_and_results_in_two_buffers() -> None:
     """The library's tile, with four k tiles: they and the results leave less than a kilobyte."""
     x, weights = (gemm.configuration((), E4M3, scale="float32", vector=128).given(name) for name in "ab")
-    c = heuristics.configure(GemmProblem(x, weights, (StoreTile("d", "bfloat16"),), GroupedRows(), 256, 512))
-    assert (c.tile, c.staged) == ((128, 256, 128), 2)
+    c = heuristics.configure(GemmProblem(x, weights, (StoreTile("d", "bfloat16"),), VarlenM(), 256, 512))
+    assert (c.tile, c.epi_stages) == ((128, 256, 128), 2)
     ends = [130, 130, 300]
     made = gemm.operands(c, 320, 264, 592, 1, len(ends))
     expected, d = gemm.product(c, made, ends).bfloat16(), gemm.matrix(320, 264, 1, "bfloat16")
@@ -587,7 +589,7 @@ SHARED_A = (HOPPER, PLAIN[0], {"pingpong": True, "cluster": (1, 2)})
 def test_rows_of_a_by_number(grouped: Any, ends: str) -> None:
     """Rows in any order, several times or not at all; k that ends within a tile, and numbers of no row."""
     arch, types, choice = grouped
-    schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
+    schedule = VarlenM(row_alignment=256 if ends == "padded" else 1)
     check_rows(arch, types, ENDS[ends], index="a", schedule=schedule, **choice)
 
 
@@ -624,7 +626,7 @@ def test_gradients_of_experts_added_or_behind_pointers(arch: str, store: StoreTi
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_what_stores_do_not_add_or_scatter(arch: str) -> None:
-    c = configured(arch, PLAIN[0], schedule=GroupedRows())
+    c = configured(arch, PLAIN[0], schedule=VarlenM())
     with pytest.raises(ValueError, match=f"d: got {E4M3}; allowed: 16 and 32 bits, to add to"):
         gemm.compiled(arch, replace(c, epilogue=(StoreTile("d", E4M3, adds=True),)))
     with pytest.raises(ValueError, match="d: got pointers; allowed: a tensor, where experts have parts of rows"):

@@ -20,7 +20,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     StoreTile,
     SumRow,
 )
-from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
+from cudnn_kernels.schedule import VarlenK, VarlenM  # noqa: E402
 from emulator.mutation import LANES, holds_registers, mutants, unexplained  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
@@ -45,20 +45,32 @@ WIDER = (
 )
 CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
-    "cooperative": (HOPPER, gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)),
-    "two buffers": (HOPPER, gemm.configuration(STORE, tile=(128, 64, 128), part=32, staged=2), (768, 64, 384)),
-    "ping-pong": (HOPPER, gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
-    "wider": (HOPPER, gemm.configuration(WIDER, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
-    "wider, one CTA": (BLACKWELL, gemm.configuration(WIDER, tile=(128, 64, 256), part=32), (768, 64, 320)),
-    "plain": (BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), part=32), (768, 64, 320)),
-    "one CTA": (BLACKWELL, gemm.configuration(EPILOGUE, tile=(128, 64, 256), part=32), (768, 64, 320)),
+    "cooperative": (
+        HOPPER,
+        gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), epi_tile_n=32),
+        (768, 64, 384),
+    ),
+    "two buffers": (
+        HOPPER,
+        gemm.configuration(STORE, tile=(128, 64, 128), epi_tile_n=32, epi_stages=2),
+        (768, 64, 384),
+    ),
+    "ping-pong": (
+        HOPPER,
+        gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32),
+        (512, 64, 192),
+    ),
+    "wider": (HOPPER, gemm.configuration(WIDER, tile=(64, 64, 64), pingpong=True, epi_tile_n=32), (512, 64, 192)),
+    "wider, one CTA": (BLACKWELL, gemm.configuration(WIDER, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
+    "plain": (BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
+    "one CTA": (BLACKWELL, gemm.configuration(EPILOGUE, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
     "pair": (BLACKWELL, gemm.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)),
     "pieces, cooperative": (
         HOPPER,
-        gemm.configuration(ROTATE, tile=(128, 128, 128), cluster=(2, 1), part=32),
+        gemm.configuration(ROTATE, tile=(128, 128, 128), cluster=(2, 1), epi_tile_n=32),
         (768, 128, 384),
     ),
-    "pieces": (BLACKWELL, gemm.configuration(ROTATE, tile=(128, 128, 128), part=32), (768, 128, 320)),
+    "pieces": (BLACKWELL, gemm.configuration(ROTATE, tile=(128, 128, 128), epi_tile_n=32), (768, 128, 320)),
     "block-scaled": (
         BLACKWELL,
         gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)),
@@ -66,57 +78,63 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     ),
     "rows of experts": (
         HOPPER,
-        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows()),
+        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32, schedule=VarlenM()),
         (928, 64, 192),
     ),
     "rows with factors": (
         HOPPER,
         gemm.configuration(
-            STORE, E4M3, scale="float32", vector=128, tile=(128, 64, 128), part=32, schedule=GroupedRows()
+            STORE, E4M3, scale="float32", vector=128, tile=(128, 64, 128), epi_tile_n=32, schedule=VarlenM()
         ),
         (928, 256, 384),
     ),
     "last rows sideways": (
         HOPPER,
         gemm.configuration(
-            STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, part=32, schedule=GroupedRows(sideways=True)
+            STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, epi_tile_n=32, schedule=VarlenM(split_tail_n=True)
         ),
         (928, 192, 192),
     ),
     "weights behind pointers": (
         BLACKWELL,
         replace(
-            rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), part=32, schedule=GroupedRows()),
+            rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), epi_tile_n=32, schedule=VarlenM()),
             b=replace(rows.b, pointers=True),
         ),
         (928, 64, 320),
     ),
     "k of experts, Hopper": (
         HOPPER,
-        gemm.configuration(STORE, tile=(128, 64, 128), cluster=(2, 1), part=32, majors="mn", schedule=GroupedK()),
+        gemm.configuration(STORE, tile=(128, 64, 128), cluster=(2, 1), epi_tile_n=32, majors="mn", schedule=VarlenK()),
         (512, 64, 928),
     ),
     "k of experts": (
         BLACKWELL,
-        gemm.configuration(STORE, tile=(128, 64, 128), part=32, schedule=GroupedK()),
+        gemm.configuration(STORE, tile=(128, 64, 128), epi_tile_n=32, schedule=VarlenK()),
         (256, 64, 928),
     ),
     "rows by number": (
         HOPPER,
-        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows(), index="a"),
+        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32, schedule=VarlenM(), index="a"),
         (928, 64, 192),
     ),
     "k by number": (
         HOPPER,
         gemm.configuration(
-            STORE, tile=(128, 64, 64), cluster=(2, 1), part=32, majors="mn", schedule=GroupedK(), index="a"
+            STORE, tile=(128, 64, 64), cluster=(2, 1), epi_tile_n=32, majors="mn", schedule=VarlenK(), index="a"
         ),
         (512, 64, 928),
     ),
     "drawn": (
         HOPPER,
         gemm.configuration(
-            STORE, tile=(128, 64, 64), cluster=(1, 2), part=32, schedule=GroupedRows(), index="a", draws=True
+            STORE,
+            tile=(128, 64, 64),
+            cluster=(1, 2),
+            epi_tile_n=32,
+            schedule=VarlenM(),
+            index="a",
+            dynamic_scheduler=True,
         ),
         (928, 128, 704),
     ),
@@ -127,8 +145,8 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
     """Experts have the rows, or the k, of ``PARTS``."""
     torch.manual_seed(0)
     ends = PARTS if c.schedule.slots() else ()
-    made = gemm.operands(c, m, n, k, 1, len(ends) if isinstance(c.schedule, GroupedRows) else 0)
-    given = gemm.arguments(c.epilogue, m, n, len(ends) if c.schedule.splits_k else 1)
+    made = gemm.operands(c, m, n, k, 1, len(ends) if isinstance(c.schedule, VarlenM) else 0)
+    given = gemm.arguments(c.epilogue, m, n, len(ends) if c.schedule.varlen_k else 1)
     fresh, expected = ({name: x.clone() for name, x in given.items()} for _ in range(2))
     gemm.reference.evaluate(c.epilogue, gemm.product(c, made, ends), expected)
     if ends:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import cudnn
-from cudnn.cli import programs
-from cudnn.cli.programs import dense
-from cudnn.cli.programs.gemm_matrix import E4M3, Variant
+from cudnn import demo_cases
+from cudnn.demo_cases import dense
+from cudnn.demo_cases.gemm_matrix import E4M3, Variant
 
 ROOT = Path(__file__).parents[2]
 SMALL = (128, 128, 128, 1)
@@ -35,7 +35,7 @@ def test_gemms(arch: str, variant: Variant, names: list[str]) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_norm(arch: str) -> None:
-    program = programs.find("rmsnorm_rht_amax")
+    program = demo_cases.find("rmsnorm_rht_amax")
     with cudnn.emulation(arch) as report:
         program.make(program.shape, "cpu").call()
     assert [launch.kernel for launch in report.launches] == ["cudnn_rmsnorm_rht_amax_cutlass_0"]
@@ -44,7 +44,7 @@ def test_norm(arch: str) -> None:
 def test_every_kernel_is_named() -> None:
     for path in (ROOT / "kernels").rglob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        named = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "name"]
+        named = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "set_kernel_name"]
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         kernels = [f.name for f in functions if any("cute.kernel" in ast.unparse(d) for d in f.decorator_list)]
         assert sorted(named) == sorted(kernels), path

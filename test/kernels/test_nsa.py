@@ -15,12 +15,12 @@ from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
-    DRAWN,
+    TILE_COUNT_SEMAPHORE,
     CompressionTopKConfiguration,
     GatedSelectionConfiguration,
     SelectionBackwardConfiguration,
-    SelectionByBlocksConfiguration,
     SelectionConfiguration,
+    SelectionKVOuterConfiguration,
     TopKConfiguration,
 )
 from cudnn_kernels.signature import workspace_size
@@ -52,18 +52,18 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     """Random tensors, different lists of blocks for all rows, some twice in a list, and results of NaN."""
     rows, dtype = sum(choice.lengths) + choice.spare, getattr(torch, c.dtype)
     given: dict[str, Any] = {
-        "q": torch.randn(rows, c.heads, c.head).to(dtype),
-        "k": torch.randn(rows, c.key_heads, c.head).to(dtype),
-        "v": torch.randn(rows, c.key_heads, c.head_v).to(dtype),
-        "scale_softmax": 1.3 / math.sqrt(c.head),
+        "q": torch.randn(rows, c.heads, c.head_dim).to(dtype),
+        "k": torch.randn(rows, c.key_heads, c.head_dim).to(dtype),
+        "v": torch.randn(rows, c.key_heads, c.head_dim_v).to(dtype),
+        "scale_softmax": 1.3 / math.sqrt(c.head_dim),
         "stream": 0,
         "lse": torch.full((rows, c.heads), math.nan),
-        "multiprocessors": 3,
-        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
+        "num_sms": 3,
+        "o": torch.full((rows, c.heads, c.head_dim_v), math.nan, dtype=dtype),
         "l": torch.full((rows, c.heads), math.nan),
         "m": torch.full((rows, c.heads), math.nan),
         "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
-        "workspace": torch.full((workspace_size([DRAWN], {}),), 77, dtype=torch.uint8),
+        "workspace": torch.full((workspace_size([TILE_COUNT_SEMAPHORE], {}),), 77, dtype=torch.uint8),
     }
     indices = torch.full((rows, c.key_heads, choice.chosen), 1 << 20, dtype=torch.int32)
     counts = torch.zeros(rows, c.key_heads, dtype=torch.int32)
@@ -156,17 +156,19 @@ def assert_gated(given: dict[str, Any], c: GatedSelectionConfiguration, *_: Any)
         error = (near - expected.o).norm(dim=2)
         assert bool((error <= 2 * eps * expected.o.norm(dim=2) + 1e-6).all())
         lse = given["near_lse"][number].double()
-        assert lse[:, last - first if c.keeps else 0 :].isnan().all()
-        if c.keeps:
+        assert lse[:, last - first if c.save_for_backward else 0 :].isnan().all()
+        if c.save_for_backward:
             torch.testing.assert_close(lse[:, : last - first], expected.lse, rtol=1e-5, atol=1e-5)
     own = selected(c, given, *(given[x][:rows].double() for x in "qkv")).o.transpose(0, 1)
-    if c.keeps:
+    if c.save_for_backward:
         assert_selected({**given, "o": given["selected"]}, c)
         own = given["selected"][:rows].double()
     branches = (given["compressed"][:rows].double(), own, given["near"][:rows].double())
     gates = given["gates"][:rows].double().unbind(-1)
     expected = sum(x * g[..., None] for x, g in zip(branches, gates, strict=True))
-    slack = eps * expected.abs() + (0 if c.keeps else 3 * eps * own.norm(dim=2, keepdim=True))  # its O was rounded
+    slack = eps * expected.abs() + (
+        0 if c.save_for_backward else 3 * eps * own.norm(dim=2, keepdim=True)
+    )  # its O was rounded
     assert bool(((given["o"][:rows].double() - expected).abs() <= slack + 1e-6).all())
     assert given["o"][rows:].isnan().all()
 
@@ -179,11 +181,15 @@ GATED = GatedSelectionConfiguration("bfloat16", 8, 2, 64, 64, 16)
     brief(
         [
             (replace(GATED, dtype="float16", gates="float32"), Choice((2, 0, 20), 7), 1),
-            (replace(GATED, heads=24, block=32, causal=True, keeps=True), Choice((60, 7), 4), 37),
-            (replace(GATED, heads=16, key_heads=1, head=128, head_v=128, block=64, stages=3), Choice((100,), 4), 80),
-            (replace(GATED, heads=4, block=128, keeps=True), Choice((7, 150), 3), 400),
-            (replace(GATED, heads=80, key_heads=1, causal=True, keeps=True), Choice((30,), 3), 12),
-            (replace(GATED, heads=2, head=256, head_v=256, tile=(128, 64), stages=2), Choice((90,), 3), 20),
+            (replace(GATED, heads=24, block=32, causal=True, save_for_backward=True), Choice((60, 7), 4), 37),
+            (
+                replace(GATED, heads=16, key_heads=1, head_dim=128, head_dim_v=128, block=64, stages=3),
+                Choice((100,), 4),
+                80,
+            ),
+            (replace(GATED, heads=4, block=128, save_for_backward=True), Choice((7, 150), 3), 400),
+            (replace(GATED, heads=80, key_heads=1, causal=True, save_for_backward=True), Choice((30,), 3), 12),
+            (replace(GATED, heads=2, head_dim=256, head_dim_v=256, tile=(128, 64), stages=2), Choice((90,), 3), 20),
         ],
         0,
         1,
@@ -203,9 +209,9 @@ def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, window:
         [
             (SelectionConfiguration("bfloat16", 16, 1, 64, 64, 16, causal=True), Choice((3, 40), 40)),
             (SelectionConfiguration("float16", 24, 2, 192, 128, 64, stages=3), Choice((70,), 3)),
-            (SelectionConfiguration("float16", 16, 1, 128, 128, 128, result="bfloat16"), Choice((40,), 3)),
+            (SelectionConfiguration("float16", 16, 1, 128, 128, 128, out_dtype="bfloat16"), Choice((40,), 3)),
             (SelectionConfiguration("float16", 9, 1, 64, 64, 32, tile=(128, 64)), Choice((2, 0, 70), 4)),
-            (GatedSelectionConfiguration("bfloat16", 16, 1, 128, 128, 64, keeps=True), Choice((60,), 4)),
+            (GatedSelectionConfiguration("bfloat16", 16, 1, 128, 128, 64, save_for_backward=True), Choice((60,), 4)),
             (GatedSelectionConfiguration("float16", 16, 1, 64, 64, 16, gates="float32"), Choice((30, 7), 4)),
         ],
         0,
@@ -214,7 +220,7 @@ def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, window:
 )
 def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
     """On Hopper, whatever rows share."""
-    c = replace(c, apart=1000)
+    c = replace(c, single_query_threshold=1000)
     gated = isinstance(c, GatedSelectionConfiguration)
     given = gated_inputs(c, choice, 9) if gated else selection_inputs(c, choice)
     given["o"] = given["o"].to(getattr(torch, c.result or c.dtype))
@@ -225,36 +231,38 @@ def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
 @pytest.mark.parametrize("apart", brief([0, 1000], 0))
 def test_scores_that_exceed_what_was_subtracted(apart: int) -> None:
     """By far, from block to block: a guess that does not fit is noticed, and what came before counts as it should."""
-    c = SelectionConfiguration("bfloat16", 16, 1, 64, 64, 64, causal=True, stages=3, apart=apart, lse=True)
+    c = SelectionConfiguration(
+        "bfloat16", 16, 1, 64, 64, 64, causal=True, stages=3, single_query_threshold=apart, lse=True
+    )
     given = selection_inputs(c, Choice((150,), 3, spare=0))
     given["q"].fill_(1.0)
     for block, most in enumerate((-400, 5, 400)):
-        given["k"][block * 64 : block * 64 + 64] = most / 8 / c.head**0.5
+        given["k"][block * 64 : block * 64 + 64] = most / 8 / c.head_dim**0.5
     given["block_indices"].copy_(torch.tensor([0, 1, 2]))
     given["block_counts"].fill_(3)
     run(c, given)
     assert_selected(given, c)
 
 
-def by_blocks_inputs(c: SelectionByBlocksConfiguration, choice: Choice, first: int, some: int) -> dict[str, Any]:
+def by_blocks_inputs(c: SelectionKVOuterConfiguration, choice: Choice, first: int, some: int) -> dict[str, Any]:
     """Those of selection, its lists turned around, and memory of NaN for what rows have of blocks of some heads."""
     given = selection_inputs(SelectionConfiguration(*astuple(c)[:6], causal=c.causal), choice)
     lists = [given[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
     entries = lists[0].shape[0] * lists[0].shape[2] * some
-    turned = choosing_rows(*lists, c.block, c.causal, c.part, True)
+    turned = choosing_rows(*lists, c.block, c.causal, c.list_chunk, True)
     return (
         given
-        | dict(zip(("choosing", "choosing_ends", "chosen_places"), turned, strict=True))
+        | dict(zip(("choosing", "choosing_ends", "entry_positions"), turned, strict=True))
         | {
-            "of_chosen": torch.full((entries, c.group, c.head_v), math.nan, dtype=given["o"].dtype),
-            "chosen_values": torch.full((entries, c.group, 2), math.nan),
+            "o_partial": torch.full((entries, c.group, c.head_dim_v), math.nan, dtype=given["o"].dtype),
+            "partial_stats": torch.full((entries, c.group, 2), math.nan),
             "first_head": first,
             "some_heads": some,
         }
     )
 
 
-def assert_by_blocks(given: dict[str, Any], c: SelectionByBlocksConfiguration, *_: Any) -> None:
+def assert_by_blocks(given: dict[str, Any], c: SelectionKVOuterConfiguration, *_: Any) -> None:
     """As selection by rows, of the heads that the call has; others are left alone."""
     first, some = given["first_head"], given["some_heads"]
     heads = slice(first * c.group, (first + some) * c.group)
@@ -271,16 +279,24 @@ def assert_by_blocks(given: dict[str, Any], c: SelectionByBlocksConfiguration, *
     ("c", "choice", "heads"),
     brief(
         [
-            (SelectionByBlocksConfiguration("float16", 6, 3, 64, 64, 16, part=16), Choice((2, 0, 30), 7), (1, 1)),
-            (SelectionByBlocksConfiguration("bfloat16", 8, 2, 128, 128, 64, True, part=64), Choice((100,), 3), (0, 2)),
-            (SelectionByBlocksConfiguration("bfloat16", 2, 2, 64, 64, 64, True), Choice((3, 130), 40), (0, 2)),
-            (SelectionByBlocksConfiguration("float16", 3, 1, 64, 64, 32, True, part=32), Choice((70, 7), 5), (0, 1)),
+            (SelectionKVOuterConfiguration("float16", 6, 3, 64, 64, 16, list_chunk=16), Choice((2, 0, 30), 7), (1, 1)),
+            (
+                SelectionKVOuterConfiguration("bfloat16", 8, 2, 128, 128, 64, True, list_chunk=64),
+                Choice((100,), 3),
+                (0, 2),
+            ),
+            (SelectionKVOuterConfiguration("bfloat16", 2, 2, 64, 64, 64, True), Choice((3, 130), 40), (0, 2)),
+            (
+                SelectionKVOuterConfiguration("float16", 3, 1, 64, 64, 32, True, list_chunk=32),
+                Choice((70, 7), 5),
+                (0, 1),
+            ),
         ],
         0,
         1,
     ),
 )
-def test_selection_by_blocks(c: SelectionByBlocksConfiguration, choice: Choice, heads: tuple[int, int]) -> None:
+def test_selection_by_blocks(c: SelectionKVOuterConfiguration, choice: Choice, heads: tuple[int, int]) -> None:
     """Of heads of K from one on, so many."""
     given = by_blocks_inputs(c, choice, *heads)
     run(c, given)
@@ -295,7 +311,7 @@ def test_which_rows_are_taken_one_by_one(shared: bool) -> None:
     given["block_counts"].fill_(1)
     given["block_indices"].copy_((torch.arange(132) % (1 if shared else 3))[:, None, None])
     for limit in (12, 0, 1000):
-        run(replace(c, apart=limit), given)
+        run(replace(c, single_query_threshold=limit), given)
         assert_selected(given, c)
         found[limit] = given["l"].clone()
     default, together, apart = found.values()
@@ -317,24 +333,24 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
 
     def made(rows: int, width: int, heads: int) -> torch.Tensor:
         x = torch.randn(rows, heads, width)
-        return x if c.packed else x.unflatten(0, (batch, -1)).transpose(1, 2)
+        return x if c.varlen else x.unflatten(0, (batch, -1)).transpose(1, 2)
 
-    k, share, first = made(rows[1], c.head, c.key_heads).to(dtype), c.block // c.stride, 0
+    k, share, first = made(rows[1], c.head_dim, c.key_heads).to(dtype), c.block // c.stride, 0
     for index, count in enumerate(keys):
-        part = k[first : first + count] if c.packed else k[index].transpose(0, 1)
+        part = k[first : first + count] if c.varlen else k[index].transpose(0, 1)
         for block in range(3, count // share, 2):
             part[block * share : (block + 1) * share] = part[share : 2 * share]
         first += count
     lse = made(rows[0], 1, c.heads)[..., 0] - 8
-    scores, indices = (made(rows[0], width, c.key_heads) for width in (c.count, c.before + c.count))
+    scores, indices = (made(rows[0], width, c.key_heads) for width in (c.count, c.num_fixed + c.count))
     return {
-        "q": made(rows[0], c.head, c.heads).to(dtype),
+        "q": made(rows[0], c.head_dim, c.heads).to(dtype),
         "k": k,
-        "lse": -lse * math.log(2) if c.whole else lse,
+        "lse": -lse * math.log(2) if c.full_list else lse,
         "topk_scores": torch.full_like(scores, math.nan),
         "topk_indices": torch.full_like(indices, 77).int(),
         "cum_seqlen_q": torch.tensor([0, *queries]).cumsum(0).int(),
-        "scale_softmax": 1.3 / math.sqrt(c.head),
+        "scale_softmax": 1.3 / math.sqrt(c.head_dim),
         "cum_seqlen_k": torch.tensor([0, *keys]).cumsum(0).int(),
         "stream": 0,
     }
@@ -351,12 +367,12 @@ def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = 
         for name in {"q", "k", "lse", "topk_scores", "topk_indices"} & given.keys():
             ends = given["cum_seqlen_k" if name == "k" else "cum_seqlen_q"].tolist()
             x = given[name]
-            parts[name] = x[ends[index] : ends[index + 1]].transpose(0, 1) if c.packed else x[index]
+            parts[name] = x[ends[index] : ends[index + 1]].transpose(0, 1) if c.varlen else x[index]
         for row in range(queries):
             for head in range(c.key_heads):
                 heads = slice(head * c.group, (head + 1) * c.group)
                 logits = given["scale_softmax"] * parts["q"][heads, row].double() @ parts["k"][head].double().mT
-                factor = -1 if c.whole else math.log(2)
+                factor = -1 if c.full_list else math.log(2)
                 p = (logits + factor * parts["lse"][heads, row].double()[:, None]).exp().sum(0)
                 blocks = range(1, min((row + 1) // c.block - 2, -(-keys // share)))
                 scores = {b: float(p[b * share : (b + 1) * share].sum()) for b in blocks}
@@ -364,11 +380,11 @@ def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = 
                 missing = c.count - len(best)
                 expected = torch.tensor(best + [-math.inf] * missing)
                 listed = parts["topk_indices"][head, row].tolist()
-                always, chosen = listed[: c.before], listed[c.before :]
+                always, chosen = listed[: c.num_fixed], listed[c.num_fixed :]
                 own = torch.tensor([scores[b] for b in chosen[: len(best)]] + [-math.inf] * missing)
                 found = parts["topk_scores"][head, row] if "topk_scores" in parts else own
                 newest = range(max((row + 1) // c.block - 2, 1), row // c.block + 1)
-                assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.whole else [])
+                assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.full_list else [])
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
                 assert chosen[len(best) :] == [-1] * missing
                 assert len(set(chosen)) == len(best) + (missing > 0)
@@ -380,24 +396,27 @@ def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = 
     assert found_any
 
 
-RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, packed=True)
+RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, varlen=True)
 
 
 @pytest.mark.parametrize(
     ("c", "ranking"),
     brief(
         [
-            (replace(RANK, whole=True, stages=2, ctas=2), Ranking(((10, 1), (0, 0), (150, 17)))),
+            (replace(RANK, full_list=True, stages=2, ctas=2), Ranking(((10, 1), (0, 0), (150, 17)))),
             (
-                replace(RANK, heads=12, head=128, packed=False, count=2, block=4, stride=4),
+                replace(RANK, heads=12, head_dim=128, varlen=False, count=2, block=4, stride=4),
                 Ranking(((150, 140), (150, 140))),
             ),
-            (replace(RANK, heads=3, key_heads=1, head=64, block=12, stride=4), Ranking(((500, 125),))),
+            (replace(RANK, heads=3, key_heads=1, head_dim=64, block=12, stride=4), Ranking(((500, 125),))),
             (
-                replace(RANK, heads=1, key_heads=1, head=256, count=32, block=2, stride=1, tile=(128, 64)),
+                replace(RANK, heads=1, key_heads=1, head_dim=256, count=32, block=2, stride=1, tile=(128, 64)),
                 Ranking(((200, 190),)),
             ),
-            (replace(RANK, heads=4, key_heads=2, head=192, dtype="bfloat16", tile=(128, 64)), Ranking(((200, 25),))),
+            (
+                replace(RANK, heads=4, key_heads=2, head_dim=192, dtype="bfloat16", tile=(128, 64)),
+                Ranking(((200, 25),)),
+            ),
             (replace(RANK, heads=40, key_heads=2, count=40, block=2, stride=1), Ranking(((10, 9), (120, 118)))),
             (replace(RANK, heads=64, key_heads=1, block=4, stride=2), Ranking(((60, 29),))),
             (replace(RANK, heads=100, key_heads=1, block=4, stride=2), Ranking(((40, 19),))),
@@ -418,16 +437,16 @@ SPARE = 3  # rows, and keys, that belong to no sequence
 def one_pass_inputs(c: CompressionTopKConfiguration, ranking: Ranking) -> dict[str, Any]:
     """Those of top-k, values, and results of NaN and 77."""
     given = top_k_inputs(replace(RANK, **{x: getattr(c, x) for x in vars(RANK).keys() & vars(c).keys()}), ranking)
-    given["v"] = torch.randn(len(given["k"]), c.key_heads, c.head_v).to(given["k"].dtype)
+    given["v"] = torch.randn(len(given["k"]), c.key_heads, c.head_dim_v).to(given["k"].dtype)
     for name in "qkv":
         given[name] = torch.nn.functional.pad(given[name], (0, 0, 0, 0, 0, SPARE), value=math.nan)
     rows = len(given["q"])
     del given["topk_scores"]
     return given | {
-        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=given["q"].dtype),
-        "multiprocessors": 5,
+        "o": torch.full((rows, c.heads, c.head_dim_v), math.nan, dtype=given["q"].dtype),
+        "num_sms": 5,
         "lse": torch.full((rows, c.heads), math.nan),
-        "topk_indices": torch.full((rows, c.key_heads, c.before + c.count), 77, dtype=torch.int32),
+        "topk_indices": torch.full((rows, c.key_heads, c.num_fixed + c.count), 77, dtype=torch.int32),
     }
 
 
@@ -459,7 +478,7 @@ SMALL = CompressionTopKConfiguration("float16", 32, 2, 64, 64, 3, 16, 8)
         [
             (replace(SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2), Ranking(((40, 20), (0, 0)))),
             (SMALL, Ranking(((10, 1), (0, 0), (150, 17), (30, 0)))),
-            (replace(SMALL, head=128, head_v=128, dtype="bfloat16", block=4, stride=4), Ranking(((280, 70),))),
+            (replace(SMALL, head_dim=128, head_dim_v=128, dtype="bfloat16", block=4, stride=4), Ranking(((280, 70),))),
             (replace(SMALL, heads=12, block=4, stride=2, count=60), Ranking(((40, 20), (150, 75)))),
             (replace(SMALL, heads=2, block=12, stride=4), Ranking(((270, 67),))),
             (replace(SMALL, heads=40, count=40, block=2, stride=1), Ranking(((10, 9), (90, 88)))),
@@ -494,7 +513,7 @@ def selection_backward_inputs(c: SelectionBackwardConfiguration, choice: Choice)
     for name in "qkv":
         given[f"d{name}"] = torch.full_like(given[name], math.nan)
     lists = (given["block_indices"], given["block_counts"], given["cum_seqlen_q"])
-    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.part)
+    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.list_chunk)
     size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
     return {**given, "workspace": torch.full((size,), 255, dtype=torch.uint8)}
 
@@ -511,23 +530,23 @@ def assert_differentiated(given: dict[str, Any], c: SelectionBackwardConfigurati
     brief(
         [
             (
-                SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True, part=32),
+                SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True, list_chunk=32),
                 Choice((70,), 3, spare=0),
             ),
             (SelectionBackwardConfiguration("bfloat16", 32, 2, 128, 128, 64), Choice((40, 0, 100), 4, spare=0)),
             (SelectionBackwardConfiguration("float16", 6, 2, 64, 128, 16, causal=True), Choice((40, 7), 5, spare=0)),
             (
-                SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True, part=64),
+                SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True, list_chunk=64),
                 Choice((150,), 3, spare=0),
             ),
             (SelectionBackwardConfiguration("bfloat16", 24, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 40, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
             (
-                SelectionBackwardConfiguration("bfloat16", 16, 1, 192, 128, 64, causal=True, stages=3, part=32),
+                SelectionBackwardConfiguration("bfloat16", 16, 1, 192, 128, 64, causal=True, stages=3, list_chunk=32),
                 Choice((70,), 3, spare=0),
             ),
             (
-                SelectionBackwardConfiguration("float16", 8, 2, 256, 256, 32, tile=(64, 64), stages=2, part=32),
+                SelectionBackwardConfiguration("float16", 8, 2, 256, 256, 32, tile=(64, 64), stages=2, list_chunk=32),
                 Choice((40,), 3, spare=0),
             ),
         ],

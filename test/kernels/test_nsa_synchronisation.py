@@ -20,10 +20,10 @@ from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
 from cudnn_kernels.attention.sparse import (  # noqa: E402
     CompressionTopKConfiguration,
-    InverseConfiguration,
+    CsrTransposeConfiguration,
     SelectionBackwardConfiguration,
-    SelectionByBlocksConfiguration,
     SelectionConfiguration,
+    SelectionKVOuterConfiguration,
     SparseDecodeConfiguration,
     TopKConfiguration,
 )
@@ -38,7 +38,7 @@ ATTEMPTS = [("lowest-pc", 0), ("random", 0), ("lazy", 0)]
 LISTS = {"bar.warp.sync": (1, "lanes meet at match.sync before they read again; PTX does not call that an order")}
 
 
-def sorted_rows(c: InverseConfiguration, choice: Choice) -> dict[str, Any]:
+def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
     """Arguments of the second pass of turning lists around, after the first, in PyTorch, and what it has to find."""
     given = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
     indices, counts, ends = given["block_indices"], given["block_counts"], given["cum_seqlen_q"]
@@ -51,7 +51,7 @@ def sorted_rows(c: InverseConfiguration, choice: Choice) -> dict[str, Any]:
         "block_indices": indices,
         "block_counts": counts,
         "cum_seqlen": ends,
-        "places": places,
+        "positions": places,
         "stream": 0,
         "choosing": torch.full_like(rows, -7),
         "expected": rows[: begins[-1]],
@@ -66,28 +66,28 @@ def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str,
     """Arguments of a decode step, caches with NaN behind each sequence, and what it has to find."""
     dtype, rows = getattr(torch, c.dtype), max(lengths)
     small = [x // c.stride for x in lengths]
-    given: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head).to(dtype)}
+    given: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head_dim).to(dtype)}
     for name, width, ends in (
-        ("k", c.head, lengths),
-        ("v", c.head_v, lengths),
-        ("compressed_k", c.head, small),
-        ("compressed_v", c.head_v, small),
+        ("k", c.head_dim, lengths),
+        ("v", c.head_dim_v, lengths),
+        ("compressed_k", c.head_dim, small),
+        ("compressed_v", c.head_dim_v, small),
     ):
         given[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
         for cache, end in zip(given[name], ends, strict=True):
             cache[end:] = math.nan
     given["gates"] = torch.rand(len(lengths), c.heads, 3).to(getattr(torch, c.gates))
-    expected = torch.empty(*given["q"].shape[:2], c.head_v, dtype=torch.float64)
+    expected = torch.empty(*given["q"].shape[:2], c.head_dim_v, dtype=torch.float64)
     wide = [given[x].double() for x in ("q", "k", "v", "compressed_k", "compressed_v", "gates")]
     caches = [x.transpose(1, 2) for x in wide[1:5]]
     sizes = (c.block, c.stride, c.count, c.window)
-    reference.decode(wide[0], *caches, wide[5], list(lengths), small, expected, c.head**-0.5, sizes)
+    reference.decode(wide[0], *caches, wide[5], list(lengths), small, expected, c.head_dim**-0.5, sizes)
     return given | {
         "lengths": torch.tensor(lengths, dtype=torch.int32),
         "expected": expected,
         "stream": 0,
         "compressed_lengths": torch.tensor(small, dtype=torch.int32),
-        "scale_softmax": c.head**-0.5,
+        "scale_softmax": c.head_dim**-0.5,
         "probabilities": torch.full((len(lengths), c.key_heads, rows // c.stride), math.nan),
         "o": torch.full_like(expected, math.nan, dtype=dtype),
     }
@@ -112,44 +112,44 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
         for row, blocks in enumerate(choice.blocks):
             given["block_counts"][row] = len(blocks)
             given["block_indices"][row, :, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        given["multiprocessors"] = 1
+        given["num_sms"] = 1
     return given
 
 
 def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
-    return lambda *given: inputs(*given) | {"multiprocessors": 1}
+    return lambda *given: inputs(*given) | {"num_sms": 1}
 
 
 ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
     # what makes a kernel's arguments, and what judges its results
     CompressionTopKConfiguration: (one_cta(nsa.one_pass_inputs), nsa.assert_one_pass),
     SelectionConfiguration: (selection_inputs, nsa.assert_selected),
-    SelectionByBlocksConfiguration: (lambda c, choice: nsa.by_blocks_inputs(c, choice, 1, 1), nsa.assert_by_blocks),
+    SelectionKVOuterConfiguration: (lambda c, choice: nsa.by_blocks_inputs(c, choice, 1, 1), nsa.assert_by_blocks),
     SelectionBackwardConfiguration: (one_cta(nsa.selection_backward_inputs), nsa.assert_differentiated),
     TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
-    InverseConfiguration: (sorted_rows, assert_sorted),
+    CsrTransposeConfiguration: (sorted_rows, assert_sorted),
     SparseDecodeConfiguration: (decoded, assert_decoded),
 }
 SOURCES = {  # of kernels that Hopper and Blackwell share
-    InverseConfiguration: "cudnn_kernels.attention.inverse:Inverse",
+    CsrTransposeConfiguration: "cudnn_kernels.attention.csr_transpose:CsrTranspose",
     SparseDecodeConfiguration: "cudnn_kernels.attention.sparse_decode:Decode",
 }
-BACKWARD = SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 16, True, (128, 16), 3, part=32)
+BACKWARD = SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 16, True, (128, 16), 3, list_chunk=32)
 TOP_K = replace(nsa.RANK, tile=(128, 32), stages=2, block=2, stride=1)
 ONE_PASS = replace(nsa.SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2)
 SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a path of their own
 CASES: dict[str, tuple[Any, Any]] = {
     # tiles are small, so that buffers are filled again, and lists short, so that a warpgroup passes over blocks that
     # another one's rows chose, and some rows have none
-    "lists": (InverseConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
+    "lists": (CsrTransposeConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
     "selection": (
         SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3),
         Choice((1, 2, 60), 3),
     ),
     "selection, rows one by one": (
         # of each eight rows, four share their blocks, and four hardly do, alone and in pairs: each by one warpgroup
-        SelectionConfiguration("float16", 16, 1, 64, 64, 64, tile=(128, 64), stages=3, apart=13),
+        SelectionConfiguration("float16", 16, 1, 64, 64, 64, tile=(128, 64), stages=3, single_query_threshold=13),
         Listed(
             (66,),
             3,
@@ -184,12 +184,12 @@ CASES: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "selection by blocks": (
-        SelectionByBlocksConfiguration("float16", 6, 3, 64, 64, 16, True, part=16),
+        SelectionKVOuterConfiguration("float16", 6, 3, 64, 64, 16, True, list_chunk=16),
         Choice((2, 0, 40), 7),
     ),
     "gradients by rows": (BACKWARD, Choice((1, 2, 90), 3, spare=0)),
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
-    "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
+    "top-k": (replace(TOP_K, full_list=True), Ranking(((10, 9), (100, 98)))),
     "top-k, teams of warps": (replace(TOP_K, heads=64, key_heads=1), Ranking(((100, 98),))),
     "decode step": (SparseDecodeConfiguration("float16", "float16", 4, 2, 64, 64, 16, 4, 2, 21), (200, 20)),
     "compression with top-k": (ONE_PASS, SEVERAL),

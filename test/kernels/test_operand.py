@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.launch import emulate, emulation
+from cudnn.runtime import emulation
+from cudnn.runtime.launch import emulate
 from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.problem import BlockScale, Operand
 from support import gemms
@@ -18,7 +19,7 @@ from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-SOURCE = "cudnn_kernels.pipeline.operand:PrepareOperand"
+SOURCE = "cudnn_kernels.pipeline.prepare_operand:PrepareOperand"
 MULTIPROCESSORS = 3
 PLAIN = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 SCALED = [operand for operand in sorted(OPERANDS, key=str) if operand[2]]
@@ -132,7 +133,7 @@ def test_dequantised_from_pointers(operand: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("operand", brief(GROUPED, len(GROUPED) - 1), ids=str)
 def test_dequantised_parts_of_k(operand: tuple[Any, ...]) -> None:
     """Every part has factors of its own, and what is beyond the last part is not looked at."""
-    c = configured(*operand, resident=1, splits_k=True)
+    c = configured(*operand, resident=1, varlen_k=True)
     vector, (mn, k) = c.source.scale.vector, (272, 1024)
     ends = [part * vector for part in (0, 4, 4, 16, 18)]
     codes, scales = random_codes(c, 1, mn, k)
@@ -171,7 +172,7 @@ def test_what_cannot_be_widened(operand: Operand) -> None:
 @pytest.mark.parametrize("major", ["k", "mn"])
 def test_widening_spills_nothing(major: str) -> None:
     from cudnn_kernels import fakes
-    from cudnn_kernels.pipeline import operand as module
+    from cudnn_kernels.pipeline import prepare_operand as module
 
     c = OperandConfiguration(Operand("float8_e4m3fn", major), widen=True)
     compiled = compile_kernel("sm_90a", module.PrepareOperand(c), *fakes.arguments(c))
@@ -261,7 +262,7 @@ def test_transposed_whatever_the_order_of_things(dtype: torch.dtype, scheduler: 
 )
 def test_no_local_memory_and_wide_accesses(operand: tuple[Any, ...], arch: str) -> None:
     from cudnn_kernels import fakes
-    from cudnn_kernels.pipeline import operand as module
+    from cudnn_kernels.pipeline import prepare_operand as module
 
     c = configured(*operand)
     compiled = compile_kernel(arch, module.PrepareOperand(c), *fakes.arguments(c))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.launch import emulate
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, rmsnorm_rht_amax_wrapper
+from cudnn.runtime.launch import emulate
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 from support.rmsnorm import assert_right
 from support.selection import in_turn

@@ -13,7 +13,7 @@ from cudnn_kernels import fakes
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Amax, Gated, MultiplyGroup, QuantizeRows, SquaredRelu, StoreTile
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
-from cudnn_kernels.schedule import GroupedRows
+from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import gemm as hopper
 from cudnn_kernels.sm90 import heuristics
 from cudnn_kernels.sm100 import gemm as blackwell
@@ -197,8 +197,8 @@ def test_kernels_are_what_their_configurations_ask_for(arch: str, name: str) -> 
 def test_products_of_experts_are_issued_together(index: str, epilogue: tuple[Any, ...], n: int) -> None:
     """On Hopper, all of a k tile's, though a warpgroup may have no rows of an expert's last tile."""
     operands = Operand("bfloat16", index=index), Operand("bfloat16")
-    c = heuristics.configure(GemmProblem(*operands, epilogue, GroupedRows(), n, 4096, groups=8))
-    c = replace(c, draws=False)  # else there are two kernels
+    c = heuristics.configure(GemmProblem(*operands, epilogue, VarlenM(), n, 4096, groups=8))
+    c = replace(c, dynamic_scheduler=False)  # else there are two kernels
     height = c.tile[0] if c.pingpong else c.tile[0] // 2
     assert c.tile[0] * c.cluster[0] > height
     assert compiled("sm_90a", c)[1].run == 4 * (height // 64)
@@ -217,7 +217,7 @@ def test_additions_of_sums_read_two_banks_of_registers(index: str, epilogue: tup
     made the whole loop 7 per cent slower on an H200.
     """
     a, b = (Operand("float8_e4m3fn", scale=BlockScale("float32", 128, rows)) for rows in (1, 128))
-    problem = GemmProblem(replace(a, index=index), b, epilogue, GroupedRows(), 1536, 2048, groups=128)
+    problem = GemmProblem(replace(a, index=index), b, epilogue, VarlenM(), 1536, 2048, groups=128)
     c = heuristics.configure(problem)
     code = sass.disassemble(compile_kernel("sm_90a", hopper.Gemm(c), *fakes.arguments(c)).cubin)
     found = [set(map(int, each)) for each in ADDITION.findall(code)]

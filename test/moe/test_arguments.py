@@ -82,6 +82,61 @@ def test_values() -> None:
             call()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation", "hidden", "inner", "words"),
+    [
+        (torch.float32, "swiglu", 64, 37, "intermediate size, I of down .*: got 37; allowed: a multiple of 32 for 's"),
+        (torch.float64, "geglu", 64, 48, "intermediate size, .*: got 48; allowed: a multiple of 32 for 'geglu'"),
+        (
+            torch.bfloat16,
+            "swiglu",
+            64,
+            37,
+            "intermediate size, .*: got 37; allowed: a multiple of 32 .* To fix",
+        ),
+        (
+            torch.float16,
+            "srelu",
+            64,
+            37,
+            "intermediate size, .*: got 37; allowed: a multiple of 8 for 'srelu'",
+        ),
+        (
+            torch.bfloat16,
+            "swiglu",
+            60,
+            64,
+            "hidden size, H of x .*: got 60; allowed: a multiple of 8 .* To fix",
+        ),
+        (torch.bfloat16, "srelu", 64, 0, "intermediate size, .*: got 0"),
+        (torch.float32, "srelu", 63, 37, ""),
+        (torch.float32, "swiglu", 63, 32, ""),
+    ],
+)
+def test_sizes_of_experts(dtype: torch.dtype, activation: str, hidden: int, inner: int, words: str) -> None:
+    """Said of the caller's tensors. Odd sizes stay allowed where the reference computes without blocks of gates."""
+    wide = inner if activation == "srelu" else 2 * inner
+    x, up, down = (torch.zeros(*shape, dtype=dtype) for shape in ((4, hidden), (2, wide, hidden), (2, hidden, inner)))
+    weights = WEIGHTS.double() if dtype is torch.float64 else WEIGHTS
+    call = experts(x=x, routing=(CHOICES, weights), up=up, down=down, activation=activation)
+    if not words:
+        assert call().shape == x.shape
+        return
+    with pytest.raises(ValueError, match=f"^moe_mlp: {words}"):
+        call()
+
+
+def test_sizes_of_a_layer() -> None:
+    for changed, words in (
+        ({"intermediate": 37}, "intermediate: got 37; allowed: a multiple of 32. To fix it, take 64"),
+        ({"hidden": 60}, "hidden: got 60; allowed: a multiple of 8. To fix it, take 64"),
+        ({"experts": 0}, "experts: got 0; allowed: 1 or more"),
+        ({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"),
+    ):
+        with pytest.raises(ValueError, match=f"^MoE: {words}"):
+            layer(**changed)()
+
+
 def test_a_refused_number_does_not_stand_for_one_that_equals_it() -> None:
     """What is kept of calls tells 3.0 from 3."""
     with pytest.raises(TypeError):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import cudnn
 from cudnn.moe import Exchange, exchange, sort
-from cudnn_kernels.moe.configuration import GiveBackConfiguration
+from cudnn_kernels.moe.configuration import CombineExchangeConfiguration
 from support.pages import ROOT, Page
 from support.ranks import Rank, Threads, run_processes
 
@@ -107,7 +107,9 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_by_kernels_on_shared_memory(arch: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(len(counts), counts)
-    monkeypatch.setattr(exchange, "GiveBackConfiguration", functools.partial(GiveBackConfiguration, before=4))
+    monkeypatch.setattr(
+        exchange, "CombineExchangeConfiguration", functools.partial(CombineExchangeConfiguration, before=4)
+    )
 
     def rank(group: Rank) -> None:
         given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
@@ -152,15 +154,15 @@ def test_ranks_meet_before_others_memory_is_written(monkeypatch: pytest.MonkeyPa
 
     for now, call, expected in (
         (0, dispatch, ["Dispatch", "meet"]),
-        (0, give_back, ["GiveBack"]),
-        (0, give_back, ["meet", "GiveBack"]),
+        (0, give_back, ["CombineExchange"]),
+        (0, give_back, ["meet", "CombineExchange"]),
         (0, dispatch, ["Dispatch", "meet"]),
         (0, dispatch, ["meet", "Dispatch", "meet"]),
-        (1, give_back, ["meet", "GiveBack"]),
+        (1, give_back, ["meet", "CombineExchange"]),
         (1, dispatch, ["Dispatch", "meet"]),
-        (2, give_back, ["meet", "GiveBack"]),
+        (2, give_back, ["meet", "CombineExchange"]),
         (0, dispatch, ["meet", "Dispatch", "meet"]),
-        (0, give_back, ["meet", "GiveBack"]),
+        (0, give_back, ["meet", "CombineExchange"]),
     ):
         said.clear()
         capture = now

@@ -29,6 +29,7 @@ from cudnn.moe import quantizing
 from cudnn.moe.quantizing import quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
+from cudnn.runtime import address_tables
 from support.selection import ALONE, WHERE, in_turn, within
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -697,7 +698,7 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
             with pytest.raises(ValueError, match=rf"^MoE: x: got .*; allowed: {allowed} \[\.\.\., "):
                 call(wrong)
     for wrong, name in (
-        ({"intermediate": 30}, "sizes"),
+        ({"intermediate": 30}, "intermediate: got 30; allowed: a multiple of 32. To fix it, take 32"),
         ({"activation": "relu"}, "activation"),
         ({"fp8": True}, "fp8"),
         ({"glu_layout": "halves"}, "glu_layout"),
@@ -736,7 +737,11 @@ def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:
 
     weights = torch.randn(2, 128, 128).bfloat16()
     with Seen():
-        kept = [*quantized_weights([weights], False), operands.pointers([weights]), operands.ones(77, weights.device)]
+        kept = [
+            *quantized_weights([weights], False),
+            address_tables.pointers([weights]),
+            operands.ones(77, weights.device),
+        ]
         passing = quantized_weights([weights.clone()], True)
     assert quantized_weights([weights], False)[0] is kept[0]
     assert not memory(made) & memory(kept)
@@ -764,11 +769,11 @@ def test_addresses_that_another_stream_reads_are_recorded(monkeypatch: pytest.Mo
     kept = SimpleNamespace(record_stream=recorded.append)
     memory = SimpleNamespace(expired=lambda: False)
     first = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", data_ptr=lambda: 5)
-    monkeypatch.setattr(operands, "_TABLES", {("cuda:0", 5): SimpleNamespace(addresses=kept, memory=memory)})
+    monkeypatch.setattr(address_tables, "_TABLES", {("cuda:0", 5): SimpleNamespace(addresses=kept, memory=memory)})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(operands.launch, "raw_stream", lambda stream, index: current)
     for current in (0, 8, 0):  # noqa: B007  read by the functions above
-        assert operands.pointers([first]) is kept
+        assert address_tables.pointers([first]) is kept
     assert recorded == [8]
 
 

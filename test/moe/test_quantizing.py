@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from cudnn import moe
 from cudnn.moe import quantizing
 from cudnn.moe.quantizing import quantized, quantized_weights
 from cudnn.nn import MoE
+from support import block_scales
 
 
 @pytest.mark.full
@@ -36,6 +38,31 @@ def test_the_kernel_of_e4m3(arch: str) -> None:
     narrow, factors = quantized(x)
     wide = (narrow.float().unflatten(1, (-1, 128)) * factors[..., None]).flatten(1)
     assert float((wide - x.float()).norm() / x.float().norm()) < 0.03
+
+
+@pytest.mark.parametrize("arch", ["", "sm_90a", "sm_100a"])
+def test_blocks_of_any_magnitude(arch: str) -> None:
+    """Rows, tokens by choice and weights: 0, subnormal, tiny, largest, infinity, NaN, by the rule of scales."""
+    x = block_scales.values(128).bfloat16()
+    x[block_scales.AMAX.index(block_scales.LARGEST)] /= 2.0  # which bfloat16 would make infinity
+    amax = x.float().abs().amax(1)
+    rules = [block_scales.rule(float(value), 448.0, "float32") for value in amax]
+    scales, multipliers = (torch.tensor(each, dtype=torch.float32) for each in zip(*rules, strict=True))
+    expected = (x.float() * multipliers[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    of_choice = torch.arange(len(x), dtype=torch.int32).flip(0)[:, None].contiguous()
+    weights = [row.expand(128, 128).contiguous() for row in x[:, None]]
+    with cudnn.emulation(arch) if arch else contextlib.nullcontext():
+        rows, by_choice, by_block = (
+            quantized(x.float() if not arch else x),
+            quantized(x, of_choice, len(x)),
+            quantized_weights(weights, True),
+        )
+    found = [rows, [t.view(torch.uint8).flip(0).view(t.dtype) if t.itemsize == 1 else t.flip(0) for t in by_choice]]
+    found.append([by_block[0][:, 5], by_block[1][:, 0]])
+    for q, s in found:
+        assert block_scales.same(s[:, 0], scales)
+        assert block_scales.same(q, expected)
+        block_scales.check(x.float(), q.float(), s[:, 0], 448.0, "float32")
 
 
 def test_weights_in_e4m3_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

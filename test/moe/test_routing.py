@@ -291,3 +291,11 @@ def test_what_route_refuses(changes: dict[str, Any], words: str) -> None:
 def test_what_sort_refuses(indices: torch.Tensor, experts: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sort(indices, experts)
+
+
+def test_deprecated_names_of_indices() -> None:
+    routing = route(torch.randn(5, 4), 2)
+    with pytest.warns(DeprecationWarning, match="use gather_idx"):
+        assert routing.token_of_row is routing.gather_idx
+    with pytest.warns(DeprecationWarning, match="use scatter_idx"):
+        assert routing.row_of_choice is routing.scatter_idx

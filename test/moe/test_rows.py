@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import cudnn
 from cudnn.moe import experts as operands
 from cudnn.moe import layer as passes
+from cudnn.moe import module as modules
 from cudnn.moe.experts import Rows
-from cudnn.nn import moe as modules
 from cudnn.ops import moe_mlp
+from cudnn.runtime import address_tables
 
 
 def test_rows_are_copied_in_order_on_hopper_alone(
@@ -114,15 +115,15 @@ def test_activations_are_gone_before_rows_are_summed(monkeypatch: pytest.MonkeyP
 def test_addresses_last_as_long_as_the_weights() -> None:
     """However many others there are: a CUDA graph that reads them cannot make them."""
     weights = [torch.ones(2) for _ in range(1100)]
-    tables = [operands.pointers([w]) for w in weights]
+    tables = [address_tables.pointers([w]) for w in weights]
     assert [int(t) for t in tables] == [w.data_ptr() for w in weights]
-    assert operands.pointers([weights[0]]) is tables[0]
-    assert operands.pointers([weights[1].view(2)]) is tables[1]
+    assert address_tables.pointers([weights[0]]) is tables[0]
+    assert address_tables.pointers([weights[1].view(2)]) is tables[1]
     gone = weakref.ref(tables.pop())
     del weights[-1]
-    operands.pointers([torch.ones(3)])
+    address_tables.pointers([torch.ones(3)])
     assert gone() is None
-    assert operands.pointers([weights[0]]) is tables[0]
+    assert address_tables.pointers([weights[0]]) is tables[0]
 
 
 def test_addresses_of_a_storage_that_moves_are_few() -> None:
@@ -130,13 +131,13 @@ def test_addresses_of_a_storage_that_moves_are_few() -> None:
     weight, others, seen = torch.ones(4), [], set()
     storage = weight.untyped_storage()
     for _ in range(20):
-        table, half = operands.pointers([weight]), operands.pointers([weight[2:]])
+        table, half = address_tables.pointers([weight]), address_tables.pointers([weight[2:]])
         assert (int(table), int(half)) == (weight.data_ptr(), weight[2:].data_ptr())
         seen.add(int(table))
         storage.resize_(0)
         others.append(torch.ones(4))  # takes that memory
         storage.resize_(16)
-    kept = [key for key, each in operands._TABLES.items() if each.memory.cdata == StorageWeakRef(storage).cdata]
+    kept = [key for key, each in address_tables._TABLES.items() if each.memory.cdata == StorageWeakRef(storage).cdata]
     assert len(kept) == 2 * operands.MOVES < len(seen)
 
 
@@ -148,9 +149,9 @@ def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.Monkey
         return True
 
     tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired, cdata=0), place=0)}
-    monkeypatch.setattr(operands, "_TABLES", tables)
+    monkeypatch.setattr(address_tables, "_TABLES", tables)
     weight = torch.ones(2)
-    assert int(operands.pointers([weight])) == weight.data_ptr()
+    assert int(address_tables.pointers([weight])) == weight.data_ptr()
 
 
 @pytest.mark.parametrize(

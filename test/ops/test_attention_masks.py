@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import cudnn
-from cudnn.experimental.ops import sdpa as module
+from cudnn.attention import graphs as module
 from cudnn.ops import scaled_dot_product_attention
 from support.dense_attention import attend, with_gradients
 from support.graphs import planned_by

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import cudnn
 from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
-from cudnn.ops import _causal_conv1d as module
+from cudnn.causal_conv1d import operator as module
 from cudnn.ops import causal_conv1d
 from support.dense_attention import with_gradients
 

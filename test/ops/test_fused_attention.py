@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn.attention import fused, graphs
 from cudnn.errors import cudnnGraphNotSupportedError
 from cudnn.experimental.ops import scaled_dot_product_attention as experimental
-from cudnn.experimental.ops import sdpa as graphs
-from cudnn.ops import _fused_attention as fused
 from cudnn.ops import scaled_dot_product_attention as attention
 from cudnn.sdpa import SdpaBackward
 from support.dense_attention import with_gradients

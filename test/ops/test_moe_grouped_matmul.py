@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.experimental.ops import _graphs, moe_grouped_matmul
+from cudnn.experimental.ops import moe_grouped_matmul
 from cudnn.experimental.ops.moe_grouped_matmul import _graph_cache
+from cudnn.pygraph import operator_graphs
 from support.dense_attention import with_gradients
 from support.graphs import planned_by
 
@@ -177,7 +178,7 @@ def test_what_cudnn_does_not_support_is_a_runtime_error(monkeypatch: pytest.Monk
     def refuse(*arguments: Any) -> None:
         raise cudnn.cudnnGraphNotSupportedError("no engine for this")
 
-    monkeypatch.setattr(_graphs, "run", refuse)
+    monkeypatch.setattr(operator_graphs, "run", refuse)
     with pytest.raises(RuntimeError, match="no engine for this"):
         moe_grouped_matmul(*operands()[:2], offsets(OFFSETS["even"]))
 
@@ -186,7 +187,7 @@ def test_what_cudnn_does_not_support_is_a_runtime_error(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("mode", ["none", "gather"])
 def test_cudnn_has_plans(mode: str, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph as on a GPU."""
-    built = planned_by(_graphs, device_properties, monkeypatch)
+    built = planned_by(operator_graphs, device_properties, monkeypatch)
     token, weight, _ = operands(torch.bfloat16)
     if mode == "gather" and cudnn.backend_version() <= 91900:
         with pytest.raises(RuntimeError, match=r"mode: got GATHER with cuDNN 9\.19\.0"):

@@ -13,11 +13,15 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.moe._run import run
+from cudnn.native_sparse_attention import decode
+from cudnn.native_sparse_attention import gates as gates_module
+from cudnn.native_sparse_attention import operator as nsa
+from cudnn.native_sparse_attention.gates import nsa_gates, selection_takes_gates
+from cudnn.native_sparse_attention.operator import nsa_selection
 from cudnn.native_sparse_attention.selection import by_blocks
-from cudnn.ops import _nsa_attention, _nsa_decode, _nsa_gates, _streams, nsa_attention, nsa_decode
-from cudnn.ops._nsa_attention import nsa_selection
-from cudnn.ops._nsa_gates import nsa_gates, selection_takes_gates
+from cudnn.ops import nsa_attention, nsa_decode
+from cudnn.runtime import streams
+from cudnn.runtime.run import run
 from support.dense_attention import attend, band
 from support.selection import ALONE, brief, within
 
@@ -114,7 +118,7 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *given: (done.append(name), function(*given))[1]
 
     for name in names:
-        monkeypatch.setattr(_nsa_attention, name, noted(name, getattr(_nsa_attention, name)))
+        monkeypatch.setattr(nsa, name, noted(name, getattr(nsa, name)))
 
     def run(call: dict[str, Any], **options: Any) -> list[str]:
         done.clear()
@@ -132,9 +136,9 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         if "seqlens" not in name
     }
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
-    monkeypatch.setattr(_nsa_attention, "selection_takes_gates", lambda *_: True)
-    monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[3]))
-    monkeypatch.setattr(_nsa_attention, "gated_selection", noted("both, and selection's", lambda *given: given[8]))
+    monkeypatch.setattr(nsa, "selection_takes_gates", lambda *_: True)
+    monkeypatch.setattr(nsa, "nsa_gated_selection", noted("both", lambda *given: given[3]))
+    monkeypatch.setattr(nsa, "gated_selection", noted("both, and selection's", lambda *given: given[8]))
     assert run(call) == [*one, "both"]
     leaves(call)
     assert run(call) == [*one, "both, and selection's"]
@@ -240,9 +244,9 @@ def test_numeric_gradients_of_the_parts() -> None:
     lists = torch.tensor([[0, 0, 1]], dtype=torch.int32).expand(21, 1, 3).contiguous()
     lists[4] = -1
     parts: list[tuple[Callable[..., Any], list[torch.Tensor], list[Any]]] = [
-        (_nsa_attention.nsa_compression, [q, ck, cv], [ends, small, 0.5]),
-        (_nsa_attention.nsa_selection, [q, k, v], [lists, ends, 0.5, BLOCK]),
-        (_nsa_attention.nsa_window, [q, k, v], [ends, 0.5, WINDOW, 12]),
+        (nsa.nsa_compression, [q, ck, cv], [ends, small, 0.5]),
+        (nsa.nsa_selection, [q, k, v], [lists, ends, 0.5, BLOCK]),
+        (nsa.nsa_window, [q, k, v], [ends, 0.5, WINDOW, 12]),
         (nsa_gates, [q, q.flip(0), q.roll(1, 0), gates], []),
     ]
     for part, of, rest in parts:
@@ -345,12 +349,12 @@ def test_branches_with_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyP
 def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the type of the branches, which autocast gave them, not that of the caller's tensors."""
     taken: list[Any] = []
-    monkeypatch.setattr(_nsa_gates, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
+    monkeypatch.setattr(gates_module, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
     q, k, v = (torch.zeros(8, heads, 64).half() for heads in (2, 1, 1))
     branch, gates = torch.zeros(8, 2, 64).bfloat16(), torch.zeros(8, 2, 3).half()
     lists, ends = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int()
     with cudnn.emulation("sm_90a"), torch.autocast("cpu", torch.bfloat16):
-        out = _nsa_attention.nsa_gated_selection(q, k, v, branch, gates, lists, ends, None, 0.1, 16, 5, 8)
+        out = nsa.nsa_gated_selection(q, k, v, branch, gates, lists, ends, None, 0.1, 16, 5, 8)
     ((kind, *given),) = taken
     assert kind == "bfloat16"
     assert {x.dtype for x in (out, *given)} == {torch.bfloat16}
@@ -422,7 +426,7 @@ def test_compilers_know_how_gradients_lie_in_memory(dtype: torch.dtype) -> None:
     """Also where heads come before rows, as in a batch of one."""
     q, k, v, ck, cv = (torch.randn(2, n, 64, dtype=dtype).transpose(0, 1) for n in (32, 32, 32, 4, 4))
     gates, ends, small = torch.rand(32, 2, 3, dtype=dtype), *(torch.tensor([0, n]).int() for n in (32, 4))
-    lists, ops = torch.zeros(32, 2, 1).int(), _nsa_attention
+    lists, ops = torch.zeros(32, 2, 1).int(), nsa
     one = ops.nsa_compression(q, ck, cv, ends, small, 0.5)
     two = ops.nsa_selection(q, k, v, lists, ends, 0.5, 16)
     three = ops.nsa_window(q, k, v, None, 0.5, WINDOW, 32)
@@ -449,12 +453,12 @@ def test_each_stream_has_a_second_one_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("second", []))
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(_streams, "_second", functools.cache(_streams._second.__wrapped__))
+    monkeypatch.setattr(streams, "_second", functools.cache(streams._second.__wrapped__))
     seconds = []
     for handle in (1, 2, 1):
         current.append(Stream("first", []))
         current[-1].cuda_stream = handle
-        with _streams.forked(device) as beside, beside as second:
+        with streams.forked(device) as beside, beside as second:
             seconds.append(second)
     assert seconds[0] is seconds[2]
     assert seconds[0] is not seconds[1]
@@ -469,7 +473,7 @@ def test_fewer_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         assert torch.equal(nsa_attention(**call, **options), found)
     for rule in ("selection_takes_gates", "_in_one_pass"):
-        monkeypatch.setattr(_nsa_attention, rule, lambda *_: False)
+        monkeypatch.setattr(nsa, rule, lambda *_: False)
         expected = nsa_attention(**call, **options)
         assert (found - expected).float().norm() < 0.01 * expected.float().norm()
 
@@ -619,7 +623,7 @@ def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, bloc
 
 def test_no_sequences_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU refuses a grid without CTAs."""
-    monkeypatch.setattr(_nsa_decode, "run", None)
+    monkeypatch.setattr(decode, "run", None)
     call = {name: x[:0] for name, x in decode_call(torch.float16, 64).items()}
     with cudnn.emulation("sm_90a"):
         assert nsa_decode(**call, **{**OPTIONS, "block_size": 16}).shape == (0, 4, 64)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.experimental.ops import _graphs, scaled_dot_product_attention
-from cudnn.experimental.ops import sdpa as module
+from cudnn.attention import graphs as module
+from cudnn.experimental.ops import scaled_dot_product_attention
 from cudnn.experimental.ops.sdpa import _bprop_cache, _fprop_cache
+from cudnn.pygraph import operator_graphs
 from support.dense_attention import with_gradients
 from support.graphs import planned_by
 from support.torch_attention import CASES, Varying
@@ -174,14 +175,14 @@ def test_one_graph_for_each_configuration() -> None:
 
 
 def test_threads_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    build, built = _graphs.build, []
+    build, built = operator_graphs.build, []
 
     def slow(*arguments: Any) -> Any:
         built.append(arguments)
         time.sleep(0.05)
         return build(*arguments)
 
-    monkeypatch.setattr(_graphs, "build", slow)
+    monkeypatch.setattr(operator_graphs, "build", slow)
     problem = CASES["causal"]
     tensors = [problem.tensors(F64) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -203,7 +204,7 @@ def test_gradients_of_any_strides_share_a_graph() -> None:
 
 
 def test_the_oldest_graph_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_graphs, "MOST", 2)
+    monkeypatch.setattr(operator_graphs, "MOST", 2)
     q, k, v, _ = CASES["plain"].tensors(F64)
     scaled_dot_product_attention(q, k, v, scale=0.1)
     (first,) = _fprop_cache
@@ -235,7 +236,7 @@ def test_deterministic_where_pytorch_is(monkeypatch: pytest.MonkeyPatch) -> None
 
     def run(cache: Any, describe: Any, inputs: Any, outputs: Any, options: dict[str, Any]) -> None:
         asked.append(options.get("use_deterministic_algorithm", False))
-        _graphs.run(cache, describe, inputs, outputs, options)
+        operator_graphs.run(cache, describe, inputs, outputs, options)
 
     monkeypatch.setattr(module, "run", run)
     for wanted in (False, True):

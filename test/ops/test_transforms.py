@@ -16,13 +16,13 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn
-from cudnn.cli.programs import gemm_operands
+from cudnn.attention import graphs as sdpa_module
+from cudnn.attention.graphs import sdpa, sdpa_bwd
+from cudnn.causal_conv1d import operator as conv_module
+from cudnn.causal_conv1d.operator import causal_conv1d_bwd_primitive
+from cudnn.demo_cases import gemm_operands
 from cudnn.experimental.ops import moe_grouped_matmul
-from cudnn.experimental.ops import sdpa as sdpa_module
-from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
-from cudnn.ops import _causal_conv1d as conv_module
 from cudnn.ops import causal_conv1d, scaled_dot_product_attention
-from cudnn.ops._causal_conv1d import causal_conv1d_bwd_primitive
 from support.dense_attention import with_gradients
 from support.torch_attention import CASES
 

@@ -14,13 +14,11 @@ PROGRAM = """
 import sys
 import cudnn
 cudnn.__path__.append(sys.argv[1])
-from cudnn import bench, registry
-from cudnn.bench import model
-from cudnn.launch import warm
+from cudnn import bench
+from cudnn.fused import registry, warm
 assert "gemm_rows" in registry.packages() and "GemmRows" in dir(cudnn)
 exec(compile(open(sys.argv[2]).read(), "page", "exec"))
 assert bench.find("gemm_rows").yardsticks == ("cuBLAS", "cuBLAS + weights of rows")
-assert "GemmRows" in model.epilogues("gemm_rows", "bf16")
 assert warm.wanted(["sm_90a"], ["gemm_rows"])
 """
 

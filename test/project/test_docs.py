@@ -182,7 +182,8 @@ def test_reference_has_every_public_name(generate: ModuleType) -> None:
     """The names of the packages, the methods of graphs, and each fused API of the folders."""
     import cudnn
     import ptx_emulator
-    from cudnn import experimental, ops, registry
+    from cudnn import experimental, ops
+    from cudnn.fused import registry
 
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
     fused = _script("fused_reference")

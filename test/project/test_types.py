@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import cudnn
-from cudnn import registry
+from cudnn.fused import registry
 from cudnn.pygraph.methods import Methods
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from cudnn_kernels import epilogue as declared
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.formats import bits as bits_of
 from cudnn_kernels.problem import BlockScale, Operand
-from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows
+from cudnn_kernels.schedule import Dense, VarlenK, VarlenM
 from cudnn_kernels.signature import Workspace, sizes_of, workspace_size
 from support import gemms
 
@@ -164,7 +164,7 @@ def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: 
     for name, x, rows, count in (("a", c.a, m, batch), ("b", c.b, n, experts or batch)):
         made[name] = operand(rows, k, count, x.dtype, x.major)
         if x.index:
-            made[name], made[x.index] = lines(made[name], int(isinstance(c.schedule, GroupedK)))
+            made[name], made[x.index] = lines(made[name], int(isinstance(c.schedule, VarlenK)))
         if x.scale:
             made[f"sf{name}"] = factors(rows, k, count, x.scale.dtype, x.scale.vector, x.scale.rows)
     return made
@@ -190,7 +190,7 @@ def values(c: GemmConfiguration, given: Mapping[str, torch.Tensor]) -> list[torc
     for name, x in (("a", c.a), ("b", c.b)):
         value = decoded(given[name], given.get(f"sf{name}"), x.scale.vector if x.scale else 0)
         if x.index:
-            dim, index = int(isinstance(c.schedule, GroupedK)), given[x.index].long()
+            dim, index = int(isinstance(c.schedule, VarlenK)), given[x.index].long()
             count = value.shape[dim]
             zeros = torch.cat([value, torch.zeros_like(value.narrow(dim, 0, 1))], dim)
             value = zeros.index_select(dim, torch.where((index >= 0) & (index < count), index, count))
@@ -202,9 +202,9 @@ def product(c: GemmConfiguration, given: Mapping[str, torch.Tensor], ends: Seque
     """A B^T, (m, n, l), in float64, rounded once: of experts' rows, with NaN for the rest, or of experts' k."""
     a, b = values(c, given)
     parts = [slice(*pair) for pair in itertools.pairwise((0, *ends))]
-    if isinstance(c.schedule, GroupedK):
+    if isinstance(c.schedule, VarlenK):
         return torch.stack([a[:, part, 0] @ b[:, part, 0].T for part in parts], 2).float()
-    if isinstance(c.schedule, GroupedRows):
+    if isinstance(c.schedule, VarlenM):
         d = torch.full((a.shape[0], b.shape[0], 1), torch.nan)
         for expert, part in enumerate(parts):
             d[part, :, 0] = (a[part, :, 0] @ b[:, :, expert].T).float()
@@ -270,7 +270,7 @@ def rotation(o: declared.Rotate, m: int) -> dict[str, torch.Tensor]:
 def call(kernel: Callable[..., None], c: Any, tensors: Mapping[str, Any], multiprocessors: int) -> None:
     """Calls a kernel on the emulator with arguments by name."""
     slots = c.slots()
-    given = {**tensors, "multiprocessors": multiprocessors, "stream": 0}
+    given = {**tensors, "num_sms": multiprocessors, "stream": 0}
     size = workspace_size(slots, sizes_of(slots, given)) if any(isinstance(slot, Workspace) for slot in slots) else 0
     given["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
     kernel(*(given[slot.name] for slot in slots))

@@ -47,12 +47,14 @@ def planned_graph(
 
 def planned_by(module: Any, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> list[cudnn.pygraph]:
     """The graphs that operators of ``module`` describe from now on, as on a GPU, up to their plans; nothing runs."""
-    from cudnn.experimental.ops import _graphs
+    from cudnn.pygraph import operator_graphs
 
     built: list[cudnn.pygraph] = []
 
     def plan(cache: Any, describe: Any, inputs: Any, outputs: Any, options: Any) -> None:
-        built.append(_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0])
+        built.append(
+            operator_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0]
+        )
 
     monkeypatch.setattr(module, "run", plan)
     monkeypatch.setattr(cudnn.pygraph, "build_plans", lambda graph: None)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cudnn import registry
+from cudnn.fused import registry
 from support import gemms
 from support.gemm_families import check_quantized
 from support.gemms import BF16, E4M3, E8M0, F16, FP4, Operand

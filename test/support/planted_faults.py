@@ -61,8 +61,8 @@ FAULTS = [
     Fault(
         "zeros for an expert without tokens, Blackwell",
         f"{KERNELS}/sm100/gemm.py",
-        "values.fill(0.0)  # without",
-        "values.fill(1.0)  # without",
+        "values.fill(0.0)  # no MMA",
+        "values.fill(1.0)  # no MMA",
         _test(f"{_GEMM}test_k_of_experts", "sm_100a"),
     ),
     Fault(
@@ -82,23 +82,23 @@ FAULTS = [
     Fault(
         "partial sum of the fp8 promotion",
         f"{KERNELS}/sm90/gemm.py",
-        "k % self.together == self.together - 1 or k == k_tiles - 1",
-        "k % self.together == self.together - 1",
+        "k % self.promotion_interval == self.promotion_interval - 1 or k == k_tiles - 1",
+        "k % self.promotion_interval == self.promotion_interval - 1",
         _test("kernels/test_gemm.py", "test_types_and_majors and sm_90a"),
     ),
     # epilogues
     Fault(
         "a row beyond the tensor is added to",
         f"{KERNELS}/epilogue/reductions.py",
-        "row < tile.end:\n        place = cute",
-        "row <= tile.end:\n        place = cute",
+        "row < tile.end:\n        offset = cute",
+        "row <= tile.end:\n        offset = cute",
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
         "factors of columns are read before they are written",
         f"{KERNELS}/epilogue/quantize.py",
-        "        tile.barrier()\n        y = self.plan",
-        "        y = self.plan",
+        "        tile.barrier()\n        y = self.params",
+        "        y = self.params",
         _test(f"{_EPILOGUE}test_random_epilogues", "sm_90a"),
     ),
     Fault(
@@ -118,14 +118,14 @@ FAULTS = [
     Fault(
         "factors in another order",
         f"{KERNELS}/epilogue/quantize.py",
-        "place = (row & 31, row >> 5 & 3, row",
-        "place = (row >> 2 & 31, row & 3, row",
+        "position = (row & 31, row >> 5 & 3, row",
+        "position = (row >> 2 & 31, row & 3, row",
         _test(f"{_EPILOGUE}test_factors_have_the_128_by_4_layout"),
     ),
     Fault(
         "a bias makes rows outside count",
         f"{KERNELS}/epilogue/arithmetic.py",
-        "pick(each < tile.end, 1.0, 0.0)",
+        "pick(row_idx < tile.end, 1.0, 0.0)",
         "Float32(1.0)",
         _test(f"{_EPILOGUE}test_a_bias_is_added_to_rows_that_there_are", "sm_90a"),
     ),
@@ -153,23 +153,23 @@ FAULTS = [
     # schedules
     Fault(
         "tiles of the expert before are not counted",
-        f"{KERNELS}/schedule/tiles.py",
+        f"{KERNELS}/schedule/tile_maps.py",
         "if lane >= 1 << step:",
         "if lane > 1 << step:",
         _test(f"{_GEMM}test_rows_of_experts", "many"),
     ),
     Fault(
         "an expert's last tile is not there",
-        f"{KERNELS}/schedule/tiles.py",
+        f"{KERNELS}/schedule/tile_maps.py",
         "return (rows + (height - 1)) // height",
         "return rows // height",
         _test(f"{_GEMM}test_rows_of_experts", "any"),
     ),
     Fault(
         "tiles beyond the last strip",
-        f"{KERNELS}/schedule/tiles.py",
-        "cutlass.min(m - strip * height, height)",
-        "height",
+        f"{KERNELS}/schedule/tile_maps.py",
+        "cutlass.min(m - group * swizzle_size, swizzle_size)",
+        "swizzle_size",
         _test(f"{_GEMM}test_clusters", "sm_100a"),
     ),
     # other kernels
@@ -183,13 +183,13 @@ FAULTS = [
     Fault(
         "sums of exponentials keep their old maximum",
         f"{KERNELS}/attention/softmax.py",
-        "order, state.sums[slot] * correction)",
-        "order, state.sums[slot])",
+        "order, state.row_sum[slot] * row_scale)",
+        "order, state.row_sum[slot])",
         _test("kernels/test_attention.py::test_forward"),
     ),
     Fault(
         "a scale factor of 0",
-        f"{KERNELS}/pipeline/operand.py",
+        f"{KERNELS}/pipeline/prepare_operand.py",
         "special = code - Uint32(1) >= Uint32(254)",
         "special = code >= Uint32(255)",
         _test("kernels/test_operand.py::test_every_code_times_every_scale"),
@@ -204,14 +204,14 @@ FAULTS = [
     ),
     Fault(
         "a damaged kernel is loaded",
-        f"{HOST}/launch/cache.py",
+        f"{HOST}/runtime/cache.py",
         "if digest != hashlib.sha256(content).hexdigest():",
         "if False:",
         _test("fused/test_kernel_cache.py"),
     ),
     Fault(
         "relocations forget the table that they are relative to",
-        f"{HOST}/launch/elf.py",
+        f"{HOST}/runtime/elf.py",
         "value = addresses[symbol] + addend - (base + table)",
         "value = addresses[symbol] + addend - base",
         _test("fused/test_launch.py"),

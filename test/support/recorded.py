@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn import launch
 from cudnn.backend import cuda_graph
 from cudnn.fused.host import FusedAPI
+from cudnn.runtime import launch
 
 
 class OnGpu(torch.Tensor):

@@ -28,7 +28,7 @@ from cudnn_kernels.epilogue import (
     SquaredReluBackward,
     StoreTile,
     SumRow,
-    needs_of,
+    traits_of,
 )
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
@@ -125,7 +125,7 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
     """
     kinds = {**{a: (Operand(a),) * 2 for a in ("bfloat16", E4M3, "float32")}, "fp8_128": SUMS}
     for (name, epilogue), a, n in itertools.product(epilogues(), kinds, (128, 1024, 8192)):
-        if needs_of(epilogue).swept and a == E4M3:
+        if traits_of(epilogue).two_pass_multiple and a == E4M3:
             continue  # refused
         yield HOPPER, f"{a}: {name}, {n} columns", GemmProblem(*kinds[a], epilogue, Dense(), n, 4096)
     rows = (SUMS[0], SUMS[0])
@@ -136,7 +136,7 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
     )
     for name, epilogue in epilogues():
         for kind, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
-            if OPERANDS[kind][0].scale and (tile[1] % 128 or needs_of(epilogue).swept):
+            if OPERANDS[kind][0].scale and (tile[1] % 128 or traits_of(epilogue).two_pass_multiple):
                 continue  # the latter are refused
             first = (tile[0] // 128, 1)
             for cluster in CLUSTERS:
@@ -177,15 +177,16 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
         "shared": kernel.stages() * kernel.stage_bytes() + kernel.epilogue.bytes() + kernel.overhead,
     }
     if arch == BLACKWELL:
-        found["accumulators"] = kernel.accumulators
-        found["columns"] = kernel.accumulators * c.tile[1] + kernel.factor_columns()
+        found["accumulators"] = kernel.acc_stages
+        found["columns"] = kernel.acc_stages * c.tile[1] + kernel.scale_factor_columns()
     return found
 
 
 def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) -> list[str]:
     """Which bounds a kernel's resources break."""
     bounds = {
-        "local memory": entry["stack"] <= (144 if needs_of(configuration.epilogue).swept and arch == BLACKWELL else 0),
+        "local memory": entry["stack"]
+        <= (144 if traits_of(configuration.epilogue).two_pass_multiple and arch == BLACKWELL else 0),
         "shared memory": entry["shared"] <= SHARED_MEMORY,
         "buffers": entry["buffers"] >= 2,
         # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: as many as a thread can have
@@ -193,7 +194,7 @@ def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) ->
     }
     if arch == BLACKWELL:
         one = configuration.tensor_core_scale is not None and configuration.tile[1] == 256
-        count = 3 if configuration.scales_sums else 1 if one else 2
+        count = 3 if configuration.scales_accumulator else 1 if one else 2
         bounds |= {"columns": entry["columns"] <= 512, "accumulators": entry["accumulators"] == count}
     return [name for name, kept in bounds.items() if not kept]
 

@@ -1,7 +1,7 @@
-"""What attention kernels are compiled for, on any architecture. Plain data, no CuTe DSL.
+"""Compile-time configurations of the attention kernels of every architecture. Plain data, no CuTe DSL.
 
-Tensors are as PyTorch has them: (b, h, s, d) or, where sequences of several lengths follow each other, ``packed``,
-(t, h, d) with the offsets of their first rows. Several heads of Q may share one of K and V.
+Tensors have PyTorch's layouts: (b, h, s, d), or (t, h, d) with ``cu_seqlens`` for ``varlen`` batches. With GQA or MQA,
+``hq / hk`` heads of Q share a head of K and V.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from functools import partial
 from typing import Any
 
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.signature import MULTIPROCESSORS, Region, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+from cudnn_kernels.signature import NUM_SMS, Region, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
-def matrices(
-    packed: bool, dtype: str, size: str, heads: str | int, names: dict[str, int], align: int = 16
+def head_tensors(
+    varlen: bool, dtype: str, size: str, heads: str | int, names: dict[str, int], align: int = 16
 ) -> Iterator[Tensor]:
-    """Tensors of so many elements a head, which have the stride 1."""
+    """Declares tensors whose last mode is the head dimension, with stride 1."""
     for name, head in names.items():
-        shape = (size, heads, head) if packed else ("b", heads, size, head)
+        shape = (size, heads, head) if varlen else ("b", heads, size, head)
         yield Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1), align)
 
 
-def offsets(packed: bool, dtype: str = "int32") -> tuple[Tensor, ...]:
-    """Where sequences begin, and the last one's end: (b + 1,)."""
-    names = ("cum_seqlen_q", "cum_seqlen_k") if packed else ()
+def cu_seqlens(varlen: bool, dtype: str = "int32") -> tuple[Tensor, ...]:
+    """The cumulative sequence lengths of a varlen batch, (b + 1,): empty for sequences of one length."""
+    names = ("cum_seqlen_q", "cum_seqlen_k") if varlen else ()
     return tuple(vector(name, dtype, "ends") for name in names)
 
 
-def row_values(packed: bool, name: str, heads: str | int = "hq") -> Tensor:
-    """A float32 value for every row of every head, such as the log-sum-exp: (b, h, s), or (t, h) in any order."""
-    return Tensor(name, "float32", ("sq", heads) if packed else ("b", heads, "sq"), (None,) * (3 - packed), align=4)
+def row_values(varlen: bool, name: str, heads: str | int = "hq") -> Tensor:
+    """Declares a float32 value per query row and head, such as the LSE: (b, h, s), or (t, h) in any order."""
+    return Tensor(name, "float32", ("sq", heads) if varlen else ("b", heads, "sq"), (None,) * (3 - varlen), align=4)
 
 
 WINDOW = (Scalar("right", "int32"), Scalar("left", "int32"))
-"""How many keys a row sees beyond its own on either side; not used on a side where the configuration has no end."""
+"""``window_size``: how many keys a row sees on either side of its diagonal. Unused on a side without a bound."""
 
 
 @dataclass(frozen=True)
 class AttentionConfiguration:
-    """What both passes are compiled for: heads of ``head`` elements, and of ``head_v`` in V and O.
+    """Options of the forward and the backward pass. ``head_dim`` is that of Q and K, ``head_dim_v`` that of V and O.
 
-    ``right`` and ``left``: the window ends on that side; a causal mask is a right end. ``compressed``: the right end is
-    that of compressed keys, one for every so many rows, of which a row sees those that are complete. ``lse`` says where
-    that of packed sequences is: "by head", whatever its strides say, or "by strides"; "" is none. ``top_left``: the
-    diagonal begins at the first row and key, else it ends at the last ones. ``softcap``: scores s become
-    softcap * tanh(s / softcap), before the mask.
+    ``right`` and ``left``: the window has a bound on that side; a causal mask is a right bound of 0. ``compressed``:
+    keys are NSA's compressed keys, one for a number of rows, and a row sees the complete ones. ``lse``: the layout of a
+    varlen LSE, "by head" (contiguous per head, whatever its strides are) or "by strides"; "" is no LSE. ``top_left``:
+    the diagonal begins at the first row and key, else it ends at the last ones. ``softcap``: scores s become softcap *
+    tanh(s / softcap) before the mask.
     """
 
     dtype: str
-    head: int
-    head_v: int
+    head_dim: int
+    head_dim_v: int
     tile: tuple[int, int]
-    packed: bool = False
+    varlen: bool = False
     right: bool = False
     left: bool = False
     compressed: bool = False
@@ -71,79 +71,81 @@ DESCALES = "descale_q", "descale_k", "descale_v"
 class ForwardConfiguration(AttentionConfiguration):
     """O = softmax(scale Q K^T + mask) V.
 
-    ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
-    offsets. ``queue``: CTAs stay and draw packed tiles. ``holds``: a loop's ends stay in registers and places in rings
-    are unsigned, which saves instructions in every step. ``own``: warpgroups take the blocks that their own rows need,
-    not all of the tile's, and no turns; not with 8 bits. ``result`` is O's type, if it is not that of Q.
+    ``tile`` is (tile_m, tile_n). ``sink``: each head has an extra logit without a value. ``dynamic_scheduler``:
+    persistent CTAs take varlen tiles from an atomic counter. ``loop_bounds_in_registers``: bounds of the n_block loops
+    stay in registers and pipeline counts are unsigned, which saves instructions in every iteration.
+    ``n_blocks_per_warpgroup``: each MMA warpgroup processes the n_blocks that its own 64 rows need, without ping-pong;
+    not for fp8. ``out_dtype`` is the type of O if it is not that of Q.
     """
 
     stages: int = 2
     sink: bool = False
-    ends: str = "int32"
-    queue: bool = False
-    holds: bool = False
-    own: bool = False
-    result: str = ""
+    cu_seqlens_dtype: str = "int32"
+    dynamic_scheduler: bool = False
+    loop_bounds_in_registers: bool = False
+    n_blocks_per_warpgroup: bool = False
+    out_dtype: str = ""
 
     kernel = "attention_forward:AttentionForward"
 
     @property
     def descaled(self) -> bool:
-        """Whether Q, K and V are multiplied by descales, one for each head of K."""
+        """Whether Q, K and V have descales, one for each sequence and head of K."""
         return FORMATS[self.dtype].bits == 8 and not self.compressed
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *matrices(self.packed, self.dtype, "sq", "hq", {"q": self.head}),
-            *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
-            *matrices(self.packed, self.result or self.dtype, "sq", "hq", {"o": self.head_v}),
-            *([row_values(self.packed, "lse")] if self.lse else []),
-            *offsets(self.packed, self.ends),
+            *head_tensors(self.varlen, self.dtype, "sq", "hq", {"q": self.head_dim}),
+            *head_tensors(self.varlen, self.dtype, "sk", "hk", {"k": self.head_dim, "v": self.head_dim_v}),
+            *head_tensors(self.varlen, self.out_dtype or self.dtype, "sq", "hq", {"o": self.head_dim_v}),
+            *([row_values(self.varlen, "lse")] if self.lse else []),
+            *cu_seqlens(self.varlen, self.cu_seqlens_dtype),
             *([Tensor(x, "float32", ("b", "hk"), (None, None), 4) for x in DESCALES] if self.descaled else []),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"),
             Scalar("scale_output", "float32"),
             *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap,
-            MULTIPROCESSORS,
-            *[Workspace((Region("order", self.order_bytes),))] * self.queue,
+            NUM_SMS,
+            *[Workspace((Region("tile_order", self.order_bytes),))] * self.dynamic_scheduler,
             Stream(),
         )
 
     def order_bytes(self, sizes: Sizes) -> Any:
-        """Two numbers of 32 bits for each tile of packed sequences, and two."""
+        """Two int32 for each tile of a varlen batch, and two for the header."""
         return 8 * (1 + sizes["sq"] // self.tile[0] + sizes["b"])
 
 
-def region(name: str, bytes_each: int, *shape: str) -> Region:
-    """A region of the workspace: so many bytes for every element of a shape of sizes by name."""
-    return Region(name, lambda sizes: math.prod((sizes[x] for x in shape), start=bytes_each))
+def region(name: str, element_bytes: int, *shape: str) -> Region:
+    """A region of the workspace: ``element_bytes`` for every element of a shape, whose modes are sizes by name."""
+    return Region(name, lambda sizes: math.prod((sizes[x] for x in shape), start=element_bytes))
 
 
 @dataclass(frozen=True)
 class DecodeConfiguration(ForwardConfiguration):
-    """Few query rows and many keys: a head's keys are split among CTAs, whose results another kernel combines.
+    """Split-KV (flash-decoding): several CTAs split a sequence's keys, and a second kernel combines their results.
 
-    The heads of Q that have a head of K in common are rows of the same tile. K and V may be ``cached``: each
-    sequence has a length of its own, and with a ``page`` of so many keys a list of pages: K is (pages, hk, page, d).
+    All heads of Q that share a head of K are rows of one tile (PackGQA). ``cached``: K and V are a cache, and every
+    sequence has a length. With a ``page_size``, the cache is paged, K is (pages, hk, page_size, d), and there is a page
+    table.
     """
 
     cached: bool = False
-    page: int = 0
+    page_size: int = 0
 
     kernel = "attention_decode:AttentionDecode"
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        keys = ("pages", "hk", self.page) if self.page else ("b", "hk", "sk")
-        shapes = {name: ("b", "hq", "sq", head) for name, head in (("q", self.head), ("o", self.head_v))}
-        shapes |= {"k": (*keys, self.head), "v": (*keys, self.head_v)}
+        kv_shape = ("pages", "hk", self.page_size) if self.page_size else ("b", "hk", "sk")
+        shapes = {name: ("b", "hq", "sq", head) for name, head in (("q", self.head_dim), ("o", self.head_dim_v))}
+        shapes |= {"k": (*kv_shape, self.head_dim), "v": (*kv_shape, self.head_dim_v)}
         return (
             *[Tensor(name, self.dtype, shapes[name], (None, None, None, 1)) for name in "qkvo"],
             row_values(False, "lse"),
             *[vector("seqlen_k", "int32", "b")] * self.cached,
-            *[Tensor("page_table", "int32", ("b", "pages of one"), (None, 1), align=4)] * (self.page > 0),
+            *[Tensor("page_table", "int32", ("b", "pages of one"), (None, 1), align=4)] * (self.page_size > 0),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"),
             Scalar("scale_output", "float32"),
@@ -155,53 +157,61 @@ class DecodeConfiguration(ForwardConfiguration):
         )
 
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the workspace: of every row, for every CTA that has some of its keys."""
-        of_row = "splits", "b", "hq", "sq"
-        return region("parts", 4 * self.head_v, *of_row), region("log_sums", 4, *of_row)
+        """The regions of the workspace: O and LSE of every row and split."""
+        per_row = "splits", "b", "hq", "sq"
+        return region("o_partial", 4 * self.head_dim_v, *per_row), region("lse_partial", 4, *per_row)
 
 
 @dataclass(frozen=True)
 class BackwardConfiguration(AttentionConfiguration):
     """dQ, dK and dV.
 
-    ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
-    in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
-    ``split``: the last ``split`` blocks of keys are for ``parts`` CTAs, or pairs, each, which share the queries.
-    ``shared``: dQ's sums are in the workspace of another pass, and this one "adds" to them, or, where one block has all
-    keys, "stores" them. ``queue``: CTAs stay and draw their blocks of keys; not with ``pair`` or ``dq_turned``.
+    ``tile`` is (tile_m, tile_n): query rows of an iteration, keys of a CTA. ``pair``: the two CTAs of a cluster
+    exchange dS through distributed shared memory. ``deterministic``: a semaphore orders the additions to dQ by n_block.
+    ``v_in_registers``: V is a register operand of dP = V dO^T, not one in shared memory; not with ``pair``. ``split``:
+    the m_blocks of each of the last ``split`` n_blocks are split among ``parts`` CTAs (or pairs). ``shared_dq_accum``:
+    dQ's accumulator is in the workspace of another pass, and this pass "adds" to it or, if one n_block covers all keys,
+    "stores" it. ``dynamic_scheduler``: persistent CTAs take n_blocks from an atomic counter; not with ``pair`` or
+    ``dq_swap_ab``.
     """
 
     pair: bool = False
-    queue: bool = False
+    dynamic_scheduler: bool = False
     deterministic: bool = False
     v_in_registers: bool = False
     split: bool = False
-    shared: str = ""
+    shared_dq_accum: str = ""
 
     @property
-    def keys(self) -> int:
-        """Of a CTA, or a pair."""
+    def cluster_tile_n(self) -> int:
+        """Keys of a CTA, or of a pair of CTAs."""
         return self.tile[1] * (1 + self.pair)
 
     @property
-    def both(self) -> int:
-        """Elements of a key in dK and dV, up to a power of 2."""
-        return 1 << (self.head + self.head_v - 1).bit_length()
+    def dkv_width(self) -> int:
+        """Elements of a key in dK and dV, rounded up to a power of 2."""
+        return 1 << (self.head_dim + self.head_dim_v - 1).bit_length()
 
     @property
-    def last_first(self) -> bool:
-        """Whether CTAs start with the last keys: where they take turns, and where it was faster."""
-        faster = (self.head, self.head_v) in ((64, 64), (192, 128)) and not (self.packed or self.left or self.split)
-        return self.right and (self.deterministic or faster)
+    def reverse_n_blocks(self) -> bool:
+        """Whether CTAs start with a head's last n_block: if a semaphore orders dQ, and where it was measured faster."""
+        measured_faster = (self.head_dim, self.head_dim_v) in ((64, 64), (192, 128)) and not (
+            self.varlen or self.left or self.split
+        )
+        return self.right and (self.deterministic or measured_faster)
 
     @property
-    def stores_first(self) -> bool:
-        """Whether the first CTA whose turn it is stores its part of dQ, so that sums need not be zeros before."""
-        return self.deterministic and not self.shared
+    def first_cta_stores_dq(self) -> bool:
+        """Whether the first CTA of the semaphore's order stores its part of dQ, so that dq_accum need not be zeroed
+        before.
+        """
+        return self.deterministic and not self.shared_dq_accum
 
     @property
-    def dq_turned(self) -> bool:
-        """Whether products for dQ have elements of the head in rows, which come in 64: query rows come in 8 then."""
+    def dq_swap_ab(self) -> bool:
+        """Whether the MMA computes dQ^T = K^T dS^T. Then tile_m is the MMA's N, a multiple of 8, not its M, a multiple
+        of 64.
+        """
         return self.tile[0] % 64 > 0
 
     @property
@@ -211,47 +221,51 @@ class BackwardConfiguration(AttentionConfiguration):
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
-        query, key = ("sq", "hq"), ("sk", "hk")
+        query_sizes, key_sizes = ("sq", "hq"), ("sk", "hk")
         return (
-            *matrices(self.packed, self.dtype, *query, {"q": self.head}),
-            *matrices(self.packed, self.dtype, *key, {"k": self.head, "v": self.head_v}),
-            *matrices(self.packed, self.dtype, *query, {"o": self.head_v, "do": self.head_v}),
-            row_values(self.packed, "lse"),
-            *matrices(self.packed, self.dtype, *query, {"dq": self.head}),
-            *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head_v}),
-            *offsets(self.packed),
+            *head_tensors(self.varlen, self.dtype, *query_sizes, {"q": self.head_dim}),
+            *head_tensors(self.varlen, self.dtype, *key_sizes, {"k": self.head_dim, "v": self.head_dim_v}),
+            *head_tensors(self.varlen, self.dtype, *query_sizes, {"o": self.head_dim_v, "do": self.head_dim_v}),
+            row_values(self.varlen, "lse"),
+            *head_tensors(self.varlen, self.dtype, *query_sizes, {"dq": self.head_dim}),
+            *head_tensors(self.varlen, self.dtype, *key_sizes, {"dk": self.head_dim, "dv": self.head_dim_v}),
+            *cu_seqlens(self.varlen),
             Scalar("scale_softmax", "float32"),
             *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap,
             *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split,
-            *[MULTIPROCESSORS] * self.queue,
+            *[NUM_SMS] * self.dynamic_scheduler,
             Workspace(self.regions()),
             Stream(),
         )
 
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the workspace: float32 values of every row, and dK and dV of the parts."""
-        values = {"products": 1, "log_sums": 1}
-        if not self.shared:
-            values["dq_sums"] = self.head
+        """The regions of the workspace: float32 row values and dQ, and partial dK and dV of the split n_blocks."""
+        row_widths = {"dpsum": 1, "lse_log2": 1}
+        if not self.shared_dq_accum:
+            row_widths["dq_accum"] = self.head_dim
         if self.deterministic:
-            values["turns"] = 1
-        rows = (Region(name, partial(self.row_bytes, 4 * count)) for name, count in values.items())
-        drawn = [region("drawn", 4)] * self.queue
-        return *rows, *drawn, *[region("key_sums", 4 * self.keys * self.both, "split", "parts")] * self.split
+            row_widths["dq_semaphore"] = 1
+        rows = (Region(name, partial(self.row_bytes, 4 * count)) for name, count in row_widths.items())
+        semaphore = [region("tile_count_semaphore", 4)] * self.dynamic_scheduler
+        return (
+            *rows,
+            *semaphore,
+            *[region("dkv_partial", 4 * self.cluster_tile_n * self.dkv_width, "split", "parts")] * self.split,
+        )
 
-    def row_bytes(self, each: int, sizes: Sizes) -> Any:
-        """So many for every row of a head of Q, of each sequence whole blocks of rows."""
-        rows, count = self.tile[0], sizes["b"]
-        blocks = sizes["sq"] // rows + count if self.packed else -(-sizes["sq"] // rows) * count
-        return blocks * rows * sizes["hq"] * each
+    def row_bytes(self, bytes_per_row: int, sizes: Sizes) -> Any:
+        """``bytes_per_row`` for every row of a head of Q; each sequence has whole m_blocks of rows."""
+        rows, num_sequences = self.tile[0], sizes["b"]
+        blocks = sizes["sq"] // rows + num_sequences if self.varlen else -(-sizes["sq"] // rows) * num_sequences
+        return blocks * rows * sizes["hq"] * bytes_per_row
 
 
 @dataclass(frozen=True)
 class GradientsConfiguration(BackwardConfiguration):
-    """dQ, dK and dV, each computed where nobody else adds to it.
+    """dQ, dK and dV, each by CTAs that accumulate all of it, without atomics.
 
-    The tile is (rows of a CTA, columns of a block), be they queries or keys.
+    The tile is (rows of a CTA, columns of an iteration); rows are queries for dQ, and keys for dK and dV.
     """
 
     tile: tuple[int, int] = (128, 64)
@@ -259,5 +273,5 @@ class GradientsConfiguration(BackwardConfiguration):
     kernel = "attention_backward:AttentionBackward"
 
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the workspace: LSE * log2(e), and D."""
-        return tuple(Region(name, partial(self.row_bytes, 4)) for name in ("log_sums", "products"))
+        """The regions of the workspace: LSE * log2(e), and dPsum = rowsum(dO * O)."""
+        return tuple(Region(name, partial(self.row_bytes, 4)) for name in ("lse_log2", "dpsum"))

@@ -1,4 +1,8 @@
-"""What attention's backward kernels have in common on all architectures: which rows a CTA has, and what they see."""
+"""The attention backward kernels' common part: which rows a CTA has, which columns it loops over, and their order.
+
+For dK and dV (and Hopper's fused kernel), rows are keys (an n_block) and columns are query rows (m_blocks) of all heads
+of Q that share the head of K. For dQ on Blackwell, rows are queries and columns are keys.
+"""
 
 from __future__ import annotations
 
@@ -10,163 +14,207 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, select_
 
-from cudnn_kernels.attention import BackwardConfiguration, sequences
-from cudnn_kernels.attention.mask import Mask, mask_of
-from cudnn_kernels.attention.sequences import Sequence
+from cudnn_kernels.attention import BackwardConfiguration, seqlen_info
+from cudnn_kernels.attention.mask import Mask, make_mask
+from cudnn_kernels.attention.seqlen_info import SeqlenInfo
 
 
 @dataclass
-class Work:
-    """A call's blocks of rows, of queries or keys, each for a CTA or a cluster: the first ones of ``together`` heads, a
-    section, then their second ones, and so on, then those of the next heads.
+class BwdSchedulerParams:
+    """A call's blocks of rows, one for a CTA or a cluster. Heads come in sections of ``heads_per_section``: the first
+    blocks of all heads of a section come first, then their second blocks, and so on, then the next section.
 
-    Fields that are divisors have a form by which kernels divide fast.
+    Divisors are :class:`FastDivmodDivisorV2`.
     """
 
-    queries: Int32
-    keys: Int32
-    together: Any  # divisor
-    blocks: Any  # divisor: of a head
-    heads: Any  # divisor: of a sequence
-    all_heads: Int32  # of all sequences
-    share: Int32  # heads of Q that share one of K
-    offsets_q: Any
-    offsets_k: Any
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_per_section: Any  # divisor
+    blocks_per_head: Any  # divisor
+    num_heads: Any  # divisor: heads of a sequence
+    total_heads: Int32  # of all sequences
+    qhead_per_kvhead: Int32
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
     right: Int32
     left: Int32
-    count: Any = 0  # blocks, and parts of blocks
-    whole: Any = None  # blocks that are not split
-    parts: Any = None  # divisor: of the others
+    num_tiles: Any = 0  # CTAs (or clusters): blocks, split ones once per split
+    num_unsplit: Any = None  # blocks before the split ones
+    num_splits: Any = None  # divisor: splits of each split block
 
 
 @dataclass
-class Block:
-    """The rows of a CTA, which begin with ``row`` of a head of a sequence, and the columns that they see: so many
-    ``blocks`` from ``begin`` on, or with a ``way`` of -1 down from it, of so many ``heads`` from ``first_head`` on.
-    Where rows are keys, columns are queries.
+class BlockInfo:
+    """A CTA's block of rows, from ``row`` of a head of a sequence on, and the column blocks that these see:
+    ``num_blocks`` from ``begin`` on in steps of ``direction``, of each of ``num_heads`` heads from ``head_begin`` on.
 
-    ``first_block`` is that of the sequence's queries among all in the workspace. ``mask`` says which columns rows see.
-    Of these blocks of all heads the CTA has ``steps`` from the ``first`` on: a ``part`` of the ``number``-th split
-    block of rows or, with a number below 0, all of a whole one.
+    ``first_m_block`` is that of the sequence in the workspace, whose m_blocks do not cross sequences. ``mask`` says
+    which columns a row sees. The main loop has one step for each head and column block: this CTA has ``num_steps`` from
+    ``first_step`` on, all of them or, of the ``split_block``-th split block (below 0: none), those of split
+    ``split_idx``.
     """
 
     row: Int32
     head: Int32
-    first_head: Int32
-    heads: Int32
+    head_begin: Int32
+    num_heads: Int32
     batch: Int32
-    first_row: Int32
-    first_column: Int32
-    first_block: Int32
+    row_offset: Int32
+    col_offset: Int32
+    first_m_block: Int32
     begin: Int32
-    blocks: Int32
+    num_blocks: Int32
     mask: Mask
-    way: Any = 1
-    first: Any = 0
-    steps: Any = None
-    part: Any = None
-    number: Any = None
+    direction: Any = 1
+    first_step: Any = 0
+    num_steps: Any = None
+    split_idx: Any = None
+    split_block: Any = None
 
     def __post_init__(self) -> None:
-        if self.steps is None:
-            self.steps = self.blocks * self.heads
+        if self.num_steps is None:
+            self.num_steps = self.num_blocks * self.num_heads
 
 
-def work_of(
-    c: BackwardConfiguration, given: Mapping[str, Any], size: int, of_queries: bool = False, together: int = 1
-) -> tuple[Work, Any]:
-    """The blocks of ``size`` rows of a call's arguments by name, and their number."""
-    q, k = (sequences.matrix(given[x], c.packed) for x in ("q", "k"))
-    rows, offsets = q if of_queries else k, given.get("cum_seqlen_q")
-    heads, key_heads = (cute.size(x, mode=[2]) for x in (rows, k))
-    blocks = sequences.blocks_of(rows.shape[0], sequences.count(c, given), size, c.packed)
-    all_heads = Int32(heads * q.shape[3])
-    sections = cute.ceil_div(all_heads, together)
-    together = cute.ceil_div(all_heads, sections)
-    divisors = (cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in (together, blocks, heads))
-    work = Work(
+def make_scheduler_params(
+    c: BackwardConfiguration,
+    arguments: Mapping[str, Any],
+    block_size: int,
+    of_queries: bool = False,
+    heads_per_section: int = 1,
+) -> tuple[BwdSchedulerParams, Any]:
+    """The blocks of ``block_size`` rows of a call's arguments, and their number."""
+    q, k = (seqlen_info.as_sdhb(arguments[x], c.varlen) for x in ("q", "k"))
+    rows, cu_seqlens_q = q if of_queries else k, arguments.get("cum_seqlen_q")
+    heads, kv_heads = (cute.size(x, mode=[2]) for x in (rows, k))
+    blocks_per_head = seqlen_info.num_blocks(
+        rows.shape[0], seqlen_info.num_sequences(c, arguments), block_size, c.varlen
+    )
+    total_heads = Int32(heads * q.shape[3])
+    sections = cute.ceil_div(total_heads, heads_per_section)
+    heads_per_section = cute.ceil_div(total_heads, sections)
+    divisors = (cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in (heads_per_section, blocks_per_head, heads))
+    scheduler = BwdSchedulerParams(
         Int32(q.shape[0]),
         Int32(k.shape[0]),
         *divisors,
-        all_heads,
-        Int32(q.shape[2] // key_heads),
-        offsets,
-        given.get("cum_seqlen_k"),
-        given["right"],
-        given["left"],
+        total_heads,
+        Int32(q.shape[2] // kv_heads),
+        cu_seqlens_q,
+        arguments.get("cum_seqlen_k"),
+        arguments["right"],
+        arguments["left"],
     )
-    count = together * blocks * sections
+    num_tiles = heads_per_section * blocks_per_head * sections
     if const_expr(c.split):
-        work.whole = cutlass.max(Int32(count) - given["split"], Int32(0))
-        work.parts = cute.FastDivmodDivisorV2(cutlass.max(given["parts"], 1))
-        count = work.whole + (count - work.whole) * given["parts"]
-    work.count = Int32(count)
-    return work, count
+        scheduler.num_unsplit = cutlass.max(Int32(num_tiles) - arguments["split"], Int32(0))
+        scheduler.num_splits = cute.FastDivmodDivisorV2(cutlass.max(arguments["parts"], 1))
+        num_tiles = scheduler.num_unsplit + (num_tiles - scheduler.num_unsplit) * arguments["parts"]
+    scheduler.num_tiles = Int32(num_tiles)
+    return scheduler, num_tiles
 
 
 @cute.jit
-def part_of(c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, last_first: bool) -> Block:
-    """What a CTA, or a pair, has where the last blocks of keys are split: some of the steps. Where CTAs take turns with
-    a mask that makes steps fewer, it is some of the heads of Q: else parts would wait for each other.
+def split_block_info(
+    c: BackwardConfiguration,
+    scheduler: BwdSchedulerParams,
+    index: Int32,
+    block_size: int,
+    step_size: int,
+    reversed_order: bool,
+) -> BlockInfo:
+    """The block of a CTA (or pair) if the last n_blocks are split: a split has some of its steps.
+
+    With a semaphore and a causal mask, a split has whole heads of Q: otherwise splits would wait for one another.
     """
-    number, part, parts, item = index - work.whole, Int32(0), Int32(1), index
-    if number >= 0:
-        number, part = divmod(number, work.parts)
-        parts, item = work.parts.divisor, work.whole + number
-    block = block_of(c, work, item, size, step, False, last_first)
-    total, unit = (block.heads, block.blocks) if const_expr(c.deterministic and c.right) else (block.steps, 1)
-    block.first, block.part, block.number = total * part // parts * unit, part, number
-    block.steps = total * (part + 1) // parts * unit - block.first
+    split_block, split_idx, num_splits, block_idx = index - scheduler.num_unsplit, Int32(0), Int32(1), index
+    if split_block >= 0:
+        split_block, split_idx = divmod(split_block, scheduler.num_splits)
+        num_splits, block_idx = scheduler.num_splits.divisor, scheduler.num_unsplit + split_block
+    block = block_info(c, scheduler, block_idx, block_size, step_size, False, reversed_order)
+    total_steps, unit = (
+        (block.num_heads, block.num_blocks) if const_expr(c.deterministic and c.right) else (block.num_steps, 1)
+    )
+    block.first_step = total_steps * split_idx // num_splits * unit
+    block.split_idx = split_idx
+    block.split_block = split_block
+    block.num_steps = total_steps * (split_idx + 1) // num_splits * unit - block.first_step
     return block
 
 
 @cute.jit
-def block_of(
-    c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, of_queries: bool, last_first: bool
-) -> Block:
-    """One of the blocks of ``size`` rows, which sees blocks of ``step`` columns; none where there is no such head.
+def block_info(
+    c: BackwardConfiguration,
+    scheduler: BwdSchedulerParams,
+    index: Int32,
+    block_size: int,
+    step_size: int,
+    of_queries: bool,
+    reversed_order: bool,
+) -> BlockInfo:
+    """The ``index``-th block of ``block_size`` rows, and its column blocks of ``step_size``; no steps for heads that do
+    not exist.
 
-    ``last_first``: a head's last blocks come first. Where rows are keys, it is the other way round in the last section:
-    the first blocks, the longest ones, come first, and begin with their last columns.
+    ``reversed_order``: a head's last blocks come first. If rows are keys, the last section is the other way round:
+    there the first n_blocks, which see most m_blocks, come first and begin with the last m_block, so that no long CTA
+    ends alone.
     """
-    rest, place = divmod(index, work.together)
-    section, number = divmod(rest, work.blocks)
-    way: Any = 1
-    if const_expr(last_first and not of_queries):
-        way = Int32(select_((section + 1) * work.together.divisor < work.all_heads, Int32(1), Int32(-1)))
-        number = Int32(select_(way > 0, work.blocks.divisor - 1 - number, number))
-    elif const_expr(last_first):
-        number = work.blocks.divisor - 1 - number
-    head = section * work.together.divisor + place
-    exists = head < work.all_heads
-    batch, head = divmod(head, work.heads)
-    s, first_block = Sequence(batch, work.queries, work.keys, Int32(0), Int32(0)), Int32(0)
-    if const_expr(c.packed):
-        ends = work.offsets_q if const_expr(of_queries) else work.offsets_k
-        batch, number = sequences.find_block(ends, number, size)
-        s, first_block = (
-            sequences.packed(work.offsets_q, work.offsets_k, batch),
-            sequences.first_block(work.offsets_q, batch, c.tile[0]),
+    block_and_section, head_in_section = divmod(index, scheduler.heads_per_section)
+    section_idx, block_idx = divmod(block_and_section, scheduler.blocks_per_head)
+    direction: Any = 1
+    if const_expr(reversed_order and not of_queries):
+        direction = Int32(
+            select_(
+                (section_idx + 1) * scheduler.heads_per_section.divisor < scheduler.total_heads, Int32(1), Int32(-1)
+            )
         )
+        block_idx = Int32(select_(direction > 0, scheduler.blocks_per_head.divisor - 1 - block_idx, block_idx))
+    elif const_expr(reversed_order):
+        block_idx = scheduler.blocks_per_head.divisor - 1 - block_idx
+    head = section_idx * scheduler.heads_per_section.divisor + head_in_section
+    exists = head < scheduler.total_heads
+    batch, head = divmod(head, scheduler.num_heads)
+    s, first_m_block = SeqlenInfo(batch, scheduler.seqlen_q, scheduler.seqlen_k, Int32(0), Int32(0)), Int32(0)
+    if const_expr(c.varlen):
+        cu_seqlens = scheduler.cu_seqlens_q if const_expr(of_queries) else scheduler.cu_seqlens_k
+        batch, block_idx = seqlen_info.find_block(cu_seqlens, block_idx, block_size)
+        s = seqlen_info.varlen_seqlen_info(scheduler.cu_seqlens_q, scheduler.cu_seqlens_k, batch)
+        first_m_block = seqlen_info.first_block(scheduler.cu_seqlens_q, batch, c.tile[0])
         s.batch = Int32(0)
-    mask = mask_of(c, s.queries, s.keys, work.right, work.left)
-    first_row, first_column, first_head, heads = s.first_query, s.first_key, head // work.share, Int32(1)
+    mask = make_mask(c, s.seqlen_q, s.seqlen_k, scheduler.right, scheduler.left)
+    row_offset, col_offset, head_begin, num_heads = s.offset_q, s.offset_k, head // scheduler.qhead_per_kvhead, Int32(1)
     if const_expr(not of_queries):
-        mask = mask.turned()
-        first_row, first_column, first_head, heads = s.first_key, s.first_query, head * work.share, work.share
-    row = number * size
+        mask = mask.transposed()
+        row_offset = s.offset_k
+        col_offset = s.offset_q
+        head_begin = head * scheduler.qhead_per_kvhead
+        num_heads = scheduler.qhead_per_kvhead
+    row = block_idx * block_size
     if not exists:
-        row = mask.queries
-    begin, _, _, end = mask.blocks(row, cutlass.min(row + size, mask.queries) - 1, step)
-    if row >= mask.queries:
+        row = mask.seqlen_q
+    begin, _, _, end = mask.n_block_range(row, cutlass.min(row + block_size, mask.seqlen_q) - 1, step_size)
+    if row >= mask.seqlen_q:
         end = begin
-    blocks = cutlass.max(end - begin, 0)
-    if const_expr(last_first and not of_queries):
-        begin = Int32(select_(way > 0, begin, end - 1))
-    return Block(row, head, first_head, heads, s.batch, first_row, first_column, first_block, begin, blocks, mask, way)
+    num_blocks = cutlass.max(end - begin, 0)
+    if const_expr(reversed_order and not of_queries):
+        begin = Int32(select_(direction > 0, begin, end - 1))
+    return BlockInfo(
+        row,
+        head,
+        head_begin,
+        num_heads,
+        s.batch,
+        row_offset,
+        col_offset,
+        first_m_block,
+        begin,
+        num_blocks,
+        mask,
+        direction,
+    )
 
 
-def place_of(block: Block, step: Int32) -> tuple[Int32, Int32]:
-    """A step's head of the columns, and its block of them."""
-    step = block.first + step
-    return block.first_head + step // block.blocks, block.begin + block.way * (step % block.blocks)
+def step_coord(block: BlockInfo, step: Int32) -> tuple[Int32, Int32]:
+    """A step's head of the columns, and its column block."""
+    step = block.first_step + step
+    return block.head_begin + step // block.num_blocks, block.begin + block.direction * (step % block.num_blocks)

@@ -1,4 +1,4 @@
-"""The softmax of rows that come block by block (M. Milakov, N. Gimelshein: Online normalizer calculation, 2018)."""
+"""Online softmax (M. Milakov, N. Gimelshein: Online normalizer calculation for softmax, 2018)."""
 
 from __future__ import annotations
 
@@ -15,150 +15,162 @@ from cutlass import Boolean, Float32, Int32, select_
 from cudnn_kernels.epilogue.fragment import RowLayout
 
 LOG2_E = math.log2(math.e)
-SLACK = 8.0
-"""Scores, times log2(e), may exceed what is subtracted from them by so much before all sums are multiplied anew."""
-LARGEST_SUM = 2.0**12
-"""What a thread's exponentials of a row and a block may add up to where maxima are not sought: float16 has room."""
-LEAST_SCALE = 2.0**-60
-"""The least that products of 8 bits are multiplied by: it makes 0 of them, and LIFT / scale is finite."""
-LIFT = 8.0
-"""The largest exponential's logarithm where they have 8 bits: e4m3 ends at 448, and loses bits below 2^-6."""
+RESCALE_THRESHOLD = 8.0
+"""Lazy rescale: scores times log2(e) may exceed the subtracted maximum by this much before O and the row sum are
+rescaled.
+"""
+MAX_SPECULATIVE_SUM = 2.0**12
+"""Bound of a thread's sum of exponentials of a row and a block if the maximum is not updated: float16 holds it."""
+MIN_FP8_SCALE = 2.0**-60
+"""Lower bound of the softmax scale of fp8: scores round to 0 with it, and FP8_MAX_OFFSET / scale stays finite."""
+FP8_MAX_OFFSET = 8.0
+"""log2 of the largest fp8 exponential (FlashAttention-3's Max_offset): e4m3 ends at 448 and loses bits below 2^-6."""
 
 
 @dataclass
-class State:
-    """Of each of a thread's rows, what is subtracted from scores and the sum of exponentials.
+class OnlineSoftmax:
+    """The running maximum and sum of each of a thread's rows.
 
-    What is subtracted is at most ``SLACK``, or the slack given, less than the largest score so far.
-    ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values. ``largest`` are its
-    own largest scores so far, where they are wanted. ``lift`` is what is subtracted less than that, LIFT / scale, where
-    exponentials are rounded to 8 bits, to have the range of their type.
+    ``row_max`` is what is subtracted from scores: at most the rescale threshold below the largest score so far.
+    ``scale_log2`` is the softmax scale times log2(e). ``row_sum`` sums the thread's own exponentials; the threads of a
+    row add theirs in :func:`finalize`. ``true_max``: the thread's own largest scores so far, if the kernel returns
+    them. ``fp8_max_offset``: FP8_MAX_OFFSET / scale, subtracted from the maximum of fp8 rows so that P uses the range
+    of fp8.
     """
 
-    maxima: cute.Tensor
-    sums: cute.Tensor
-    scale: Float32
-    largest: cute.Tensor | None = None
-    lift: Any = None
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    scale_log2: Float32
+    true_max: cute.Tensor | None = None
+    fp8_max_offset: Any = None
 
 
 @dataclass
 class Scale:
-    """What scores are multiplied by, and the number that caps them, if any does."""
+    """The softmax scale and the softcap, if there is one."""
 
-    scores: Float32
+    softmax_scale: Float32
     softcap: Any = None
 
-    def powers(self) -> tuple[Float32, Any]:
-        """What makes powers of 2 of scores, or of what :func:`cap` leaves, and its factor."""
+    def log2_scales(self) -> tuple[Float32, Any]:
+        """The scale of the exponent of exp2, applied to the scores or to what :func:`apply_softcap` leaves, and the
+        softcap's scale.
+        """
         if self.softcap is None:
-            return self.scores * LOG2_E, None
-        return self.softcap * LOG2_E, 2 * LOG2_E * self.scores / self.softcap
+            return self.softmax_scale * LOG2_E, None
+        return self.softcap * LOG2_E, 2 * LOG2_E * self.softmax_scale / self.softcap
 
 
-def reset(state: State) -> None:
-    """Before a row's first block."""
-    state.maxima.fill(-math.inf)
-    state.sums.fill(0.0)
-    if state.largest is not None:
-        state.largest.fill(-math.inf)
+def reset(state: OnlineSoftmax) -> None:
+    """Initializes the state before a row's first block."""
+    state.row_max.fill(-math.inf)
+    state.row_sum.fill(0.0)
+    if state.true_max is not None:
+        state.true_max.fill(-math.inf)
 
 
-def reset_to_sink(state: State, sink: Float32, rows: RowLayout, thread: Int32) -> None:
-    """The same where a row's sum begins with a logit that no value belongs to."""
-    logit, one = sink * LOG2_E / state.scale, Float32(1.0)
-    if state.lift is not None:
-        logit, one = logit - state.lift, Float32(2.0**LIFT)
+def reset_to_sink(state: OnlineSoftmax, sink: Float32, rows: RowLayout, thread: Int32) -> None:
+    """:func:`reset` with an attention sink: the row sum starts with the sink's logit."""
+    logit, sink_weight = sink * LOG2_E / state.scale_log2, Float32(1.0)
+    if state.fp8_max_offset is not None:
+        logit, sink_weight = logit - state.fp8_max_offset, Float32(2.0**FP8_MAX_OFFSET)
     for slot in range(rows.slots):
-        state.maxima[slot] = logit
-        state.sums[slot] = Float32(select_(thread % rows.neighbours == 0, one, Float32(0.0)))
+        state.row_max[slot] = logit
+        state.row_sum[slot] = Float32(select_(thread % rows.lanes_per_row == 0, sink_weight, Float32(0.0)))
 
 
-def cap(scores: cute.Tensor, factor: Any) -> None:
-    """Where there is a factor, scores s become tanh(s / cap); it is 2 log2(e) / cap, times the scale of the scores.
+def apply_softcap(scores: cute.Tensor, factor: Any) -> None:
+    """Scores s become tanh(s / softcap), unless ``factor`` is None; factor = 2 log2(e) * softmax_scale / softcap.
 
-    Unlike tanh.approx, which errs by 2^-11, as exact as the exponentials.
+    By exp2 and rcp.approx, which is as exact as the exponentials; tanh.approx is off by up to 2^-11.
     """
     if factor is not None:
         for i in range(cute.size(scores)):
-            powers = cute.math.exp2(scores[i] * factor, fastmath=True)
-            scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + powers)
+            exp2x = cute.math.exp2(scores[i] * factor, fastmath=True)
+            scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exp2x)
 
 
-def update(
-    state: State, scores: cute.Tensor, rows: RowLayout, width: int, slack: float = SLACK, chains: int = 2
+def online_softmax(
+    state: OnlineSoftmax,
+    scores: cute.Tensor,
+    rows: RowLayout,
+    width: int,
+    rescale_threshold: float = RESCALE_THRESHOLD,
+    chains: int = 2,
 ) -> Sequence[Float32]:
-    """Turns a block's scores into exponentials, in place. They are at most 2^slack, or 2^(slack + LIFT).
+    """Replaces a block's scores by exponentials and updates the state; the row scales for the rescale of O.
 
-    What was added up before must be multiplied by the result, row by row. Without slack, the maxima are exact. A row's
-    maximum is found in so many ``chains`` at a time.
+    Exponentials are at most 2^rescale_threshold, times 2^FP8_MAX_OFFSET for fp8. With a threshold of 0 the maxima are
+    exact. ``chains``: independent fmax chains per row, which hide the instruction's latency.
     """
-    corrections = []
+    row_scales = []
     for slot in range(rows.slots):
         order = rows.order(width, slot)
-        largest = rows.across(largest_of(scores, order, chains), cute.arch.fmax)
-        correction = raise_row(state, slot, largest, slack)
-        state.sums[slot] = powers(state, slot, scores, order, state.sums[slot] * correction)
-        corrections.append(correction)
-    return corrections
+        row_max = rows.all_reduce_row(local_max(scores, order, chains), cute.arch.fmax)
+        row_scale = update_row_max(state, slot, row_max, rescale_threshold)
+        state.row_sum[slot] = exp2_and_sum(state, slot, scores, order, state.row_sum[slot] * row_scale)
+        row_scales.append(row_scale)
+    return row_scales
 
 
-def largest_of(scores: cute.Tensor, order: Sequence[int], chains: int = 2) -> Float32:
-    """The largest of some scores, found in so many chains."""
-    found = [scores[i] for i in order[:chains]]
-    for place, i in enumerate(order[chains:]):
-        found[place % chains] = cute.arch.fmax(found[place % chains], scores[i])
-    return functools.reduce(cute.arch.fmax, found)
+def local_max(scores: cute.Tensor, order: Sequence[int], chains: int = 2) -> Float32:
+    """The maximum of some of a thread's scores, by independent chains."""
+    chains_max = [scores[i] for i in order[:chains]]
+    for position, i in enumerate(order[chains:]):
+        chains_max[position % chains] = cute.arch.fmax(chains_max[position % chains], scores[i])
+    return functools.reduce(cute.arch.fmax, chains_max)
 
 
-def raise_row(state: State, slot: int, largest: Float32, slack: float = SLACK) -> Float32:
-    """Raises what is subtracted of a row, whose largest score this is: what its sum is to be multiplied by."""
-    before = state.maxima[slot]
-    largest = cute.arch.fmax(before, largest if state.lift is None else largest - state.lift)
-    state.maxima[slot] = Float32(select_((largest - before) * state.scale > slack, largest, before))
-    return cute.math.exp2(before * state.scale - shift(state, slot), fastmath=True)
-
-
-def shift(state: State, slot: int) -> Float32:
-    """What is subtracted of a row, times the scale; 0 before its first score."""
-    subtracted = state.maxima[slot]
-    return Float32(select_(subtracted == -math.inf, Float32(0.0), subtracted * state.scale))
-
-
-def powers(
-    state: State, slot: int, scores: cute.Tensor, order: Sequence[int], total: Any, subtracted: Any = None
+def update_row_max(
+    state: OnlineSoftmax, slot: int, new_max: Float32, rescale_threshold: float = RESCALE_THRESHOLD
 ) -> Float32:
-    """Turns a row's scores into exponentials, in place; their sum and the total."""
-    sums, subtracted = [total, Float32(0.0)], shift(state, slot) if subtracted is None else subtracted
-    for place, i in enumerate(order):
-        value = cute.math.exp2(scores[i] * state.scale - subtracted, fastmath=True)
+    """Raises a row's subtracted maximum if the threshold is exceeded; the factor to rescale the row's sum and O."""
+    old_max = state.row_max[slot]
+    new_max = cute.arch.fmax(old_max, new_max if state.fp8_max_offset is None else new_max - state.fp8_max_offset)
+    state.row_max[slot] = Float32(select_((new_max - old_max) * state.scale_log2 > rescale_threshold, new_max, old_max))
+    return cute.math.exp2(old_max * state.scale_log2 - scaled_row_max(state, slot), fastmath=True)
+
+
+def scaled_row_max(state: OnlineSoftmax, slot: int) -> Float32:
+    """The subtracted maximum times the scale; 0 before the row's first visible score, so that -inf - -inf does not
+    arise.
+    """
+    row_max = state.row_max[slot]
+    return Float32(select_(row_max == -math.inf, Float32(0.0), row_max * state.scale_log2))
+
+
+def exp2_and_sum(
+    state: OnlineSoftmax, slot: int, scores: cute.Tensor, order: Sequence[int], total: Any, scaled_max: Any = None
+) -> Float32:
+    """Replaces a row's scores by exponentials; ``total`` plus their sum."""
+    partial_sums, scaled_max = [total, Float32(0.0)], scaled_row_max(state, slot) if scaled_max is None else scaled_max
+    for position, i in enumerate(order):
+        value = cute.math.exp2(scores[i] * state.scale_log2 - scaled_max, fastmath=True)
         scores[i] = value
-        sums[place % 2] = sums[place % 2] + value
-    return sums[0] + sums[1]
+        partial_sums[position % 2] = partial_sums[position % 2] + value
+    return partial_sums[0] + partial_sums[1]
 
 
-def guess(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Boolean:
-    """:func:`update` without maxima: what is subtracted stays as it is. Whether that suffices for a thread's values.
+def speculative_softmax(state: OnlineSoftmax, scores: cute.Tensor, rows: RowLayout, width: int) -> Boolean:
+    """:func:`online_softmax` with the old maximum: no row maximum is computed. Whether the result is valid for the
+    thread.
 
-    It does if they add up to at most ``LARGEST_SUM`` in each row. They do not where a row has seen nothing before: the
-    sum is infinite, or NaN. Then exponentials and sums are of no use.
+    It is if each of its rows adds at most ``MAX_SPECULATIVE_SUM``. A row that has seen no score before gives inf or
+    NaN, which fails the comparison. If it is not valid, exponentials and sums must be discarded.
     """
     fits = []
     for slot in range(rows.slots):
-        order, subtracted = rows.order(width, slot), state.maxima[slot] * state.scale
-        found = powers(state, slot, scores, order, Float32(0.0), subtracted)
-        state.sums[slot] = state.sums[slot] + found
-        fits.append(found <= LARGEST_SUM)
+        order, scaled_max = rows.order(width, slot), state.row_max[slot] * state.scale_log2
+        partial_sum = exp2_and_sum(state, slot, scores, order, Float32(0.0), scaled_max)
+        state.row_sum[slot] = state.row_sum[slot] + partial_sum
+        fits.append(partial_sum <= MAX_SPECULATIVE_SUM)
     return functools.reduce(operator.and_, fits)
 
 
-def finish(state: State, rows: RowLayout, slot: int) -> tuple[Float32, Float32]:
-    """What a row's products must be multiplied by, and its log of the sum of exponentials.
-
-    Those of a row that saw nothing: 0 and -inf.
-    """
-    total = rows.across(state.sums[slot], lambda a, b: a + b)
-    empty = total == 0.0
-    factor = Float32(select_(empty, Float32(0.0), 1.0 / total))
-    log_sum = (state.maxima[slot] * state.scale + cute.math.log2(total, fastmath=True)) * math.log(2)
-    return factor, Float32(select_(empty, Float32(-math.inf), log_sum))
+def finalize(state: OnlineSoftmax, rows: RowLayout, slot: int) -> tuple[Float32, Float32]:
+    """The normalization of a row of O, 1 / row_sum, and its LSE; 0 and -inf for a row that sees no key."""
+    row_sum = rows.all_reduce_row(state.row_sum[slot], lambda a, b: a + b)
+    empty = row_sum == 0.0
+    factor = Float32(select_(empty, Float32(0.0), 1.0 / row_sum))
+    lse = (state.row_max[slot] * state.scale_log2 + cute.math.log2(row_sum, fastmath=True)) * math.log(2)
+    return factor, Float32(select_(empty, Float32(-math.inf), lse))

@@ -1,7 +1,7 @@
-"""What the kernels of native sparse attention are compiled for. Plain data, no CuTe DSL.
+"""Compile-time configurations of the NSA kernels (native sparse attention). Plain data, no CuTe DSL.
 
-J. Yuan et al.: Native Sparse Attention (2025). Heads are numbers here, as are the sizes of blocks: models have few of
-them, and kernels check what they are called with.
+J. Yuan et al.: Native Sparse Attention (2025). Numbers of heads and block sizes are compile-time constants here: models
+have few of them, and kernels check their arguments.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cudnn_kernels.attention import WINDOW, BackwardConfiguration, matrices, offsets, region, row_values
+from cudnn_kernels.attention import WINDOW, BackwardConfiguration, cu_seqlens, head_tensors, region, row_values
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+from cudnn_kernels.signature import NUM_SMS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
 @dataclass(frozen=True)
 class CompressionBackwardConfiguration(BackwardConfiguration):
-    """The gradients of attention to compressed keys: so few that a CTA takes them for one head of Q alone."""
+    """Backward of attention to compressed keys: so few that a CTA has an n_block for one head of Q."""
 
     compressed: bool = True
     lse: str = "by strides"
@@ -24,13 +24,14 @@ class CompressionBackwardConfiguration(BackwardConfiguration):
     kernel = "compression_backward:CompressionBackward"
 
     def regions(self) -> tuple[Any, ...]:
-        """The regions of the workspace, with gradients of K and V for every head of Q."""
-        widths, of = {"head_dk": self.head, "head_dv": self.head_v}, ("sk", "hq", *["b"] * (not self.packed))
-        return (*super().regions(), *(region(x, 2 * width, *of) for x, width in widths.items()))
+        """Also dK and dV of every head of Q."""
+        widths = {"head_dk": self.head_dim, "head_dv": self.head_dim_v}
+        per_head = ("sk", "hq", *["b"] * (not self.varlen))
+        return (*super().regions(), *(region(x, 2 * width, *per_head) for x, width in widths.items()))
 
 
 class SharedHeads:
-    """``heads`` of Q share ``key_heads`` of K."""
+    """GQA: ``heads`` of Q share ``key_heads`` of K and V."""
 
     heads: int
     key_heads: int
@@ -41,147 +42,149 @@ class SharedHeads:
         return self.heads // self.key_heads
 
 
-def lists(heads: str | int, ends: str) -> tuple[Tensor, ...]:
-    """The tensors that say which blocks rows chose, and where sequences end."""
+def block_lists(heads: str | int, cu_seqlens_name: str) -> tuple[Tensor, ...]:
+    """The selected block indices and their counts, of each row and head of K, and the cumulative sequence lengths."""
     return (
         Tensor("block_indices", "int32", ("s", heads, "chosen"), (None, None, 1), align=4),
         Tensor("block_counts", "int32", ("s", heads), (None, None), align=4),
-        vector(ends, "int32", "ends"),
+        vector(cu_seqlens_name, "int32", "ends"),
     )
 
 
 @dataclass(frozen=True)
 class Selected(SharedHeads):
-    """Attention of each row to blocks of ``block`` keys of its own choice, for packed sequences.
+    """Attention of each query row to its selected blocks of ``block`` keys, for varlen batches.
 
-    ``heads`` of Q share ``key_heads`` of K and V. With ``causal``, a row sees the keys at its own place or before.
+    With ``causal``, a row sees keys up to its own position.
     """
 
     dtype: str
     heads: int
     key_heads: int
-    head: int
-    head_v: int
+    head_dim: int
+    head_dim_v: int
     block: int
     causal: bool = False
 
     @property
-    def padded(self) -> int:
-        """Heads of a group with those that there are not: rows of a product come in multiples of it."""
+    def padded_group(self) -> int:
+        """MMA rows of a query: the heads of the GQA group, padded to 8 or a multiple of 16."""
         return 8 if self.group <= 8 else -(-self.group // 16) * 16
 
     @property
-    def together(self) -> int:
-        """Rows of Q whose heads are the 64 rows of a warpgroup's product."""
-        return max(64 // self.padded, 1)
+    def queries_per_warpgroup(self) -> int:
+        """Query rows whose heads are the 64 MMA rows of a warpgroup."""
+        return max(64 // self.padded_group, 1)
 
     def matrices(self, *names: str) -> tuple[Tensor, ...]:
-        """Tensors by name: those like Q, K, V and O, and their gradients."""
-        kinds = {
-            "q": (self.heads, self.head),
-            "k": (self.key_heads, self.head),
-            "v": (self.key_heads, self.head_v),
-            "o": (self.heads, self.head_v),
+        """Declares tensors by name: Q, K, V, O, and their gradients."""
+        shapes = {
+            "q": (self.heads, self.head_dim),
+            "k": (self.key_heads, self.head_dim),
+            "v": (self.key_heads, self.head_dim_v),
+            "o": (self.heads, self.head_dim_v),
         }
-        return tuple(Tensor(x, self.dtype, ("s", *kinds[x.removeprefix("d")]), (None, None, 1)) for x in names)
+        return tuple(Tensor(x, self.dtype, ("s", *shapes[x.removeprefix("d")]), (None, None, 1)) for x in names)
 
     def row_values(self, *names: str) -> tuple[Tensor, ...]:
-        """float32 values of every row of every head of Q."""
+        """Declares a float32 value per query row and head of Q."""
         return tuple(Tensor(name, "float32", ("s", self.heads), (None, None), align=4) for name in names)
 
 
-APART = 12, 65536
-"""``apart`` of :class:`SelectionConfiguration`, and from how many rows on: power limits the other way there."""
-DRAWN = Workspace((region("drawn", 4),))
-"""How many tiles CTAs have drawn."""
+SINGLE_QUERY = 12, 65536
+"""``single_query_threshold`` of :class:`SelectionConfiguration`, and from how many rows on: at that size it saves
+power, which limits the clock.
+"""
+TILE_COUNT_SEMAPHORE = Workspace((region("tile_count_semaphore", 4),))
+"""The dynamic scheduler's counter."""
 
 
 @dataclass(frozen=True)
 class SelectionConfiguration(Selected):
-    """Forward. ``tile`` is (rows, keys) of a step of a CTA, whose rows are heads of Q that share one of K.
+    """Forward. ``tile`` is (MMA rows of a CTA, keys of a step).
 
-    They are those of neighbouring rows of Q, ``together`` for each 64, or up to 64 heads of one. ``tile[1] / block``
-    blocks are taken at a time, or a part of one. ``stages``: buffers of steps, 2 or more: a warpgroup may hold two.
-    ``result`` is O's type, if it is not that of Q. ``apart``: on Hopper, a warpgroup takes the rows of a tile one by
-    one if fewer than so many eighths of a row share a step, for groups of 9 to 16 heads and steps of 64 keys. ``lse``:
-    the result is the log-sum-exp, in place of sums of exponentials and largest scores, and lists have no counts: -1 is
-    no block.
+    The rows are heads of adjacent query rows, ``queries_per_warpgroup`` for each 64, or up to 64 heads of one. A step
+    has ``tile[1] / block`` blocks, or a part of one. ``stages`` of K and V, 2 or more: a warpgroup may hold two.
+    ``out_dtype`` is O's type, if it is not that of Q. ``single_query_threshold``: on Hopper, a warpgroup processes a
+    tile's queries one by one if fewer than this many eighths of its queries share a step, for groups of 9 to 16 heads
+    and steps of 64 keys. ``lse``: the result is the LSE, not row sums and maxima, and lists have no counts: -1 is no
+    block.
     """
 
     tile: tuple[int, int] = (192, 64)
     stages: int = 5
-    result: str = ""
-    apart: int = 0
+    out_dtype: str = ""
+    single_query_threshold: int = 0
     lse: bool = False
 
     kernel = "selection:Selection"
 
     @property
     def sums(self) -> tuple[Tensor, ...]:
-        """What there is of a row's exponentials beside O."""
+        """The row values of the result."""
         return self.row_values(*(("lse",) if self.lse else ("l", "m")))
 
     @property
     def lists(self) -> tuple[Tensor, ...]:
-        """The lists, and where sequences end."""
-        return tuple(x for x in lists(self.key_heads, "cum_seqlen_q") if not self.lse or x.name != "block_counts")
+        """The block lists, and the cumulative sequence lengths."""
+        return tuple(x for x in block_lists(self.key_heads, "cum_seqlen_q") if not self.lse or x.name != "block_counts")
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
             *self.matrices("q", "k", "v"),
-            *(replace(x, dtype=self.result or self.dtype) for x in self.matrices("o")),
+            *(replace(x, dtype=self.out_dtype or self.dtype) for x in self.matrices("o")),
             *self.sums,
             *self.lists,
             Scalar("scale_softmax", "float32"),
-            MULTIPROCESSORS,
-            DRAWN,
+            NUM_SMS,
+            TILE_COUNT_SEMAPHORE,
             Stream(),
         )
 
 
 @dataclass(frozen=True)
 class GatedSelectionConfiguration(SelectionConfiguration):
-    """O is the sum of the branches of native sparse attention, each times its gate, of the type ``gates``.
+    """O is the gated sum of NSA's branches; ``gates`` is the type of the gates.
 
-    The ``compressed`` one is given. ``near`` is memory for the one of attention to the newest ``window`` keys. With
-    ``keeps`` there are its log-sum-exp, and selection's own O, ``selected``, and log-sum-exp, too.
+    The ``compressed`` branch is an input. ``near`` is memory for the sliding window's O of ``window`` keys. With
+    ``save_for_backward``, there are its LSE, selection's O (``selected``) and LSE, too.
     """
 
     lse: bool = True
     gates: str = "bfloat16"
-    keeps: bool = False
+    save_for_backward: bool = False
 
     kernel = "selection:GatedSelection"
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        branch = ("s", self.heads, self.head_v), (None, None, 1)
+        branch = ("s", self.heads, self.head_dim_v), (None, None, 1)
         gates = ("s", self.heads, len(BRANCHES)), (None, None, 1)
         return (
             *self.matrices("q", "k", "v", "o"),
             Tensor("compressed", self.dtype, *branch),
             Tensor("near", self.dtype, *branch),
             Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
-            *[x for x in self.kept() if self.keeps],
+            *[x for x in self.saved_tensors() if self.save_for_backward],
             *self.lists,
             Scalar("scale_softmax", "float32"),
             Scalar("window", "int32"),
-            MULTIPROCESSORS,
-            DRAWN,
+            NUM_SMS,
+            TILE_COUNT_SEMAPHORE,
             Stream(),
         )
 
-    def kept(self) -> tuple[Tensor, ...]:
-        """What the gradients need: ``near_lse`` is by sequences, heads and places in a sequence."""
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """What the backward needs: ``near_lse`` is (sequence, head, position in the sequence)."""
         near = Tensor("near_lse", "float32", ("sequences", self.heads, "longest"), (None, None, 1), align=4)
-        selected = Tensor("selected", self.dtype, ("s", self.heads, self.head_v), (None, None, 1))
+        selected = Tensor("selected", self.dtype, ("s", self.heads, self.head_dim_v), (None, None, 1))
         return near, selected, *self.sums
 
 
 @dataclass(frozen=True)
 class HeadValues:
-    """A region of the workspace: two float32 values for ``heads`` of every row and head of K, and for one row more."""
+    """A region of the workspace: two float32 values for ``heads`` of every row and head of K, with one padding row."""
 
     name: str
     key_heads: int
@@ -191,53 +194,53 @@ class HeadValues:
         return (sizes["s"] + 1) * (self.key_heads * 2 * self.heads * 4)
 
 
-PART = 4096
-"""Rows that chose a block, of which a CTA takes so many at most: nearly all rows choose the first block."""
+LIST_CHUNK = 4096
+"""Query rows of a block's list that one CTA processes at most: nearly all rows select the first block."""
 
 
 @dataclass(frozen=True)
 class PartSums:
-    """A region of the workspace: float32 sums of dK and dV for each part of the longer lists of ``choices``.
+    """A region of the workspace: float32 partial dK and dV for each chunk of lists that have several.
 
-    ``width`` values for each of 64 keys, in ``times`` tiles of a block.
+    ``width`` values for each of 64 keys, in ``times`` key tiles of a block.
     """
 
     name: str
-    part: int
+    list_chunk: int
     width: int
     times: int
 
     def bytes(self, sizes: Sizes) -> Any:
-        return sizes["choices"] * 2 // self.part * (64 * self.width * 4 * self.times)
+        return sizes["choices"] * 2 // self.list_chunk * (64 * self.width * 4 * self.times)
 
 
 @dataclass(frozen=True)
 class SelectionBackwardConfiguration(Selected):
-    """Backward: dQ by rows, then dK and dV by blocks of keys, from the rows that chose each.
+    """Backward: dQ query-stationary, then dK and dV KV-stationary, from transposed block lists.
 
-    ``tile`` and ``stages`` are those for dQ, as forward. The rows that chose block b of head h of K are ``choosing``
-    from ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences: sequence i
-    has the blocks from ``cum_seqlen_q[i] / block + i`` on. They are taken in parts of ``part`` rows; the other columns
-    of ``choosing_ends`` count parts, and parts of lists that have several. ``adds``: gradients are added to what their
-    tensors have.
+    ``tile`` and ``stages`` are those of dQ, as in the forward. The rows that selected block b of head h of K are
+    ``choosing`` from ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences:
+    sequence i has the blocks from ``cum_seqlen_q[i] / block + i`` on. Lists are processed in chunks of ``list_chunk``
+    rows; the other columns of ``choosing_ends`` count chunks, and chunks of lists that have several. ``adds``:
+    gradients are added to what their tensors hold.
     """
 
     tile: tuple[int, int] = (128, 64)
     stages: int = 4
-    part: int = PART
+    list_chunk: int = LIST_CHUNK
     adds: bool = False
 
     kernel = "selection_backward:SelectionBackward"
 
     @property
     def rows_of_step(self) -> int:
-        """Rows that chose a block, whose heads are the columns of a step for dK and dV: half as many of wide heads."""
-        return max((64 if self.head + self.head_v <= 256 else 32) // self.padded, 1)
+        """Query rows of a step of dK and dV, whose heads are its 64 columns, or 32 for wide heads."""
+        return max((64 if self.head_dim + self.head_dim_v <= 256 else 32) // self.padded_group, 1)
 
     @property
-    def split(self) -> int:
-        """Warpgroups that have some columns of dK and dV each."""
-        return 1 if self.head + self.head_v <= 320 else 2
+    def num_dkv_warpgroups(self) -> int:
+        """MMA warpgroups of the dK/dV kernel, which split the columns of dK and dV."""
+        return 1 if self.head_dim + self.head_dim_v <= 320 else 2
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
@@ -245,36 +248,35 @@ class SelectionBackwardConfiguration(Selected):
             *self.matrices("q", "k", "v", "o", "do"),
             *self.row_values("lse"),
             *self.matrices("dq", "dk", "dv"),
-            *lists(self.key_heads, "cum_seqlen_q"),
+            *block_lists(self.key_heads, "cum_seqlen_q"),
             vector("choosing", "int32", "choices"),
             Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
             Scalar("scale_softmax", "float32"),
-            MULTIPROCESSORS,
+            NUM_SMS,
             Workspace(self.regions()),
             Stream(),
         )
 
     def regions(self) -> tuple[Any, ...]:
         """The regions of the workspace."""
-        sums = PartSums("part_sums", self.part, self.head + self.head_v, -(-self.block // 64))
-        return HeadValues("head_values", self.key_heads, self.padded), sums
+        sums = PartSums("part_sums", self.list_chunk, self.head_dim + self.head_dim_v, -(-self.block // 64))
+        return HeadValues("head_values", self.key_heads, self.padded_group), sums
 
 
 @dataclass(frozen=True)
-class SelectionByBlocksConfiguration(Selected):
-    """Forward, with blocks of keys outermost: a CTA has up to 64 keys and up to ``part`` of the rows that chose them.
+class SelectionKVOuterConfiguration(Selected):
+    """Forward, KV-stationary: a CTA has up to 64 keys and up to ``list_chunk`` of the query rows that selected them.
 
-    A call computes ``some_heads`` heads of K from ``first_head`` on. Lists are as those of
-    :class:`SelectionBackwardConfiguration`. ``of_chosen`` is memory for O of every entry of their lists, and
-    ``chosen_values`` for the largest score and the sum of exponentials. ``chosen_places``: where in the lists of all
-    heads the entries of a row are.
+    A call computes ``some_heads`` heads of K from ``first_head`` on. Lists are those of
+    :class:`SelectionBackwardConfiguration`. ``o_partial`` is memory for O of every list entry, ``partial_stats`` for
+    row maximum and sum. ``entry_positions``: where the entries of a row are in the transposed lists.
     """
 
     tile: tuple[int, int] = (64, 64)
     stages: int = 2
-    part: int = PART
+    list_chunk: int = LIST_CHUNK
 
-    kernel = "selection_by_blocks:SelectionByBlocks"
+    kernel = "selection_kv_outer:SelectionKVOuter"
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
@@ -284,9 +286,9 @@ class SelectionByBlocksConfiguration(Selected):
             vector("cum_seqlen_q", "int32", "ends"),
             vector("choosing", "int32", "choices"),
             Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
-            Tensor("chosen_places", "int32", ("s", self.key_heads, "chosen"), (None, None, 1), align=4),
-            Tensor("of_chosen", self.dtype, ("entries", self.group, self.head_v), (None, None, 1)),
-            Tensor("chosen_values", "float32", ("entries", self.group, 2), (None, None, 1), align=4),
+            Tensor("entry_positions", "int32", ("s", self.key_heads, "chosen"), (None, None, 1), align=4),
+            Tensor("o_partial", self.dtype, ("entries", self.group, self.head_dim_v), (None, None, 1)),
+            Tensor("partial_stats", "float32", ("entries", self.group, 2), (None, None, 1), align=4),
             Scalar("scale_softmax", "float32"),
             Scalar("first_head", "int32"),
             Scalar("some_heads", "int32"),
@@ -295,76 +297,76 @@ class SelectionByBlocksConfiguration(Selected):
 
 
 @dataclass(frozen=True)
-class InverseConfiguration:
-    """A pass of turning lists around, with ``rows`` to a warp: with ``causal``, without blocks behind a row.
+class CsrTransposeConfiguration:
+    """A pass of the transposition of block lists, ``rows`` per warp; with ``causal``, blocks after a row are left out.
 
-    ``places`` are, for every block as :class:`SelectionBackwardConfiguration` numbers them and every warp, counts, 0
-    before, or, where it ``puts`` rows in order, where those begin. With ``tells``, it writes where in ``choosing`` each
-    entry of the lists went.
+    ``positions`` are, for every block (numbered as in :class:`SelectionBackwardConfiguration`) and warp, counts,
+    initially 0, or, if the pass ``writes_rows``, where the warp's rows begin. ``writes_positions``: it writes where
+    each list entry went.
     """
 
     block: int
     causal: bool
-    puts: bool
+    writes_rows: bool
     rows: int
-    tells: bool = False
+    writes_positions: bool = False
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *lists("hk", "cum_seqlen"),
-            Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
-            *[vector("choosing", "int32", "choices")] * self.puts,
-            *[Tensor("chosen_places", "int32", ("s", "hk", "chosen"), (None, None, 1), align=4)] * self.tells,
+            *block_lists("hk", "cum_seqlen"),
+            Tensor("positions", "int32", ("blocks", "warps"), (None, 1), align=4),
+            *[vector("choosing", "int32", "choices")] * self.writes_rows,
+            *[Tensor("entry_positions", "int32", ("s", "hk", "chosen"), (None, None, 1), align=4)]
+            * self.writes_positions,
             Stream(),
         )
 
 
 NEWEST = 3
 ALWAYS = 1 + NEWEST
-"""Blocks that are in every row's whole list: the first one, and so many of the newest."""
+"""Blocks in every row's full list: the first one and the newest ones."""
 
 
 @dataclass(frozen=True)
 class TopKConfiguration(SharedHeads):
-    """The ``count`` blocks of keys with the largest sums of probabilities, for each row and head of K.
+    """The ``count`` blocks of keys with the largest probability sums, for each query row and head of K.
 
-    A block is ``block`` rows, whose keys were compressed to one for every ``stride`` rows. ``tile`` is (rows of the
-    product, keys): a row of the product is a row of a head of Q. ``whole``: the results are whole lists, and lse is a
-    natural logarithm, not yet times -log2(e). ``ctas``: so many share a multiprocessor, of which one compares while
-    another waits for Q.
+    A block is ``block`` rows, of which every ``stride`` have a compressed key. ``tile`` is (MMA rows, keys): an MMA row
+    is a head of a query row. ``full_list``: results include the fixed blocks, and the LSE is a natural logarithm, else
+    it is given times -log2(e). ``ctas``: CTAs per SM, of which one selects while another waits for Q.
     """
 
     dtype: str
     heads: int
     key_heads: int
-    head: int
+    head_dim: int
     count: int
     block: int
     stride: int
-    packed: bool = False
+    varlen: bool = False
     tile: tuple[int, int] = (128, 128)
     stages: int = 3
-    whole: bool = False
+    full_list: bool = False
     ctas: int = 1
 
     kernel = "top_k:TopK"
 
     @property
-    def before(self) -> int:
-        """Entries of a list before the best blocks."""
-        return ALWAYS if self.whole else 0
+    def num_fixed(self) -> int:
+        """Fixed entries of a list before the top-k blocks."""
+        return ALWAYS if self.full_list else 0
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        p = self.packed
+        p = self.varlen
         return (
-            *matrices(p, self.dtype, "sq", self.heads, {"q": self.head}),
-            *matrices(p, self.dtype, "sk", self.key_heads, {"k": self.head}),
+            *head_tensors(p, self.dtype, "sq", self.heads, {"q": self.head_dim}),
+            *head_tensors(p, self.dtype, "sk", self.key_heads, {"k": self.head_dim}),
             row_values(p, "lse", self.heads),
-            *matrices(p, "float32", "sq", self.key_heads, {"topk_scores": self.count}, 4),
-            *matrices(p, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
-            *offsets(p),
+            *head_tensors(p, "float32", "sq", self.key_heads, {"topk_scores": self.count}, 4),
+            *head_tensors(p, "int32", "sq", self.key_heads, {"topk_indices": self.num_fixed + self.count}, 4),
+            *cu_seqlens(p),
             Scalar("scale_softmax", "float32"),
             Stream(),
         )
@@ -372,48 +374,49 @@ class TopKConfiguration(SharedHeads):
 
 @dataclass(frozen=True)
 class CompressionTopKConfiguration(SharedHeads):
-    """Attention to compressed keys, and whole lists of blocks, of packed sequences with at most ``tile[1]`` such keys.
+    """Attention to compressed keys fused with block selection, for varlen batches with at most ``tile[1]`` compressed
+    keys.
 
-    The others are as those of :class:`TopKConfiguration`; at most 64 heads of Q share one of K.
+    The others are those of :class:`TopKConfiguration`; at most 64 heads of Q share one of K.
     """
 
     dtype: str
     heads: int
     key_heads: int
-    head: int
-    head_v: int
+    head_dim: int
+    head_dim_v: int
     count: int
     block: int
     stride: int
     tile: tuple[int, int] = (192, 128)
 
     kernel = "compression_top_k:CompressionTopK"
-    packed, before, whole = True, ALWAYS, True
+    varlen, num_fixed, full_list = True, ALWAYS, True
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *matrices(True, self.dtype, "sq", self.heads, {"q": self.head}),
-            *matrices(True, self.dtype, "sk", self.key_heads, {"k": self.head, "v": self.head_v}),
-            *matrices(True, self.dtype, "sq", self.heads, {"o": self.head_v}),
+            *head_tensors(True, self.dtype, "sq", self.heads, {"q": self.head_dim}),
+            *head_tensors(True, self.dtype, "sk", self.key_heads, {"k": self.head_dim, "v": self.head_dim_v}),
+            *head_tensors(True, self.dtype, "sq", self.heads, {"o": self.head_dim_v}),
             row_values(True, "lse", self.heads),
-            *matrices(True, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
-            *offsets(True),
+            *head_tensors(True, "int32", "sq", self.key_heads, {"topk_indices": self.num_fixed + self.count}, 4),
+            *cu_seqlens(True),
             Scalar("scale_softmax", "float32"),
-            MULTIPROCESSORS,
+            NUM_SMS,
             Stream(),
         )
 
 
 BRANCHES = ("compressed", "selected", "near")
-"""The attentions that native sparse attention adds up."""
+"""The branches of NSA: compression, selection, sliding window."""
 
 
 @dataclass(frozen=True)
 class GateConfiguration:
-    """The sum of the branches' rows of ``width`` elements, each times its gate; or its ``gradient``.
+    """The gated sum of the branches' rows of ``width`` elements, or its ``gradient``.
 
-    ``gates`` is the type of gates. A row is one of a head; ``width`` is 8 times a power of two up to 32.
+    ``gates`` is the type of the gates. A row is a head of a query row; ``width`` is 8 times a power of two up to 32.
     """
 
     dtype: str
@@ -422,7 +425,7 @@ class GateConfiguration:
     gradient: bool = False
 
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel: of the gradient, ``out`` is that of the sum."""
+        """The arguments of the kernel: with ``gradient``, ``out`` is the gradient of the sum."""
 
         def rows(*names: str) -> tuple[Slot, ...]:
             return tuple(Tensor(x, self.dtype, ("rows", self.width), (self.width, 1)) for x in names)
@@ -434,10 +437,10 @@ class GateConfiguration:
 
 @dataclass(frozen=True)
 class BranchGradientsConfiguration:
-    """The gradients of gates, branches, the window and compression; dq is the sum of the latter two's.
+    """The gradients of gates, branches, window and compression; dQ is the sum of the latter two's.
 
-    ``near`` is what the window's kernel is compiled for; compression's has the same tile, and comes first. ``gates`` is
-    their type. ``one_block``: there are so few compressed keys, and all blocks of rows see some.
+    ``near`` is the configuration of the window's kernel; compression's has the same tile and runs first. ``gates`` is
+    their type. ``one_block``: all compressed keys are one n_block that all m_blocks see.
     """
 
     near: BackwardConfiguration
@@ -448,25 +451,27 @@ class BranchGradientsConfiguration:
 
     @property
     def compressed(self) -> CompressionBackwardConfiguration:
-        """What compression's kernel is compiled for."""
-        c, shared = self.near, "stores" if self.one_block else "adds"
-        return CompressionBackwardConfiguration(c.dtype, c.head, c.head_v, c.tile, c.packed, shared=shared)
+        """The configuration of compression's kernel."""
+        c, shared_dq_accum = self.near, "stores" if self.one_block else "adds"
+        return CompressionBackwardConfiguration(
+            c.dtype, c.head_dim, c.head_dim_v, c.tile, c.varlen, shared_dq_accum=shared_dq_accum
+        )
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels: ``out`` is the gradient of the sum."""
         c = self.near
-        p, keys = c.packed, {"k": c.head, "v": c.head_v, "dk": c.head, "dv": c.head_v}
-        of_compressed = {f"compressed_{x}": width for x, width in keys.items()}
-        rows = dict.fromkeys((*BRANCHES, "out", *(f"d_{x}" for x in BRANCHES)), c.head_v)
+        p, keys = c.varlen, {"k": c.head_dim, "v": c.head_dim_v, "dk": c.head_dim, "dv": c.head_dim_v}
+        compressed_widths = {f"compressed_{x}": width for x, width in keys.items()}
+        rows = dict.fromkeys((*BRANCHES, "out", *(f"d_{x}" for x in BRANCHES)), c.head_dim_v)
         gates = dict.fromkeys(("gates", "d_gates"), len(BRANCHES))
         return (
-            *matrices(p, c.dtype, "sq", "hq", {"q": c.head, "dq": c.head, **rows}),
-            *matrices(p, c.dtype, "sk", "hk", keys),
-            *matrices(p, c.dtype, "sc", "hk", of_compressed),
-            *matrices(p, self.gates, "sq", "hq", gates, FORMATS[self.gates].bits // 8),
+            *head_tensors(p, c.dtype, "sq", "hq", {"q": c.head_dim, "dq": c.head_dim, **rows}),
+            *head_tensors(p, c.dtype, "sk", "hk", keys),
+            *head_tensors(p, c.dtype, "sc", "hk", compressed_widths),
+            *head_tensors(p, self.gates, "sq", "hq", gates, FORMATS[self.gates].bits // 8),
             row_values(p, "compressed_lse"),
             Tensor("near_lse", "float32", ("sequences", "hq", "longest"), (None, None, 1), align=4),
-            *offsets(p),
+            *cu_seqlens(p),
             *[vector("cum_seqlen_compressed", "int32", "ends")] * p,
             Scalar("scale_softmax", "float32"),
             *WINDOW,
@@ -479,19 +484,19 @@ class BranchGradientsConfiguration:
 
 @dataclass(frozen=True)
 class SparseDecodeConfiguration(SharedHeads):
-    """All of native sparse attention, of the newest row of each sequence, from caches.
+    """NSA decode: all branches for the newest row of each sequence, from KV caches.
 
-    ``heads`` of Q, at most 16 of which share one of ``key_heads`` of K; ``gates`` is the type of gates. A list has
-    ``ALWAYS`` blocks of ``block`` keys and the ``count`` best ones; ``stride`` rows have a compressed key; the newest
-    ``window`` keys are the last branch. ``head`` is a multiple of 32, ``head_v`` of 64, ``block`` of 16.
+    ``heads`` of Q, at most 16 of which share one of ``key_heads`` of K; ``gates`` is the type of the gates. A list has
+    ``ALWAYS`` fixed blocks of ``block`` keys and the ``count`` best ones; every ``stride`` rows have a compressed key;
+    ``window`` keys are the sliding window. ``head_dim`` is a multiple of 32, ``head_dim_v`` of 64, ``block`` of 16.
     """
 
     dtype: str
     gates: str
     heads: int
     key_heads: int
-    head: int
-    head_v: int
+    head_dim: int
+    head_dim_v: int
     block: int
     stride: int
     count: int
@@ -504,21 +509,21 @@ class SparseDecodeConfiguration(SharedHeads):
             return Tensor(name, self.dtype, ("b", rows, self.key_heads, width), (None, None, None, 1))
 
         return (
-            Tensor("q", self.dtype, ("b", self.heads, self.head), (None, None, 1)),
-            cache("k", "s", self.head),
-            cache("v", "s", self.head_v),
-            cache("compressed_k", "c", self.head),
-            cache("compressed_v", "c", self.head_v),
+            Tensor("q", self.dtype, ("b", self.heads, self.head_dim), (None, None, 1)),
+            cache("k", "s", self.head_dim),
+            cache("v", "s", self.head_dim_v),
+            cache("compressed_k", "c", self.head_dim),
+            cache("compressed_v", "c", self.head_dim_v),
             Tensor("gates", self.gates, ("b", self.heads, len(BRANCHES)), (None, None, None), align=2),
             vector("lengths", "int32", "b"),
             vector("compressed_lengths", "int32", "b"),
             Tensor("probabilities", "float32", ("b", self.key_heads, "c"), (None, None, 1), align=4),
-            Tensor("o", self.dtype, ("b", self.heads, self.head_v), (None, None, 1), align=2),
+            Tensor("o", self.dtype, ("b", self.heads, self.head_dim_v), (None, None, 1), align=2),
             Scalar("scale_softmax", "float32"),
             Stream(),
         )
 
 
 def vector_of_rows(name: str, dtype: str) -> Tensor:
-    """A number of every row for each branch."""
+    """A value per row and branch."""
     return Tensor(name, dtype, ("rows", len(BRANCHES)), (len(BRANCHES), 1), align=FORMATS[dtype].bits // 8)

@@ -1,14 +1,14 @@
-"""The vocabulary of epilogues: what happens to a GEMM's float32 accumulator before anything is stored.
+"""Epilogue operations (EpiOp): what happens to a GEMM's float32 accumulator before anything is stored.
 
-An epilogue is a tuple of these declarations, applied from left to right to named tiles of values; the accumulator is
-``x``. They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. How each one runs on
-a GPU is in the modules beside it, of which ``cudnn_kernels.epilogue.table`` says which class runs which declaration;
-what each one means for whole tensors is in ``cudnn.gemm.reference``.
+An epilogue is a tuple of these configurations, applied from left to right to named tiles of values; the accumulator is
+``x``. They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. The other modules of
+the package implement them on a GPU, ``cudnn_kernels.epilogue.registry`` maps each configuration to its implementation,
+and ``cudnn.gemm.reference`` defines them for whole tensors.
 
-``tensor`` names an argument of the kernel. A declaration says which arguments it has (``slots``), how wide the values
-are that it takes and makes (``width``, ``makes``), and what it asks of the configuration (``step``, ``staged``,
-``registers``), so that neither the host nor the heuristics need to know it. Types go by PyTorch's names, ``major`` is
-the dimension of stride 1.
+``tensor`` names an argument of the kernel. An operation declares its arguments (``slots``), the width of the values
+that it reads and defines (``width``, ``outputs``), and its requirements (``column_multiple``, ``staged_bits``,
+``extra_registers``), so that neither the host nor the heuristics need to know it. Types go by PyTorch's names,
+``major`` is the dimension of stride 1.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from cudnn_kernels.signature import (
     Scalar,
     Sizes,
     Tensor,
+    accumulator_scales,
     addresses,
     block_scales,
     column,
     matrix,
-    sum_scales,
     vector,
 )
 
 BLOCK = 32
-"""Columns of one role, where gates and other columns take turns."""
+"""Columns of a block, where blocks of gate and up columns alternate."""
 
 WIDEST = 128
-"""Columns that pass through the epilogue at a time, at most, where they need not be more."""
+"""Columns of a subtile, at most, unless an operation needs more."""
 
 Widths = Mapping[str, Fraction]
-"""Columns of each value, for each of the accumulator's. The size of 1 is called ``n``, any other one ``columns``."""
+"""Columns of each value per column of the accumulator. The size of width 1 is ``n``, that of other widths ``columns``.
+"""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Names of sizes where a declaration stands: its tensors have ``columns``, ``groups`` have a row vector each."""
+class SizeNames:
+    """Names of the sizes of an operation's tensors: ``columns``, and ``groups`` with one row vector each."""
 
     columns: str
     groups: str
@@ -53,156 +54,176 @@ class Place:
     batch: str = "l"
 
 
-class Declaration:
-    """What every declaration says of itself."""
+class EpiOp:
+    """Configuration of an epilogue operation: plain data, implemented by the class of the same name."""
 
-    columns: ClassVar[int] = 1
-    """Columns come in multiples of as many: in a tile, and as many as pass through the epilogue at a time."""
-    registers: ClassVar[bool] = False
-    """Whether it holds more values in registers than a fragment, which ping-pong on Hopper has no room for."""
-    sweeps: ClassVar[bool] = False
-    """Whether parts may be narrower than its columns: it measures these in a sweep of their own, with what is before
-    it, and then works on one part after the other."""
+    extra_registers: ClassVar[bool] = False
+    """Whether it holds more registers than a fragment, which ping-pong on Hopper cannot afford."""
+    two_pass: ClassVar[bool] = False
+    """Whether subtiles may be narrower than its columns: a first pass over the subtiles reduces them, with the
+    operations before it, and a second pass processes and stores them (an amax pass, then a store pass).
+    """
     value = "x"
-    """The name of the value that it works on."""
+    """The name of the value that it transforms."""
 
     @property
-    def step(self) -> int:
-        """``columns``, where that depends on the fields."""
-        return self.columns
+    def column_multiple(self) -> int:
+        """Columns of tiles and subtiles are multiples of this number."""
+        return 1
 
     @property
-    def apart(self) -> int:
-        """Half of ``step``, where it takes columns so far apart together and not those between: then what passes
-        through the epilogue at a time may be narrower, two pieces that begin so many columns apart.
+    def segment_stride(self) -> int:
+        """The split-half stride: half of ``column_multiple``, if the operation pairs columns that are this far apart. A
+        subtile may then be narrower than ``column_multiple``: two segments that start ``segment_stride`` columns apart.
         """
         return 0
 
     @property
-    def rows(self) -> int:
-        """Rows of an expert come in multiples of as many."""
+    def row_multiple(self) -> int:
+        """Rows of a group (expert) are multiples of this number."""
         return 1
 
     @property
-    def staged(self) -> int:
-        """Bits that each value takes in shared memory on its way to or from the tensor."""
+    def staged_bits(self) -> int:
+        """Bits per value in shared memory, if tiles pass through it to or from the tensor."""
         return 0
 
     def width(self, widths: Widths) -> Fraction:
-        """The width of its tensors, and of the value it works on, where the values before it have these."""
+        """The width of its tensors and of the value that it transforms, given the widths of the values before it."""
         return widths[self.value]
 
-    def makes(self, widths: Widths) -> Widths:
-        """The values that it makes, or makes wider or narrower."""
+    def outputs(self, widths: Widths) -> Widths:
+        """The values that it defines, or whose width it changes."""
         return {}
 
-    def slots(self, place: Place) -> tuple[Tensor | Scalar, ...]:
+    def slots(self, names: SizeNames) -> tuple[Tensor | Scalar, ...]:
         """Its arguments of the kernel."""
         return ()
 
-    def regions(self, place: Place) -> tuple[Region, ...]:
-        """The parts of the workspace that it writes."""
+    def regions(self, names: SizeNames) -> tuple[Region, ...]:
+        """The regions of the workspace that it writes."""
         return ()
 
 
-def places_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> list[Place]:
-    """Where each declaration stands."""
-    return [Place("n" if width == 1 else "columns", groups, batch=batch) for width in widths_of(epilogue)[0]]
+def size_names_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> list[SizeNames]:
+    """The size names of each operation."""
+    return [SizeNames("n" if width == 1 else "columns", groups, batch=batch) for width in widths_of(epilogue)[0]]
 
 
-def regions_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> tuple[Region, ...]:
-    """The parts of the workspace that all declarations write."""
-    places = places_of(epilogue, groups, batch)
-    return tuple(region for o, place in zip(epilogue, places, strict=True) for region in o.regions(place))
+def regions_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> tuple[Region, ...]:
+    """The regions of the workspace that all operations write."""
+    names = size_names_of(epilogue, groups, batch)
+    return tuple(region for o, names in zip(epilogue, names, strict=True) for region in o.regions(names))
 
 
-def widths_of(epilogue: Sequence[Declaration]) -> tuple[list[Fraction], Fraction]:
-    """The ``width`` of each declaration, and that of ``x`` after all."""
-    values, found = {"x": Fraction(1)}, list[Fraction]()
+def widths_of(epilogue: Sequence[EpiOp]) -> tuple[list[Fraction], Fraction]:
+    """The ``width`` of each operation, and that of ``x`` after the last one."""
+    values, result = {"x": Fraction(1)}, list[Fraction]()
     for declaration in epilogue:
-        found.append(declaration.width(values))
-        values |= declaration.makes(values)
-    return found, values["x"]
+        result.append(declaration.width(values))
+        values |= declaration.outputs(values)
+    return result, values["x"]
 
 
-def slots_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> tuple[Tensor | Scalar, ...]:
-    """The arguments of all declarations. Those of the same name are one, declared alike."""
-    found: dict[str, Tensor | Scalar] = {}
-    for declaration, place in zip(epilogue, places_of(epilogue, groups, batch), strict=True):
-        for slot in declaration.slots(place):
-            found.setdefault(slot.name, slot)
-    return tuple(found.values())
+def slots_of(epilogue: Sequence[EpiOp], groups: str, batch: str = "l") -> tuple[Tensor | Scalar, ...]:
+    """The arguments of all operations; operations that name the same argument share it."""
+    result: dict[str, Tensor | Scalar] = {}
+    for declaration, names in zip(epilogue, size_names_of(epilogue, groups, batch), strict=True):
+        for slot in declaration.slots(names):
+            result.setdefault(slot.name, slot)
+    return tuple(result.values())
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What an epilogue asks of a configuration: ``columns`` of a tile and ``rows`` of an expert are multiples of so
-    many, ``staged`` are the bits of each tensor that passes through shared memory, ``width`` is that of ``x`` in the
-    end, ``bits`` are those that pass through shared memory for each of the accumulator's. A part's columns are such a
-    multiple too or, where there is ``apart``, two pieces of it, each a multiple of ``piece`` or, where there is
-    ``swept``, a multiple of that which divides ``columns``.
+class EpilogueTraits:
+    """What an epilogue requires of a configuration.
+
+    ``columns`` of a tile and ``rows`` of a group are multiples of these numbers. ``staged_bits`` are the bits per value
+    of each tensor that passes through shared memory, ``bits`` their sum per accumulator column, ``width`` is that of
+    ``x`` at the end. The columns of a subtile (epi_tile_n) are a multiple of ``columns`` too or, with a
+    ``segment_stride``, two segments, each a multiple of ``segment_multiple`` or, with two passes, a multiple of
+    ``two_pass_multiple`` that divides ``columns``.
     """
 
-    columns: int
-    rows: int
+    column_multiple: int
+    row_multiple: int
     width: Fraction
-    staged: tuple[int, ...]
-    registers: bool
-    bits: int
-    apart: int = 0
-    piece: int = 1
-    swept: int = 0
+    staged_bits: tuple[int, ...]
+    extra_registers: bool
+    staged_bits_per_column: int
+    segment_stride: int = 0
+    segment_multiple: int = 1
+    two_pass_multiple: int = 0
 
-    def takes(self, part: int) -> bool:
-        """Whether so many columns can pass through the epilogue at a time."""
-        return part % self.columns == 0 or self.splits(part) or self.sweeps(part) > 1
+    def accepts(self, epi_tile_n: int) -> bool:
+        """Whether subtiles may have ``epi_tile_n`` columns."""
+        return (
+            epi_tile_n % self.column_multiple == 0
+            or self.is_split(epi_tile_n)
+            or self.subtiles_per_pass(epi_tile_n) > 1
+        )
 
-    def sweeps(self, part: int) -> int:
-        """How many parts of so many columns are measured together before they pass; 1: none."""
-        divides = self.swept and part % self.swept == 0 and self.columns % part == 0
-        return self.columns // part if divides else 1
+    def subtiles_per_pass(self, epi_tile_n: int) -> int:
+        """The number of subtiles of ``epi_tile_n`` columns that are reduced in a first pass; 1: there is one pass."""
+        divides = (
+            self.two_pass_multiple
+            and epi_tile_n % self.two_pass_multiple == 0
+            and self.column_multiple % epi_tile_n == 0
+        )
+        return self.column_multiple // epi_tile_n if divides else 1
 
-    def splits(self, part: int) -> bool:
-        """Whether so many columns can be two pieces that begin ``apart`` columns apart, and only so."""
-        half = part // 2
-        return bool(self.apart) and part % self.columns != 0 and self.apart % half == 0 and half % self.piece == 0
+    def is_split(self, epi_tile_n: int) -> bool:
+        """Whether a subtile of ``epi_tile_n`` columns must be two segments, ``segment_stride`` columns apart."""
+        half = epi_tile_n // 2
+        return (
+            bool(self.segment_stride)
+            and epi_tile_n % self.column_multiple != 0
+            and self.segment_stride % half == 0
+            and half % self.segment_multiple == 0
+        )
 
 
-def needs_of(epilogue: Sequence[Declaration]) -> Needs:
-    """What all declarations ask for together."""
+def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
+    """The traits of an epilogue: what all operations require together."""
     widths, last = widths_of(epilogue)
-    columns = math.lcm(*((o.step / width).numerator for o, width in zip(epilogue, widths, strict=True)))
-    apart = {o.apart for o in epilogue if o.apart}
-    one = len(apart) == 1 and last == 1 and columns == 2 * min(apart)
-    swept = 0
-    if columns > WIDEST and sum(o.sweeps for o in epilogue) == 1 and not any(isinstance(o, LoadTile) for o in epilogue):
-        swept = math.lcm(*((o.step / w).numerator for o, w in zip(epilogue, widths, strict=True) if not o.sweeps))
-    return Needs(
+    columns = math.lcm(*((o.column_multiple / width).numerator for o, width in zip(epilogue, widths, strict=True)))
+    segment_stride = {o.segment_stride for o in epilogue if o.segment_stride}
+    one = len(segment_stride) == 1 and last == 1 and columns == 2 * min(segment_stride)
+    two_pass_multiple = 0
+    if (
+        columns > WIDEST
+        and sum(o.two_pass for o in epilogue) == 1
+        and not any(isinstance(o, LoadTile) for o in epilogue)
+    ):
+        two_pass_multiple = math.lcm(
+            *((o.column_multiple / w).numerator for o, w in zip(epilogue, widths, strict=True) if not o.two_pass)
+        )
+    return EpilogueTraits(
         columns,
-        math.lcm(*(o.rows for o in epilogue)),
+        math.lcm(*(o.row_multiple for o in epilogue)),
         last,
-        tuple(o.staged for o in epilogue if o.staged),
-        any(o.registers for o in epilogue),
-        math.ceil(sum(o.staged * width for o, width in zip(epilogue, widths, strict=True))),
-        min(apart) if one else 0,
-        math.lcm(*(o.step for o in epilogue if not o.apart)),
-        swept,
+        tuple(o.staged_bits for o in epilogue if o.staged_bits),
+        any(o.extra_registers for o in epilogue),
+        math.ceil(sum(o.staged_bits * width for o, width in zip(epilogue, widths, strict=True))),
+        min(segment_stride) if one else 0,
+        math.lcm(*(o.column_multiple for o in epilogue if not o.segment_stride)),
+        two_pass_multiple,
     )
 
 
 @dataclass(frozen=True)
-class Scale(Declaration):
-    """x = x * a, where ``a`` is a float that the caller passes; or another value."""
+class Scale(EpiOp):
+    """x = x * a, or another value; ``a`` is a float argument of the call."""
 
     tensor: str = "alpha"
     value: str = "x"
 
-    def slots(self, place: Place) -> tuple[Scalar, ...]:
+    def slots(self, names: SizeNames) -> tuple[Scalar, ...]:
         return (Scalar(self.tensor, "float32"),)
 
 
 @dataclass(frozen=True)
-class MultiplyGroup(Declaration):
+class MultiplyGroup(EpiOp):
     """x = x * a[i]^power, or another value: ``a`` of any float type and of the shape (l,); i is batch or expert."""
 
     tensor: str = "alpha"
@@ -210,32 +231,32 @@ class MultiplyGroup(Declaration):
     power: int = 1
     value: str = "x"
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (replace(vector(self.tensor, self.dtype, place.groups), strides=(None,)),)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return (replace(vector(self.tensor, self.dtype, names.groups), strides=(None,)),)
 
 
 @dataclass(frozen=True)
-class _Tile(Declaration):
+class _Tile(EpiOp):
     """A tensor (m, n, l) whose tiles pass through shared memory.
 
-    Where its columns are ``halves``, blocks of 32 columns of the value lie in the first and the second half in turn.
+    ``concat_glu``: the tensor has concatenated halves; blocks of 32 columns of the value alternate between them.
     """
 
     tensor: str
     dtype: str
     major: str = "n"
-    halves: bool = field(default=False, kw_only=True)
+    concat_glu: bool = field(default=False, kw_only=True)
 
     @property
-    def step(self) -> int:
-        return 2 * BLOCK if self.halves else 1
+    def column_multiple(self) -> int:
+        return 2 * BLOCK if self.concat_glu else 1
 
     @property
-    def staged(self) -> int:
+    def staged_bits(self) -> int:
         return bits(self.dtype)
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        shape = (place.rows, place.columns, place.batch)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        shape = (names.rows, names.columns, names.batch)
         return (matrix(self.tensor, self.dtype, shape, 1 if self.major == "n" else 0),)
 
 
@@ -249,7 +270,7 @@ class LoadTile(_Tile):
     def width(self, widths: Widths) -> Fraction:
         return widths["x"] * self.times
 
-    def makes(self, widths: Widths) -> Widths:
+    def outputs(self, widths: Widths) -> Widths:
         return {self.value: self.width(widths)}
 
 
@@ -262,61 +283,61 @@ class StoreTile(_Tile):
 
     ``adds``: to what the tensor held, in its type, which has 16 or 32 bits: the sum of two rounded numbers is rounded.
     ``pointers``: the matrices are not one tensor; ``tensor`` holds their l addresses, int64, multiples of 16 bytes, and
-    each lies there without gaps between rows or columns.
+    each is packed, without gaps between rows or columns.
     """
 
     value: str = "x"
     adds: bool = False
     pointers: bool = False
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (addresses(self.tensor, place.batch),) if self.pointers else super().slots(place)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return (addresses(self.tensor, names.batch),) if self.pointers else super().slots(names)
 
 
 @dataclass(frozen=True)
-class MultiplyColumn(Declaration):
+class MultiplyColumn(EpiOp):
     """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), of any float type; or another value."""
 
     tensor: str = "prob"
     dtype: str = "float32"
     value: str = "x"
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (column(self.tensor, place.rows, place.batch, self.dtype),)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return (column(self.tensor, names.rows, names.batch, self.dtype),)
 
 
 @dataclass(frozen=True)
-class AddRow(Declaration):
+class AddRow(EpiOp):
     """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert.
 
-    With a ``factor``, it is added v[n] * f[m]: ``f`` as that of :class:`MultiplyColumn`. ``halves``: of v, as those of
-    the columns of :class:`StoreTile`.
+    With a ``factor``, v[n] * f[m] is added, with ``f`` as in :class:`MultiplyColumn`. ``concat_glu``: v has
+    concatenated halves, as in :class:`StoreTile`.
     """
 
     tensor: str
     dtype: str
     factor: MultiplyColumn | None = None
-    halves: bool = False
+    concat_glu: bool = False
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        factors = self.factor.slots(place) if self.factor else ()
-        return (vector(self.tensor, self.dtype, place.columns, place.groups), *factors)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        factor = self.factor.slots(names) if self.factor else ()
+        return (vector(self.tensor, self.dtype, names.columns, names.groups), *factor)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What a gated activation makes of a gate g and the other value u, both clamped before:
+    """A gated activation of a gate g and an up value u, both clamped first:
 
         g = max(min(g, clamp_max), gate_min),  u = max(min(u, clamp_max), clamp_min)
         y = (u + offset) f(g)
 
-    with f(g) = g / (1 + exp(-slope g)) for the kind ``swish``, and max(g, 0) for ``relu``. A parameter that is a string
-    names a float that the caller passes. Without clamps nothing is clamped. For the kind ``situ``
+    with f(g) = g / (1 + exp(-slope g)) for the activation ``swish``, and max(g, 0) for ``relu``. A parameter that is a
+    string names a float argument of the call. For the activation ``situ``
 
         y = beta2 tanh(u / beta2) f(g),    f(g) = beta1 tanh(g / beta1) / (1 + exp(-g))
     """
 
-    kind: str = "swish"
+    activation: str = "swish"
     slope: float | str = 1.0
     clamp_max: float | str | None = None
     clamp_min: float | str | None = None
@@ -327,62 +348,68 @@ class Gate:
     NUMBERS: ClassVar = ("slope", "clamp_max", "clamp_min", "offset", "beta1", "beta2")
 
     def slots(self) -> tuple[Scalar, ...]:
-        """The parameters that the caller passes."""
+        """The parameters that are arguments of the call."""
         values = (getattr(self, name) for name in self.NUMBERS)
         return tuple(Scalar(value, "float32") for value in values if isinstance(value, str))
 
-    def given(self, arguments: Mapping[str, Any]) -> Any:
-        """The same with numbers instead of names; ``arguments`` are what the caller passes."""
-        found = {name: getattr(self, name) for name in self.NUMBERS}
-        return replace(self, **{name: arguments[x] for name, x in found.items() if isinstance(x, str)})
+    def bind(self, arguments: Mapping[str, Any]) -> Any:
+        """The gate with numbers instead of names, from the ``arguments`` of the call."""
+        result = {name: getattr(self, name) for name in self.NUMBERS}
+        return replace(self, **{name: arguments[x] for name, x in result.items() if isinstance(x, str)})
 
 
 SWIGLU, GEGLU, REGLU = Gate(), Gate("swish", 1.702, 7.0, -7.0, 1.0), Gate("relu")
 
 
 @dataclass(frozen=True)
-class Gated(Declaration):
-    """Of every 64 columns, 32 gates and 32 others make 32 columns, as :class:`Gate` says."""
+class Gated(EpiOp):
+    """y = act(gate, up): each 64 columns, 32 gate and 32 up, become 32 columns; see :class:`Gate`."""
 
     gate: Gate = SWIGLU
     gate_first: bool = False
-    columns: ClassVar[int] = 2 * BLOCK
 
-    def makes(self, widths: Widths) -> Widths:
+    @property
+    def column_multiple(self) -> int:
+        return 2 * BLOCK
+
+    def outputs(self, widths: Widths) -> Widths:
         return {"x": widths["x"] / 2}
 
-    def slots(self, place: Place) -> tuple[Scalar, ...]:
+    def slots(self, names: SizeNames) -> tuple[Scalar, ...]:
         return self.gate.slots()
 
 
 @dataclass(frozen=True)
-class GatedBackward(Declaration):
+class GatedBackward(EpiOp):
     """The backward pass of :class:`Gated`: x is the gradient of y, ``saved`` a value with two columns for each of x's.
 
     x becomes the gradient of ``saved``, in the same order: with the derivative f' and t the clamped u plus the offset,
 
-        x t f'(g)  for a gate, 0 where it is above clamp_max
-        x f(g)     for another, 0 where it is above clamp_max or below clamp_min
+        x t f'(g)  for a gate column, 0 where g is above clamp_max
+        x f(g)     for an up column, 0 where u is above clamp_max or below clamp_min
 
-    Two more values have the width that x had: ``activation`` = y, and ``prob_gradient`` = x y, which is the gradient of
-    a factor of y, where x is that of the product.
+    Two more values have the width that x had: ``activation`` = y, and ``prob_gradient`` = x y, the gradient of a factor
+    (router probability) of y, if x is the gradient of the scaled y.
     """
 
     gate: Gate = SWIGLU
     gate_first: bool = False
     saved: str = "c"
-    columns: ClassVar[int] = BLOCK
 
-    def makes(self, widths: Widths) -> Widths:
+    @property
+    def column_multiple(self) -> int:
+        return BLOCK
+
+    def outputs(self, widths: Widths) -> Widths:
         before = widths["x"]
         return {"x": 2 * before, "activation": before, "prob_gradient": before}
 
-    def slots(self, place: Place) -> tuple[Scalar, ...]:
+    def slots(self, names: SizeNames) -> tuple[Scalar, ...]:
         return self.gate.slots()
 
 
 @dataclass(frozen=True)
-class Round(Declaration):
+class Round(EpiOp):
     """Rounds a value to a type, to nearest even: what follows sees what that type holds."""
 
     dtype: str
@@ -390,9 +417,9 @@ class Round(Declaration):
 
 
 @dataclass(frozen=True)
-class Deinterleave(Declaration):
-    """Of every head of ``head`` columns, puts ``size`` from ``first`` on into another order: of their pairs of
-    neighbours, first all that were left, then all that were right. ``first`` and ``head`` are multiples of ``size``.
+class Deinterleave(EpiOp):
+    """Deinterleaves ``size`` columns from ``first`` on of every head of ``head`` columns: the even columns come first,
+    then the odd ones. ``first`` and ``head`` are multiples of ``size``.
     """
 
     head: int
@@ -400,23 +427,24 @@ class Deinterleave(Declaration):
     size: int
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return self.size
 
 
 @dataclass(frozen=True)
-class Rotate(Declaration):
-    """Rotates pairs of columns by angles that depend on the row, as rotary embeddings do:
+class Rotate(EpiOp):
+    """Rotary embedding (RoPE): rotates pairs of columns by angles that depend on the row:
 
         left, right = left cos - right sin, right cos + left sin          with -sin where it is ``inverse``
 
-    The columns are heads of ``head`` each, of which ``rotary`` are rotated from ``first`` on, 0 or a multiple of
-    ``rotary`` as head is then. Pair i is the columns i and i + rotary / 2 of those or, ``interleaved``, 2 i and
-    2 i + 1. Only heads from column ``begin`` to before ``end`` are rotated; both are multiples of ``head``.
+    The columns are heads of ``head`` columns, of which ``rotary`` are rotated from ``first`` on, which is 0, or a
+    multiple of ``rotary`` that divides ``head`` too. Pair i is the columns i and i + rotary / 2 of those or,
+    ``interleaved``, 2 i and 2 i + 1. Only heads from column ``begin`` to before ``end`` are rotated; both are multiples
+    of ``head``.
 
-    ``cos`` and ``sin`` are tensors (m, rotary / 2) of the type ``dtype`` or, where they are ``whole``, (m, rotary): the
+    ``cos`` and ``sin`` are tensors (m, rotary / 2) of the type ``dtype`` or, if ``full_tables``, (m, rotary): the
     second half is for right columns. With ``positions``, an int32 tensor (m,), they have any number of rows and row m
-    takes that row of them; what takes one that there is not becomes NaN.
+    takes the row positions[m]; rows with an out-of-range position become NaN.
     """
 
     head: int
@@ -430,30 +458,30 @@ class Rotate(Declaration):
     sin: str = "sin"
     positions: str = ""
     first: int = 0
-    whole: bool = False
-    registers: ClassVar[bool] = True
+    full_tables: bool = False
+    extra_registers: ClassVar[bool] = True
 
     @property
-    def step(self) -> int:
-        """Of halves, the smallest share of a head, in multiples of 16, that holds all of them."""
+    def column_multiple(self) -> int:
+        """With split halves, the smallest divisor of a head, in multiples of 16, that holds both."""
         if self.interleaved:
             return 2
         return next(x for x in range(self.rotary, self.head + 1, 16) if self.head % x == 0)
 
     @property
-    def apart(self) -> int:
-        return self.rotary // 2 if self.step == self.rotary else 0
+    def segment_stride(self) -> int:
+        return self.rotary // 2 if self.column_multiple == self.rotary else 0
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        shape = ("positions" if self.positions else place.rows, self.rotary if self.whole else self.rotary // 2)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        shape = ("positions" if self.positions else names.rows, self.rotary if self.full_tables else self.rotary // 2)
         tables = [Tensor(name, self.dtype, shape, (None, 1)) for name in (self.cos, self.sin)]
-        return (*tables, *([vector(self.positions, "int32", place.rows)] if self.positions else []))
+        return (*tables, *([vector(self.positions, "int32", names.rows)] if self.positions else []))
 
 
 @dataclass(frozen=True)
-class Hadamard(Declaration):
-    """``result`` = factor H v, for every 16 values v of a row, ``along`` n, or of a column, along m: H[i, j] is -1
-    where the numbers i and j have an odd number of bits in common, else 1.
+class Hadamard(EpiOp):
+    """``result`` = factor H v, for every 16 values v of a row (``along`` n) or of a column (along m): H[i, j] is -1 if
+    popcount(i & j) is odd, else 1.
 
     v are those of ``value``, rounded to bfloat16 first. An expert's rows are multiples of 16 along m.
     """
@@ -462,29 +490,29 @@ class Hadamard(Declaration):
     result: str = "rotated"
     value: str = "x"
     factor: float = 1.0
-    registers: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return 16 if self.along == "n" else 1
 
     @property
-    def rows(self) -> int:
+    def row_multiple(self) -> int:
         return 16 if self.along == "m" else 1
 
-    def makes(self, widths: Widths) -> Widths:
+    def outputs(self, widths: Widths) -> Widths:
         return {self.result: widths[self.value]}
 
 
 @dataclass(frozen=True)
-class SquaredRelu(Declaration):
+class SquaredRelu(EpiOp):
     """x = relu(x)^2, or (s tanh(relu(x) / s))^2, 0 for NaN, with the number s = ``clamp``."""
 
     clamp: float | None = None
 
 
 @dataclass(frozen=True)
-class SquaredReluBackward(Declaration):
+class SquaredReluBackward(EpiOp):
     """x = 2 relu(x) c, and the value ``prob_gradient`` = relu(x)^2 c, for a value ``c``.
 
     ``of_saved``: relu is that of c instead, x = 2 x relu(c), ``prob_gradient`` = x relu(c)^2 and, one more value,
@@ -496,17 +524,17 @@ class SquaredReluBackward(Declaration):
     of_saved: bool = False
     clamp: float | None = None
 
-    def makes(self, widths: Widths) -> Widths:
+    def outputs(self, widths: Widths) -> Widths:
         names = ("prob_gradient", "activation") if self.of_saved else ("prob_gradient",)
         return dict.fromkeys(names, widths["x"])
 
 
 @dataclass(frozen=True)
-class Amax(Declaration):
+class Amax(EpiOp):
     """a[i] = max(a[i], |x|) or of another value, before rounding; NaN where a value is. i is 0, or the expert.
 
-    With two ``roles``, blocks of 32 columns take turns: a[i, j] is that of every second block, from block j on. The
-    caller fills ``a``, float32, with -inf or with 0.
+    With two ``roles``, blocks of 32 columns alternate (gate and up): a[i, j] is the maximum of every second block, from
+    block j on. The caller fills ``a``, float32, with -inf or with 0.
     """
 
     tensor: str = "amax"
@@ -515,82 +543,84 @@ class Amax(Declaration):
     roles: int = 1
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return self.roles * BLOCK if self.roles > 1 else 1
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        shape = (place.groups,) if self.by_expert else (1,) if self.roles == 1 else ()
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        shape = (names.groups,) if self.by_expert else (1,) if self.roles == 1 else ()
         shape += (self.roles,) if self.roles > 1 else ()
         strides = (self.roles, 1)[-len(shape) :]
         return (Tensor(self.tensor, "float32", shape, strides, align=4),)
 
 
 TILE_COLUMNS, BLOCK_ROWS = 64, 64
-"""Columns of a tile, at least, whose sums of rows are added up in order, and rows whose sums of columns are."""
+"""The smallest tile width of an ordered :class:`SumRow`, and the rows of a partial sum of :class:`SumColumn`."""
 
 
 @dataclass(frozen=True)
-class SumRow(Declaration):
+class SumRow(EpiOp):
     """s[m] += the sum of a value over the columns; ``s`` of the shape (m, 1, l), float32. The order is not fixed.
 
-    ``ordered``: each tile puts its sum into the workspace, and a second kernel adds them to s in their order.
+    ``ordered`` (deterministic): each tile stores its partial sum to the workspace, and a second kernel adds them up in
+    order.
     """
 
     tensor: str
     value: str
     ordered: bool = False
 
-    def regions(self, place: Place) -> tuple[Region, ...]:
+    def regions(self, names: SizeNames) -> tuple[Region, ...]:
         def size(sizes: Sizes) -> Any:
-            """float32 (tiles, rows of all batches), as many as of the narrowest tiles."""
-            tiles = (sizes[place.columns] + TILE_COLUMNS - 1) // TILE_COLUMNS
-            return tiles * sizes[place.rows] * sizes[place.batch] * 4
+            """float32 (tiles, rows of all batches), for the narrowest tiles."""
+            tiles = (sizes[names.columns] + TILE_COLUMNS - 1) // TILE_COLUMNS
+            return tiles * sizes[names.rows] * sizes[names.batch] * 4
 
         return (Region(f"{self.tensor} sums", size),) if self.ordered else ()
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (column(self.tensor, place.rows, place.batch),)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return (column(self.tensor, names.rows, names.batch),)
 
 
 @dataclass(frozen=True)
-class SumColumn(Declaration):
+class SumColumn(EpiOp):
     """s[i, n] = the sum of a value over the rows of expert i, or of batch i; ``s`` of the shape (experts, n), of any
-    float type, n contiguous. Sums of 64 rows are put into the workspace, and added up in their order by a second
-    kernel. ``halves`` as of :class:`AddRow`.
+    float type, n contiguous. Partial sums of 64 rows are stored to the workspace, and a second kernel adds them up in
+    order. ``concat_glu`` as in :class:`AddRow`.
     """
 
     tensor: str
     dtype: str = "float32"
     value: str = "x"
-    halves: bool = False
+    concat_glu: bool = False
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         size = bits(self.dtype) // 8
-        return (Tensor(self.tensor, self.dtype, (place.groups, place.columns), (None, 1), align=size),)
+        return (Tensor(self.tensor, self.dtype, (names.groups, names.columns), (None, 1), align=size),)
 
-    def regions(self, place: Place) -> tuple[Region, ...]:
+    def regions(self, names: SizeNames) -> tuple[Region, ...]:
         def size(sizes: Sizes) -> Any:
-            """float32 (blocks of all groups, columns): groups that share rows have one more than whole ones at most."""
-            blocks, groups = (sizes[place.rows] + BLOCK_ROWS - 1) // BLOCK_ROWS, sizes[place.groups]
-            count = blocks * groups if place.groups == place.batch else blocks + groups
-            return count * sizes[place.columns] * 4
+            """float32 (blocks of all groups, columns): a varlen_m group has at most one partial block more."""
+            blocks, groups = (sizes[names.rows] + BLOCK_ROWS - 1) // BLOCK_ROWS, sizes[names.groups]
+            count = blocks * groups if names.groups == names.batch else blocks + groups
+            return count * sizes[names.columns] * 4
 
         return (Region(f"{self.tensor} sums", size),)
 
 
 @dataclass(frozen=True)
-class QuantizeRows(Declaration):
-    """Divides every ``vector`` columns of x, or of another value, by a common scale factor, and writes the factors.
+class QuantizeRows(EpiOp):
+    """Divides every ``vector`` columns of x, or of another value, by a common scale factor, and writes the scale
+    factors.
 
         s = max |x| / limit * norm_const, rounded to ``scale_dtype``: up, to a power of two, for float8_e8m0fnu
         x = x * min(norm_const / s, largest float32), or 0 where s is 0; e8m0 has no 0
 
-    ``limit`` is that of ``dtype``, which the values will be rounded to. e8m0's factors lie between 2^-127 and 2^127,
-    e4m3's are at most 448; NaN among the values makes their factor NaN. The factors have the layout of 128 x 4 atoms,
-    (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of rows and columns beyond the tensor become 0 or stay.
-    norm_const is a float32 tensor (1,), positive, or where ``by_value`` a float; 1 where it has no name. Without
-    ``atoms``, the factors are bytes (m, n / vector, l) of any strides. float32's are not rounded, or up to a
-    ``power_of_two``, and lie as a matrix too, (m, ceil(n / vector), l).
+    ``limit`` is that of ``dtype``, to which the values will be rounded. e8m0 scale factors lie between 2^-127 and
+    2^127, e4m3 ones are at most 448; NaN among the values makes their scale factor NaN. The scale factors have the
+    layout of 128 x 4 atoms, (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of out-of-bounds rows and columns
+    become 0 or stay. norm_const is a float32 tensor (1,), positive, or a float if ``by_value``; 1 without a name.
+    Without ``atoms``, the scale factors are bytes (m, n / vector, l) of any strides. float32 scale factors are not
+    rounded, or up to a ``power_of_two``, and form a matrix too, (m, ceil(n / vector), l).
     """
 
     tensor: str
@@ -602,26 +632,25 @@ class QuantizeRows(Declaration):
     value: str = "x"
     by_value: bool = False
     power_of_two: bool = False
-    registers: ClassVar[bool] = True
-    sweeps: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
+    two_pass: ClassVar[bool] = True
 
     @property
-    def step(self) -> int:
+    def column_multiple(self) -> int:
         return self.vector
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return quantizer_slots(self, place.rows, f"{place.columns} / {self.vector}", place.batch)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return quantizer_slots(self, names.rows, f"{names.columns} / {self.vector}", names.batch)
 
 
 @dataclass(frozen=True)
-class QuantizeColumns(Declaration):
-    """As :class:`QuantizeRows` for every 32 rows of a column of x, or of another value, into the value ``columns``; x
-    stays.
+class QuantizeColumns(EpiOp):
+    """As :class:`QuantizeRows`, for every 32 rows of a column of x, or of another value, into the value ``columns``; x
+    is unchanged.
 
-    The last rows may be fewer. The factors' atoms have columns for rows and groups of 32 rows for columns:
-    (32, 4, ceil(n / 128), 4, ceil(m / 128), l); without ``atoms`` the factors are bytes (n, ceil(m / 32), l).
-    Experts begin at multiples of 32 rows. ``by_expert``: at multiples of 128, and the atoms of each expert are those of
-    a matrix of its own, one expert after the other.
+    The last rows may be fewer. The atoms of scale factors are transposed: (32, 4, ceil(n / 128), 4, ceil(m / 128), l);
+    without ``atoms`` the scale factors are bytes (n, ceil(m / 32), l). Experts begin at multiples of 32 rows.
+    ``by_expert``: at multiples of 128, and each expert has separate atoms, one expert after the other.
     """
 
     tensor: str
@@ -634,44 +663,44 @@ class QuantizeColumns(Declaration):
     source: str = "x"
     by_value: ClassVar[bool] = False
     power_of_two: ClassVar[bool] = False
-    registers: ClassVar[bool] = True
+    extra_registers: ClassVar[bool] = True
 
     @property
-    def rows(self) -> int:
+    def row_multiple(self) -> int:
         return 128 if self.by_expert else 32
 
-    def makes(self, widths: Widths) -> Widths:
+    def outputs(self, widths: Widths) -> Widths:
         return {self.value: widths[self.source]}
 
     def width(self, widths: Widths) -> Fraction:
         return widths[self.source]
 
-    def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return quantizer_slots(self, place.columns, f"{place.rows} / 32", place.batch)
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return quantizer_slots(self, names.columns, f"{names.rows} / 32", names.batch)
 
 
 def quantizer_slots(o: QuantizeRows | QuantizeColumns, rows: str, blocks: str, batch: str) -> tuple[Any, ...]:
-    """The factors of a quantiser, and its constant where it has one."""
-    factors = Tensor(o.tensor, "uint8", (rows, blocks, batch), (None, None, None), align=1)
+    """The scale factors of a quantizer, and its norm_const, if any."""
+    scales = Tensor(o.tensor, "uint8", (rows, blocks, batch), (None, None, None), align=1)
     if o.scale_dtype == "float32":
-        factors = sum_scales(o.tensor, rows, blocks, batch)
+        scales = accumulator_scales(o.tensor, rows, blocks, batch)
     elif o.atoms:
-        factors = block_scales(o.tensor, o.scale_dtype, rows, blocks, batch)
+        scales = block_scales(o.tensor, o.scale_dtype, rows, blocks, batch)
     if o.by_value:
-        return factors, Scalar(o.norm_const, "float32")
-    return (factors, *([Tensor(o.norm_const, "float32", (1,), (1,), align=4)] if o.norm_const else []))
+        return scales, Scalar(o.norm_const, "float32")
+    return (scales, *([Tensor(o.norm_const, "float32", (1,), (1,), align=4)] if o.norm_const else []))
 
 
 @dataclass(frozen=True)
-class StoreColumns(Declaration):
-    """Divides every 16 rows of a column of a value by a common scale factor, rounds the quotients to four bits and
-    writes both, columns instead of rows.
+class StoreColumns(EpiOp):
+    """NVFP4 along m: divides every 16 rows of a column of a value by a common scale factor, rounds the quotients to
+    four bits and writes both, transposed.
 
         s = max |x| / 6 * norm_const, rounded to float8_e4m3fn;  d = x / (s / norm_const), or 0 where s is 0
 
-    ``tensor``, bytes (m n / 2,), has the experts one after the other, each with its t rows of all columns in turn: row
-    j of column i is element i t + j of its expert, the first one of two in the low half. In ``scales``, bytes
-    (m n / 16,), the factor of rows 16 j ... of column i is number
+    ``tensor``, bytes (m n / 2,), has one expert after the other, each with t rows, column by column: row j of column i
+    is element i t + j of its expert, the first one of two in the low half. In ``scales``, bytes (m n / 16,), the scale
+    factor of rows 16 j ... of column i has the index
 
         ((i % 32 * 4 + i // 32 % 4) * n / 128 + i // 128) * t / 16 + j % 4 * t / 64 + j // 4
 
@@ -682,10 +711,13 @@ class StoreColumns(Declaration):
     scales: str
     norm_const: str
     value: str = "x"
-    registers: ClassVar[bool] = True
-    rows: ClassVar[int] = 64  # pyright: ignore[reportIncompatibleMethodOverride]
+    extra_registers: ClassVar[bool] = True
 
-    def slots(self, place: Place) -> tuple[Tensor | Scalar, ...]:
+    @property
+    def row_multiple(self) -> int:
+        return 64
+
+    def slots(self, names: SizeNames) -> tuple[Tensor | Scalar, ...]:
         types = {self.tensor: "uint8", self.scales: "float8_e4m3fn"}
         flat = [Tensor(name, dtype, (f"{name} bytes",), (1,)) for name, dtype in types.items()]
         return (*flat, Scalar(self.norm_const, "float32"))

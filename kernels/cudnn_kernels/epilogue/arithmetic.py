@@ -1,4 +1,4 @@
-"""Operations on values in registers."""
+"""Elementwise epilogue operations in registers: scaling, bias, gated and ReLU^2 activations and their gradients."""
 
 from __future__ import annotations
 
@@ -10,258 +10,261 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cudnn_kernels.epilogue import BLOCK, Gate
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, indices, pick
-from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, ValueSubset, indices, pick
+from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import unwoven
+from cudnn_kernels.pipeline.tma import concat_glu_row
 
 
-class _Multiply(Operation):
-    """One multiplication for each value, by the factor of its row slot."""
+class _Multiply(EpiOpImpl):
+    """Multiplies each value by the multiplier of its row slot."""
 
-    streams = True
-    factors: list[Any]
+    elementwise = True
+    multipliers: list[Any]
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
-        x = values[self.o.value]
-        for slot, places in indices(x, some):
-            for i in places:
-                x.values[i] = x.values[i] * self.factors[slot]
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x = values[self.op.value]
+        for slot, positions in indices(x, subset):
+            for i in positions:
+                x.values[i] = x.values[i] * self.multipliers[slot]
 
 
-class Scale(_Multiply):
-    """The same factor for all, which the caller passes.
+class ScaleImpl(_Multiply):
+    """Multiplies by a scalar argument.
 
-    Where parts are computed early, all but the first read it from shared memory. Nothing else keeps ptxas from
-    computing a part even before the store of the one before begins, so that nothing is left to do during the store.
+    If the arithmetic overlaps with the TMA store of the subtile before (``params.overlaps_stores``), all subtiles but
+    the first read the multiplier from shared memory by a volatile load: nothing else keeps ptxas from hoisting the
+    arithmetic of all subtiles above the first store.
     """
 
-    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width)
-        self.reads = plan.early and plan.parts > 1
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width)
+        self.reloads = params.overlaps_stores and params.num_subtiles > 1
 
     def bytes(self) -> int:
-        return 4 * self.plan.groups * self.reads
+        return 4 * self.params.num_warpgroups * self.reloads
 
-    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
-        super().enter(parameters, smem)
-        if self.reads:
-            layout = cute.make_layout(self.plan.groups)
-            self.words = smem.allocate_tensor(Float32, layout, byte_alignment=self.alignment)
+    def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().setup_smem(parameters, smem)
+        if self.reloads:
+            layout = cute.make_layout(self.params.num_warpgroups)
+            self.multiplier_smem = smem.allocate_tensor(Float32, layout, byte_alignment=self.alignment)
 
-    def begin(self, tile: Tile) -> None:
-        factor = self.factor(tile)
-        self.factors = [factor] * self.plan.layout.slots
-        if self.reads:
-            put_word(self.words, tile, factor)
+    def begin_tile(self, tile: Tile) -> None:
+        multiplier = self.multiplier(tile)
+        self.multipliers = [multiplier] * self.params.layout.slots
+        if self.reloads:
+            store_per_warpgroup(self.multiplier_smem, tile, multiplier)
 
-    def factor(self, tile: Tile) -> Float32:
-        """The factor of a tile."""
+    def multiplier(self, tile: Tile) -> Float32:
+        """The multiplier of a tile."""
         return self.parameters[0]
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, factor = values[self.o.value].values, self.factors[0]
-        if self.reads and part > 0:
-            factor = read_again((self.words.iterator + tile.group).toint())
-        x.store(x.load() * factor)  # two by one instruction, on Blackwell
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        x, multiplier = values[self.op.value].values, self.multipliers[0]
+        if self.reloads and subtile > 0:
+            multiplier = load_volatile((self.multiplier_smem.iterator + tile.wg_idx).toint())
+        x.store(x.load() * multiplier)  # a vector: Blackwell multiplies two values by one instruction
 
 
-class MultiplyGroup(Scale):
-    """One factor, loaded before the tile's products."""
+class MultiplyGroupImpl(ScaleImpl):
+    """Multiplies by one value per group, loaded before the mainloop of the tile."""
 
-    def factor(self, tile: Tile) -> Float32:
-        factor = Float32(self.parameters[0][tile.expert])
-        return math.prod([factor] * (self.o.power - 1), start=factor)
-
-
-class MultiplyColumn(_Multiply):
-    """A thread loads the factors of its rows before the tile's products."""
-
-    def begin(self, tile: Tile) -> None:
-        (factors,) = self.parameters
-        self.factors = [load_row(factors, self.row(tile, slot), tile) for slot in range(self.plan.layout.slots)]
+    def multiplier(self, tile: Tile) -> Float32:
+        value = Float32(self.parameters[0][tile.expert])
+        return math.prod([value] * (self.op.power - 1), start=value)
 
 
-class AddRow(Operation):
-    """The group loads what the tile's columns need into shared memory before the tile's products."""
+class MultiplyColumnImpl(_Multiply):
+    """Multiplies each row by a value that the thread loads before the mainloop of the tile."""
 
-    tells = True
+    def begin_tile(self, tile: Tile) -> None:
+        (multiplier,) = self.parameters
+        self.multipliers = [
+            load_row(multiplier, self.row(tile, slot), tile) for slot in range(self.params.layout.slots)
+        ]
+
+
+class AddRowImpl(EpiOpImpl):
+    """Adds a row vector (bias), which the warpgroup loads to shared memory before the mainloop of the tile."""
+
+    writes_smem_in_begin = True
 
     def bytes(self) -> int:
-        return self.plan.groups * self.columns() * 4 + 16
+        return self.params.num_warpgroups * self.columns() * 4 + 16
 
-    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
-        super().enter(parameters, smem)
-        layout = cute.make_layout((self.columns(), self.plan.groups))
+    def setup_smem(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().setup_smem(parameters, smem)
+        layout = cute.make_layout((self.columns(), self.params.num_warpgroups))
         self.buffers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
     def columns(self) -> int:
-        """Columns of a tile."""
-        return self.plan.parts * self.width
+        """Columns of the value in a tile."""
+        return self.params.num_subtiles * self.width
 
-    def begin(self, tile: Tile) -> None:
-        row, *factors = self.parameters
-        rows = [self.row(tile, slot) for slot in range(self.plan.layout.slots)]
-        if factors:
-            self.factors = [load_row(*factors, each, tile) for each in rows]
+    def begin_tile(self, tile: Tile) -> None:
+        row, *multiplier = self.parameters
+        rows = [self.row(tile, slot) for slot in range(self.params.layout.slots)]
+        if multiplier:
+            self.multipliers = [load_row(*multiplier, row_idx, tile) for row_idx in rows]
         else:
-            self.factors = [pick(each < tile.end, 1.0, 0.0) for each in rows]
-        for start in range(0, self.columns(), self.plan.threads):
-            load_columns(row, tile, self.buffers, tile.thread + start, self.columns(), self.o.halves)
+            self.multipliers = [pick(row_idx < tile.end, 1.0, 0.0) for row_idx in rows]
+        for start in range(0, self.columns(), self.params.threads):
+            load_column(row, tile, self.buffers, tile.thread + start, self.columns(), self.op.concat_glu)
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values["x"]
-        orders = [x.rows.order(self.width, slot) for slot in range(x.rows.slots)]
+        orders = [x.layout.order(self.width, slot) for slot in range(x.layout.slots)]
         for position, column in enumerate(zip(*orders, strict=True)):
-            value = self.buffers[self.place(part, x.rows.column(tile.thread, position)), tile.group]
-            for i, factor in zip(column, self.factors, strict=True):
-                x.values[i] = fma(value, factor, x.values[i])  # rows outside stay 0, for reductions
+            value = self.buffers[self.tile_column(subtile, x.layout.column(tile.thread, position)), tile.wg_idx]
+            for i, multiplier in zip(column, self.multipliers, strict=True):
+                x.values[i] = fma(value, multiplier, x.values[i])  # out-of-bounds rows stay 0, for reductions
 
 
-class Gated(Operation):
-    """Gate and other lie 32 columns apart, in the same thread."""
+class GatedImpl(EpiOpImpl):
+    """Gated activation. A gate column and its up column are 32 columns apart, so that one thread holds both."""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x, half = values["x"], self.width // 2
-        y = Fragment(self.plan.fragment(Float32, half), half, x.rows)
-        activation = Activation(self.o.gate, self.parameters)
-        for gate, other, target in pairs(x.rows, half, self.o.gate_first):
-            y.values[target] = activation(x.values[gate], x.values[other])
+        y = Fragment(self.params.fragment(Float32, half), half, x.layout)
+        activation = Activation(self.op.gate, self.parameters)
+        for gate, up, target in gate_up_indices(x.layout, half, self.op.gate_first):
+            y.values[target] = activation(x.values[gate], x.values[up])
         values["x"] = y
 
 
-class GatedBackward(Operation):
-    """Gate and other lie 32 columns apart, in the thread that has their gradient."""
+class GatedBackwardImpl(EpiOpImpl):
+    """Backward pass of a gated activation. The thread that holds a gradient of y also holds its gate and up values."""
 
-    streams = True
+    elementwise = True
 
-    def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        rows = self.plan.layout
-        self.made = {
-            name: Fragment(self.plan.fragment(Float32, width), width, rows)
+    def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        rows = self.params.layout
+        self.outputs = {
+            name: Fragment(self.params.fragment(Float32, width), width, rows)
             for name, width in (("x", 2 * self.width), ("activation", self.width), ("prob_gradient", self.width))
         }
 
-    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
-        x, saved = values["x"], values[self.o.saved]
-        wide, y, product = self.made.values()
-        activation = Activation(self.o.gate, self.parameters)
-        of_saved, of_x = (indices(each, some) for each in (saved, x))
-        for (_, both), (_, mine) in zip(of_saved, of_x, strict=True):
-            first, second = both[: len(mine)], both[len(mine) :]
-            gates, others = (first, second) if self.o.gate_first else (second, first)
-            for gate, other, i in zip(gates, others, mine, strict=True):
-                y.values[i], by_gate, by_other = activation.derivatives(saved.values[gate], saved.values[other])
-                product.values[i] = x.values[i] * y.values[i]
-                wide.values[gate] = x.values[i] * by_gate
-                wide.values[other] = x.values[i] * by_other
-        values |= self.made
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x, saved = values["x"], values[self.op.saved]
+        dx, y, prob_gradient = self.outputs.values()
+        activation = Activation(self.op.gate, self.parameters)
+        by_slot_of_saved, by_slot_of_x = (indices(fragment, subset) for fragment in (saved, x))
+        for (_, saved_indices), (_, indices_of_x) in zip(by_slot_of_saved, by_slot_of_x, strict=True):
+            first, second = saved_indices[: len(indices_of_x)], saved_indices[len(indices_of_x) :]
+            gates, ups = (first, second) if self.op.gate_first else (second, first)
+            for gate, up, i in zip(gates, ups, indices_of_x, strict=True):
+                y.values[i], d_gate, d_up = activation.derivatives(saved.values[gate], saved.values[up])
+                prob_gradient.values[i] = x.values[i] * y.values[i]
+                dx.values[gate] = x.values[i] * d_gate
+                dx.values[up] = x.values[i] * d_up
+        values |= self.outputs
 
 
-def pairs(rows: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
-    """Where a gate and its other are in a thread's fragment, and what becomes of them in one of ``width`` columns."""
-    block = BLOCK // rows.neighbours  # values of a row in 32 columns
-    for slot in range(rows.slots):
-        wide = rows.order(2 * width, slot)
-        for position, target in enumerate(rows.order(width, slot)):
+def gate_up_indices(layout: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
+    """Register indices of gate, up and result, for a result of ``width`` columns."""
+    block = BLOCK // layout.lanes_per_row  # values of a row in 32 columns
+    for slot in range(layout.slots):
+        input_order = layout.order(2 * width, slot)
+        for position, target in enumerate(layout.order(width, slot)):
             first = position // block * 2 * block + position % block
-            gate, other = (wide[first + (block if second else 0)] for second in (not gate_first, gate_first))
-            yield gate, other, target
+            gate, up = (input_order[first + (block if second else 0)] for second in (not gate_first, gate_first))
+            yield gate, up, target
 
 
 class Activation:
-    """A declared gate at work: ``parameters`` are those that the caller passes."""
+    """Computes a gated activation, see :class:`cudnn_kernels.epilogue.Gate`; ``parameters`` are its float arguments."""
 
     def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
-        self.o = gate.given(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
+        self.gate = gate.bind(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
 
-    def clamped(self, gate: Float32, other: Float32) -> tuple[Float32, Float32]:
-        """g, and u plus the offset."""
-        o = self.o
-        if o.clamp_max is not None:
-            gate, other = (minimum(x, o.clamp_max) for x in (gate, other))
-        if o.gate_min is not None:
-            gate = maximum(gate, o.gate_min)
-        if o.clamp_min is not None:
-            other = maximum(other, o.clamp_min)
-        if not (isinstance(o.offset, float) and o.offset == 0.0):
-            other = other + o.offset
-        return gate, other
+    def clamped(self, gate: Float32, up: Float32) -> tuple[Float32, Float32]:
+        """The clamped g, and the clamped u plus the offset."""
+        p = self.gate
+        if p.clamp_max is not None:
+            gate, up = (minimum(x, p.clamp_max) for x in (gate, up))
+        if p.gate_min is not None:
+            gate = maximum(gate, p.gate_min)
+        if p.clamp_min is not None:
+            up = maximum(up, p.clamp_min)
+        if not (isinstance(p.offset, float) and p.offset == 0.0):
+            up = up + p.offset
+        return gate, up
 
-    def bounded(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
-        """Of ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
-        betas = (self.o.beta1, self.o.beta2)
+    def bounded(self, gate: Float32, up: Float32) -> tuple[Float32, Float32, Float32]:
+        """For ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
+        betas = (self.gate.beta1, self.gate.beta2)
         inverses = [1.0 / x if isinstance(x, float) else cute.arch.rcp_approx(x) for x in betas]
-        first, second = (tanh(x * scale) for x, scale in zip((gate, other), inverses, strict=True))
-        return first, second, cute.arch.rcp_approx(1.0 + exponential(gate, 1.0))
+        tanh_gate, tanh_up = (tanh(x * scale) for x, scale in zip((gate, up), inverses, strict=True))
+        return tanh_gate, tanh_up, cute.arch.rcp_approx(1.0 + exponential(gate, 1.0))
 
-    def __call__(self, gate: Float32, other: Float32) -> Float32:
-        o = self.o
-        if o.kind == "situ":
-            first, second, sigmoid = self.bounded(gate, other)
-            return (o.beta2 * second) * (o.beta1 * first * sigmoid)
-        gate, other = self.clamped(gate, other)
-        return other * (relu(gate) if o.kind == "relu" else swish(gate, o.slope))
+    def __call__(self, gate: Float32, up: Float32) -> Float32:
+        p = self.gate
+        if p.activation == "situ":
+            tanh_gate, tanh_up, sigmoid = self.bounded(gate, up)
+            return (p.beta2 * tanh_up) * (p.beta1 * tanh_gate * sigmoid)
+        gate, up = self.clamped(gate, up)
+        return up * (relu(gate) if p.activation == "relu" else swish(gate, p.slope))
 
-    def derivatives(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
-        """y, and its derivatives by the gate and by the other; they are NaN where one of the two is."""
-        o = self.o
-        if o.kind == "situ":
-            first, second, sigmoid = self.bounded(gate, other)
-            f, h = o.beta1 * first * sigmoid, o.beta2 * second
-            by_gate = h * sigmoid * ((1.0 - first * first) + o.beta1 * first * (1.0 - sigmoid))
-            return h * f, by_gate, f * (1.0 - second * second)
-        g, u = self.clamped(gate, other)
-        if o.kind == "relu":
-            by_other = relu(g)
-            by_gate = pick(g <= 0.0, 0.0, u)
+    def derivatives(self, gate: Float32, up: Float32) -> tuple[Float32, Float32, Float32]:
+        """y, and its derivatives with respect to gate and up; NaN if gate or up is NaN."""
+        p = self.gate
+        if p.activation == "situ":
+            tanh_gate, tanh_up, sigmoid = self.bounded(gate, up)
+            f, h = p.beta1 * tanh_gate * sigmoid, p.beta2 * tanh_up
+            d_gate = h * sigmoid * ((1.0 - tanh_gate * tanh_gate) + p.beta1 * tanh_gate * (1.0 - sigmoid))
+            return h * f, d_gate, f * (1.0 - tanh_up * tanh_up)
+        g, u = self.clamped(gate, up)
+        if p.activation == "relu":
+            d_up = relu(g)
+            d_gate = pick(g <= 0.0, 0.0, u)
         else:
-            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, o.slope))
-            by_other = g * sigmoid
-            by_gate = u * (sigmoid * o.slope * (g - by_other) + sigmoid)
-        y = u * by_other
-        if o.clamp_max is not None:
-            by_gate, by_other = (pick(x > o.clamp_max, 0.0, d) for x, d in ((gate, by_gate), (other, by_other)))
-        if o.clamp_min is not None:
-            by_other = pick(other < o.clamp_min, 0.0, by_other)
-        return y, by_gate, by_other
+            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, p.slope))
+            d_up = g * sigmoid
+            d_gate = u * (sigmoid * p.slope * (g - d_up) + sigmoid)
+        y = u * d_up
+        if p.clamp_max is not None:
+            d_gate, d_up = (pick(x > p.clamp_max, 0.0, d) for x, d in ((gate, d_gate), (up, d_up)))
+        if p.clamp_min is not None:
+            d_up = pick(up < p.clamp_min, 0.0, d_up)
+        return y, d_gate, d_up
 
 
-class Round(Operation):
-    """To the type and back."""
+class RoundImpl(EpiOpImpl):
+    """Rounds to a type and back to float32."""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value].values
-        x.store(x.load().to(DTYPES[self.o.dtype]).to(Float32))
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        x = values[self.op.value].values
+        x.store(x.load().to(DTYPES[self.op.dtype]).to(Float32))
 
 
-class SquaredRelu(Operation):
+class SquaredReluImpl(EpiOpImpl):
     """max(x, 0)^2"""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
         for i in range(cute.size(x)):
-            y, _ = clamped_relu(x[i], self.o.clamp)
+            y, _ = clamped_relu(x[i], self.op.clamp)
             x[i] = y * y
 
 
-class SquaredReluBackward(Operation):
-    """Both results from one product: relu(x) c, or x relu(c)."""
+class SquaredReluBackwardImpl(EpiOpImpl):
+    """Both results from one multiplication: relu(x) c, or x relu(c)."""
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, c = values["x"].values, values[self.o.gradient].values
-        gradient = self.plan.fragment(Float32, self.width)
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        x, c = values["x"].values, values[self.op.gradient].values
+        gradient = self.params.fragment(Float32, self.width)
         for i in range(cute.size(x)):
-            rectified, other = (c[i], x[i]) if self.o.of_saved else (x[i], c[i])
-            y, slope = clamped_relu(rectified, self.o.clamp)
+            rectified, other = (c[i], x[i]) if self.op.of_saved else (x[i], c[i])
+            y, slope = clamped_relu(rectified, self.op.clamp)
             product = y * other
             gradient[i] = y * product
             x[i] = product + product if slope is None else (product + product) * slope
-            if self.o.of_saved:
+            if self.op.of_saved:
                 c[i] = y * y
-        values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
-        if self.o.of_saved:
-            values["activation"] = values.pop(self.o.gradient)
+        values["prob_gradient"] = Fragment(gradient, self.width, self.params.layout)
+        if self.op.of_saved:
+            values["activation"] = values.pop(self.op.gradient)
 
 
 def relu(x: Float32) -> Float32:
@@ -318,23 +321,23 @@ def maximum(a: Float32, b: Any) -> Float32:
 
 
 @cute.jit
-def put_word(words: cute.Tensor, tile: Tile, value: Float32) -> None:
-    """One thread of a group writes the group's word."""
+def store_per_warpgroup(smem: cute.Tensor, tile: Tile, value: Float32) -> None:
+    """Thread 0 of a warpgroup stores the warpgroup's value to shared memory."""
     if tile.thread == 0:
-        words[tile.group] = value
+        smem[tile.wg_idx] = value
 
 
-def read_again(place: Int32) -> Float32:
-    """A word of shared memory, read after all that the warp has done before, whatever ptxas knows of it."""
+def load_volatile(address: Int32) -> Float32:
+    """A volatile load from shared memory, which ptxas cannot hoist."""
     cute.arch.sync_warp()
     return cute.arch.inline_ptx(
-        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[place]
+        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
     )
 
 
 @cute.jit
 def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
-    """An element of a tensor (m, 1, l), 0 beyond the tile's last row."""
+    """An element of a tensor (m, 1, l), 0 if the row is out of bounds."""
     value = Float32(0.0)
     if row < tile.end:
         value = Float32(tensor[row, 0, tile.batch])
@@ -342,13 +345,15 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
 
 
 @cute.jit
-def load_columns(row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int, halves: bool) -> None:
-    """One thread: an element of a tensor (n, l) for a column of the tile, 0 beyond the last one, into shared memory."""
+def load_column(
+    row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int, concat_glu: bool
+) -> None:
+    """One thread: loads an element of (n, l) for a column of the tile, 0 if out of bounds, to shared memory."""
     if column < columns:
         value = Float32(0.0)
         if tile.column * columns + column < row.shape[0]:
-            place = tile.column * columns + column
-            if const_expr(halves):
-                place = unwoven(place, row.shape[0], BLOCK)
-            value = Float32(row[place, tile.expert])
-        buffers[column, tile.group] = value
+            column_index = tile.column * columns + column
+            if const_expr(concat_glu):
+                column_index = concat_glu_row(column_index, row.shape[0], BLOCK)
+            value = Float32(row[column_index, tile.expert])
+        buffers[column, tile.wg_idx] = value

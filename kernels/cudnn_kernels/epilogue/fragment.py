@@ -1,4 +1,8 @@
-"""The part of a tile that one thread holds, as epilogue operations see it, wherever the accumulator was."""
+"""A thread's fragment of a tile: its values in registers, and the rows and columns that they belong to.
+
+The layout depends on where accumulators are: in registers (wgmma) or in tensor memory (tcgen05). Epilogue operations
+and the softmax of attention are written against this interface. Warp-level reductions are here too.
+"""
 
 from __future__ import annotations
 
@@ -12,54 +16,57 @@ from cutlass import Float32, Int32, select_
 
 from cudnn_kernels.epilogue import BLOCK
 
-WARP = 32
-FEW = 8  # values that stream through operations at a time, at most
+STREAM_WIDTH = 8  # the largest ``stream_width``
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which rows and columns of a group's tile a thread holds.
+    """Which rows and columns of a warpgroup's tile a thread holds.
 
-    A thread has ``slots`` rows. ``neighbours`` threads, next to each other in a warp, share a row: each has every
-    ``neighbours``-th run of ``run`` columns. ``matrices``: a warp's values are 8 x 8 matrices as stmatrix has them.
-    A reduction keeps ``chains`` results at first, which do not wait for each other, and combines them in the end.
-    ``few`` values of a row stream through operations at a time.
+    A thread holds values of ``slots`` rows: a row slot is the index of a row among those. ``lanes_per_row`` consecutive
+    lanes share a row; each holds runs of ``run`` contiguous columns, one run in every ``lanes_per_row``. A position is
+    the index of a value among a thread's values of a row, from left to right.
+
+    ``matrices``: a warp's values form the 8 x 8 matrices of stmatrix. A reduction keeps ``chains`` independent partial
+    results, which shortens the dependency chain, and combines them at the end. ``stream_width``: values of a row that
+    consecutive elementwise operations process at a time, if they run together.
     """
 
     slots: int
-    neighbours: int
+    lanes_per_row: int
     run: int
     matrices: bool
     chains: int = 1
-    few: int = FEW
+    stream_width: int = STREAM_WIDTH
 
     def order(self, width: int, slot: int) -> Sequence[int]:
-        """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
+        """Register indices of the values of a row slot, by position, in a fragment of ``width`` columns."""
         raise NotImplementedError
 
     def row(self, thread: Any, slot: Any) -> Any:
-        """The row of a slot, counted from the group's first."""
+        """The row of a slot, counted from the warpgroup's first row."""
         raise NotImplementedError
 
     def column(self, thread: Int32, position: Any) -> Int32:
-        """The column of the value at a position of ``order``."""
+        """The column of a position."""
         run, offset = position // self.run, position % self.run
-        return (run * self.neighbours + thread % self.neighbours) * self.run + offset
+        return (run * self.lanes_per_row + thread % self.lanes_per_row) * self.run + offset
 
-    def before(self, thread: Int32, column: Int32) -> Int32:
-        """How many of a thread's positions are columns before this one."""
-        wide, own = self.neighbours * self.run, cutlass.max(column - thread % self.neighbours * self.run, Int32(0))
-        return own // wide * self.run + cutlass.min(own % wide, self.run)
+    def columns_before(self, thread: Int32, column: Int32) -> Int32:
+        """How many of a thread's positions are columns before ``column``."""
+        period = self.lanes_per_row * self.run  # columns between the starts of a thread's runs
+        offset = cutlass.max(column - thread % self.lanes_per_row * self.run, Int32(0))
+        return offset // period * self.run + cutlass.min(offset % period, self.run)
 
-    def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
-        """Tells of a position of ``order`` whether it is in the group's first so many rows and columns."""
+    def in_bounds(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
+        """A predicate of a position: whether it is in the first ``rows`` rows and ``columns`` columns."""
         row_exists = self.row(thread, slot) < rows
         return lambda position: row_exists & (self.column(thread, position) < columns)
 
-    def across(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """``combine`` over the threads that share a row: all of them get the result."""
+    def all_reduce_row(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """All-reduces a value over the lanes that share a row, by butterfly shuffles."""
         distance = 1
-        while distance < self.neighbours:
+        while distance < self.lanes_per_row:
             value = combine(value, cute.arch.shuffle_sync_bfly(value, distance))
             distance *= 2
         return value
@@ -67,34 +74,35 @@ class RowLayout:
 
 @dataclass
 class Fragment:
-    """float32 values of one thread: ``width`` columns of the group's rows."""
+    """float32 values of one thread, of ``width`` columns of the warpgroup's rows."""
 
     values: cute.Tensor
     width: int
-    rows: RowLayout
+    layout: RowLayout
 
     def row_values(self, slot: int) -> list[Float32]:
-        """The values of a row slot, from left to right."""
-        return [self.values[i] for i in self.rows.order(self.width, slot)]
+        """The values of a row slot, by position."""
+        return [self.values[i] for i in self.layout.order(self.width, slot)]
 
 
 @dataclass(frozen=True)
-class Some:
-    """Some of a thread's values: row slots, and positions in the order of ``width`` columns."""
+class ValueSubset:
+    """A subset of a thread's values: positions of row slots, in a fragment of ``width`` columns."""
 
     width: int
-    places: Sequence[tuple[int, Sequence[int]]]
+    slots: Sequence[tuple[int, Sequence[int]]]
 
 
-def indices(x: Fragment, some: Some) -> Iterator[tuple[int, list[int]]]:
-    """By row slot, the indices of some values.
+def indices(x: Fragment, subset: ValueSubset) -> Iterator[tuple[int, list[int]]]:
+    """Each row slot of a subset, with the register indices of its values in x.
 
-    Where x is twice as wide as these are of, two blocks of 32 columns stand for each.
+    If x is twice as wide as the subset (gate and up columns), each block of 32 columns of the subset selects the gate
+    and the up block of x: the indices in the first of both blocks come first.
     """
-    block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
-    for slot, positions in some.places:
-        order = x.rows.order(x.width, slot)
-        if x.width == some.width:
+    block = BLOCK // x.layout.lanes_per_row  # values of a row in 32 columns
+    for slot, positions in subset.slots:
+        order = x.layout.order(x.width, slot)
+        if x.width == subset.width:
             yield slot, [order[p] for p in positions]
         else:
             first = [p // block * 2 * block + p % block for p in positions]
@@ -102,25 +110,27 @@ def indices(x: Fragment, some: Some) -> Iterator[tuple[int, list[int]]]:
 
 
 def accumulate(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
-    """Combines values with results that are kept: each with the next of them or, where several are kept and the values
-    are few, as a tree, so that none waits for the others.
+    """Combines values with the partial results, round robin. With several chains and few values, the values are first
+    combined as a tree, which shortens the dependency chains.
     """
-    if len(chains) > 1 and 1 < len(values) <= FEW:
+    if len(chains) > 1 and 1 < len(values) <= STREAM_WIDTH:
         values = [tree(values, combine)]
     for i, value in enumerate(values):
         chains[i % len(chains)] = combine(chains[i % len(chains)], value)
 
 
 def tree(values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> Float32:
-    """Combines values by pairs, so that none of them waits for more than one other."""
+    """Combines values pairwise, with logarithmic depth."""
     if len(values) == 1:
         return values[0]
     half = len(values) // 2
     return combine(tree(values[:half], combine), tree(values[half:], combine))
 
 
-def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
-    """Distances from lane to lane, and whether lanes so far apart share what is left of ``count`` values."""
+def butterfly_steps(count: int, first: int, end: int) -> list[tuple[int, bool]]:
+    """The steps of a reduce-scatter of ``count`` values: each lane distance from ``first`` to below ``end``, and
+    whether the two lanes split the remaining values in halves (if their number is even) or both keep all of them.
+    """
     steps, distance = [], first
     while distance < end:
         steps.append((distance, count % 2 == 0))
@@ -132,40 +142,42 @@ def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
 def reduce_scatter(
     values: Sequence[Float32], combine: Callable[[Any, Any], Any], first: int, end: int
 ) -> tuple[list[Float32], Int32]:
-    """Combines each value over the lanes whose numbers differ in nothing but the bits from ``first`` to below ``end``.
+    """Reduce-scatter of each value over the lanes whose distances have only the bits ``first``, 2 ``first``, ... below
+    ``end``.
 
-    Each of these lanes keeps as few of the results as halving allows: those, and the index of the first one.
+    Returns the results that the lane keeps (half as many after each step, while the count is even), and the index of
+    the first one.
     """
-    mine, start = list(values), Int32(0)
-    for distance, halved in halvings(len(mine), first, end):
+    results, start = list(values), Int32(0)
+    for distance, halved in butterfly_steps(len(results), first, end):
         if halved:
-            half, upper = len(mine) // 2, upper_lane(distance)
-            sent = [pick(upper, mine[i], mine[half + i]) for i in range(half)]
-            mine = [pick(upper, mine[half + i], mine[i]) for i in range(half)]
+            half, upper = len(results) // 2, upper_lane(distance)
+            sent = [pick(upper, results[i], results[half + i]) for i in range(half)]
+            results = [pick(upper, results[half + i], results[i]) for i in range(half)]
             start = start + Int32(select_(upper, Int32(half), Int32(0)))
         else:
-            sent = mine
-        mine = [combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(mine, sent, strict=True)]
-    return mine, start
+            sent = results
+        results = [combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(results, sent, strict=True)]
+    return results, start
 
 
-def gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:
-    """All ``count`` values for every lane, of which ``reduce_scatter`` has left it these."""
-    mine = list(values)
-    for distance, halved in reversed(halvings(count, first, end)):
+def all_gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:
+    """The inverse of ``reduce_scatter``: returns all ``count`` results, of which each lane has some."""
+    results = list(values)
+    for distance, halved in reversed(butterfly_steps(count, first, end)):
         if halved:
             upper = upper_lane(distance)
-            others = [cute.arch.shuffle_sync_bfly(value, distance) for value in mine]
-            pairs = list(zip(mine, others, strict=True))
-            mine = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
-    return mine
+            received = [cute.arch.shuffle_sync_bfly(value, distance) for value in results]
+            pairs = list(zip(results, received, strict=True))
+            results = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
+    return results
 
 
 def upper_lane(distance: int) -> Any:
-    """Whether the lane is the upper one of two that are so far apart."""
+    """Whether the lane is the upper one of a pair ``distance`` lanes apart."""
     return cute.arch.lane_idx() // distance % 2 == 1
 
 
 def pick(condition: Any, chosen: Any, other: Any) -> Float32:
-    """One of two values, without a branch."""
+    """``chosen`` if the condition holds, else ``other``, without a branch."""
     return Float32(select_(condition, Float32(chosen), Float32(other)))

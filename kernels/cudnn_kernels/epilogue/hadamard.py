@@ -1,4 +1,4 @@
-"""The Hadamard transform of 16 values, neighbours in a row or in a column: four steps of sums and differences."""
+"""The Hadamard transform of 16 consecutive values of a row or of a column: four butterfly steps."""
 
 from __future__ import annotations
 
@@ -9,62 +9,64 @@ from cutlass import BFloat16, Float32
 
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick, upper_lane
-from cudnn_kernels.epilogue.operation import Operation, Tile
+from cudnn_kernels.epilogue.operation import EpiOpImpl, Tile
 
 
-class Hadamard(Operation):
-    """A step pairs values of the same thread, or of lanes whose numbers differ in one bit."""
+class HadamardImpl(EpiOpImpl):
+    """The butterfly step d = 1, 2, 4, 8 combines values i and i + d of 16: two values of a thread, or the values of two
+    lanes whose indices differ in one bit.
+    """
 
-    reduces = True  # a column's last rows may be those of nobody
+    reduces = True  # 16 values of a column may include out-of-bounds rows
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value]
-        rounded = self.plan.fragment(BFloat16, x.width)
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        x = values[self.op.value]
+        rounded = self.params.fragment(BFloat16, x.width)
         rounded.store(x.values.load().to(BFloat16))
-        y = self.plan.fragment(Float32, x.width)
+        y = self.params.fragment(Float32, x.width)
         y.store(rounded.load().to(Float32))
-        orders = [x.rows.order(x.width, slot) for slot in range(x.rows.slots)]
+        orders = [x.layout.order(x.width, slot) for slot in range(x.layout.slots)]
         for step in (1, 2, 4, 8):
-            if self.o.along == "n":
-                lanes, apart = column_step(x.rows, step)
-                lines = orders
+            if self.op.along == "n":
+                lanes, distance = column_step(x.layout, step)
+                groups_of_16 = orders
             else:
-                lanes, apart = row_step(x.rows, step)
-                lines = list(zip(*orders, strict=True))
+                lanes, distance = row_step(x.layout, step)
+                groups_of_16 = list(zip(*orders, strict=True))
             if lanes:
                 combine_lanes(y, lanes)
             else:
-                for line in lines:
-                    combine_pairs(y, line, apart)
-        y.store(y.load() * Float32(self.o.factor))
-        values[self.o.result] = Fragment(y, x.width, x.rows)
+                for group_of_16 in groups_of_16:
+                    combine_pairs(y, group_of_16, distance)
+        y.store(y.load() * Float32(self.op.factor))
+        values[self.op.result] = Fragment(y, x.width, x.layout)
 
 
 def column_step(rows: RowLayout, step: int) -> tuple[int, int]:
-    """How far apart two values are that are so many columns apart: lanes, or positions of a thread."""
+    """The distance of two values that are ``step`` columns apart: in lanes, or in positions of a thread."""
     if step < rows.run:
         return 0, step
-    if step < rows.run * rows.neighbours:
+    if step < rows.run * rows.lanes_per_row:
         return step // rows.run, 0
-    return 0, step // rows.neighbours
+    return 0, step // rows.lanes_per_row
 
 
 def row_step(rows: RowLayout, step: int) -> tuple[int, int]:
-    """How far apart two values are that are so many rows apart: lanes, or slots of a thread."""
+    """The distance of two values that are ``step`` rows apart: in lanes, or in row slots of a thread."""
     lanes = next((lanes for lanes in (1, 2, 4, 8, 16) if rows.row(lanes, 0) == step), 0)
     return lanes, 0 if lanes else next(slot for slot in range(rows.slots) if rows.row(0, slot) == step)
 
 
 def combine_lanes(y: Any, distance: int) -> None:
-    """Sums in the lower one of two lanes, differences in the upper one."""
+    """A butterfly between lanes: sums in the lower lane, differences in the upper one."""
     sign = pick(upper_lane(distance), -1.0, 1.0)
     for i in range(cute.size(y)):
         y[i] = fma(y[i], sign, cute.arch.shuffle_sync_bfly(y[i], distance))
 
 
-def combine_pairs(y: Any, line: Any, distance: int) -> None:
-    """The same for values of a thread."""
-    for first in range(len(line)):
+def combine_pairs(y: Any, group_of_16: Any, distance: int) -> None:
+    """A butterfly between values of a thread."""
+    for first in range(len(group_of_16)):
         if first // distance % 2 == 0:
-            a, b = y[line[first]], y[line[first + distance]]
-            y[line[first]], y[line[first + distance]] = a + b, a - b
+            a, b = y[group_of_16[first]], y[group_of_16[first + distance]]
+            y[group_of_16[first]], y[group_of_16[first + distance]] = a + b, a - b

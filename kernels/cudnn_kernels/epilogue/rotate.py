@@ -1,8 +1,9 @@
-"""Rotation of pairs of columns by angles of rows, both of them in one thread, in one part; and their order in heads.
+"""Rotary embedding (RoPE) in the epilogue. Both columns of a pair are in the same thread and subtile. And the
+deinterleaving of columns.
 
-A thread reads its share of the cosines and sines straight from memory: rows of the tables are short, and the same for
-every head, so that most reads find them in a cache. Those of a part are asked for while the stores of the one before it
-read shared memory, those of a tile's first part during the products.
+A thread loads its cosines and sines from global memory to registers, without shared memory: rows of the tables are
+short and the same for every head, so that most loads hit a cache. The loads of a subtile are issued before the wait for
+its stage, those of a tile's first subtile before the mainloop.
 """
 
 from __future__ import annotations
@@ -20,221 +21,228 @@ from cutlass import Float32, Int32
 
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment, pick
-from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile
 from cudnn_kernels.fakes import DTYPES
 
-VECTOR = 16  # bytes that a thread reads at once, at most
-EARLY = 64  # registers of a thread for the cosines and sines of a part, at most, where they are read ahead
+VECTOR = 16  # bytes of a vector load, at most
+PREFETCH_REGISTERS = 64  # cosines and sines of a subtile are prefetched if they fit into this many registers
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Columns of a part that are rotated or not as one: ``start`` is the first of them in the part."""
+    """Columns of a subtile that are all rotated or all unchanged, from column ``start`` on."""
 
     start: int
-    lefts: Sequence[int]  # positions of left columns, of those that a thread has of a row
+    lefts: Sequence[int]  # positions of the left columns of pairs
 
 
-class _Heads(Operation):
-    """Works on ``size`` of a head's columns, those of a part unit by unit; a unit begins every ``step`` columns."""
+class _Heads(EpiOpImpl):
+    """Transforms ``size`` of a head's columns, unit by unit; a unit begins every ``step`` columns."""
 
-    def __init__(self, declaration: Any, plan: Plan, width: int, size: int, step: int) -> None:
-        super().__init__(declaration, plan, width)
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int, size: int, step: int) -> None:
+        super().__init__(epi_op, params, width)
         self.size = size
         self.columns = min(width, step, size)  # of a unit
         self.starts = range(0, width, min(width, step))
 
-    def wanted(self, tile: Tile, part: int, start: int) -> Any:
-        """Whether a unit's columns are some to work on. Known when the kernel is compiled, if possible."""
-        o = self.o
-        whole = self.plan.tile_columns % o.head == 0  # heads in a tile
-        place = (self.place(part, start) if whole else self.column(tile, part, start)) % o.head
-        conditions = [place >= o.first] if o.first else []
-        conditions += [place < o.first + self.size] if o.first + self.size < o.head else []
-        return met(conditions + self.further(tile, part, start))
+    def selected(self, tile: Tile, subtile: int, start: int) -> Any:
+        """Whether a unit's columns are transformed: a bool, if that is known at compile time."""
+        o = self.op
+        whole_heads = self.params.tile_columns % o.head == 0  # tiles begin at heads
+        column = self.tile_column(subtile, start) if whole_heads else self.column(tile, subtile, start)
+        column_of_head = column % o.head
+        conditions = [column_of_head >= o.first] if o.first else []
+        conditions += [column_of_head < o.first + self.size] if o.first + self.size < o.head else []
+        return all_of(conditions + self.extra_conditions(tile, subtile, start))
 
-    def further(self, tile: Tile, part: int, start: int) -> list[Any]:
-        """More conditions of that."""
+    def extra_conditions(self, tile: Tile, subtile: int, start: int) -> list[Any]:
+        """Further conditions of :meth:`selected`."""
         return []
 
 
-class Deinterleave(_Heads):
-    """Where a thread has a whole row, values change places. Else four threads share it, which exchange values."""
+class DeinterleaveImpl(_Heads):
+    """A thread that holds a whole row permutes its values; four threads that share a row use shuffles."""
 
-    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width, declaration.size, declaration.size)
-        layout = plan.layout
-        if layout.neighbours > 1 and ((layout.neighbours, layout.run) != (4, 2) or declaration.size % 16):
-            raise ValueError(f"size: got {declaration.size}; allowed: multiples of 16")
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        super().__init__(epi_op, params, width, epi_op.size, epi_op.size)
+        layout = params.layout
+        if layout.lanes_per_row > 1 and ((layout.lanes_per_row, layout.run) != (4, 2) or epi_op.size % 16):
+            raise ValueError(f"size: got {epi_op.size}; allowed: multiples of 16")
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         for start in self.starts:
-            provided(
-                self.wanted(tile, part, start), lambda start=start: self.reorder(values["x"], tile.thread % 4, start)
+            run_if(
+                self.selected(tile, subtile, start),
+                lambda start=start: self.reorder(values["x"], tile.thread % 4, start),
             )
 
     def reorder(self, x: Fragment, quarter: Int32, start: int) -> None:
-        """Puts the columns of a unit into their order. ``quarter`` tells apart threads that share rows."""
-        neighbours = x.rows.neighbours
-        for slot in range(x.rows.slots):
-            first = start // neighbours
-            order = x.rows.order(self.width, slot)[first : first + self.columns // neighbours]
-            mine = [x.values[i] for i in order]
-            mine = [*mine[0::2], *mine[1::2]] if neighbours == 1 else self.exchanged(mine, quarter)
-            for i, value in zip(order, mine, strict=True):
+        """Permutes the columns of a unit. ``quarter`` is the index of the thread among those that share a row."""
+        lanes_per_row = x.layout.lanes_per_row
+        for slot in range(x.layout.slots):
+            first = start // lanes_per_row
+            order = x.layout.order(self.width, slot)[first : first + self.columns // lanes_per_row]
+            row_values = [x.values[i] for i in order]
+            row_values = (
+                [*row_values[0::2], *row_values[1::2]] if lanes_per_row == 1 else self.exchanged(row_values, quarter)
+            )
+            for i, value in zip(order, row_values, strict=True):
                 x.values[i] = value
 
-    def exchanged(self, mine: list[Float32], quarter: Int32) -> list[Float32]:
+    def exchanged(self, row_values: list[Float32], quarter: Int32) -> list[Float32]:
         """A thread's values in the new order, from those in the old. Thread q has columns 8 j + 2 q and the next.
 
-        Of the new order's first half, columns 8 i + 2 q and the next are the old ones 16 i + 4 q and 16 i + 4 q + 2:
-        the threads 2 q and 2 q + 1, modulo four, have them, in the lower eight of sixteen columns for q < 2, in the
-        upper eight for others. So each thread has a value for one thread of either kind. In a first exchange even
-        threads send that of the lower eight and odd ones that of the upper, in a second one the other way round.
+        In the first half of the new order, columns 8 i + 2 q and the next are the old columns 16 i + 4 q and
+        16 i + 4 q + 2. Threads 2 q and 2 q + 1, modulo four, hold them: in the lower eight of sixteen columns if q < 2,
+        else in the upper eight. So each thread has one value for a thread with q < 2 and one for a thread with q >= 2.
+        In the first shuffle, even threads send the value of the lower eight columns and odd threads that of the upper;
+        in the second shuffle, even threads send the upper one and odd threads the lower one.
         """
         odd, upper = quarter % 2 == 1, quarter // 2 == 1
         near = cute.arch.lane_idx() // 4 * 4 + quarter % 2 * 2
         lanes = [near + quarter // 2, near + 1 - quarter // 2]
-        found = []
-        for side in range(2):
-            for i in range(0, len(mine), 4):
-                low, high = mine[i + side], mine[i + 2 + side]
+        exchanged = []
+        for parity in range(2):
+            for i in range(0, len(row_values), 4):
+                low, high = row_values[i + parity], row_values[i + 2 + parity]
                 sent = [pick(odd, high, low), pick(odd, low, high)]
-                got = [cute.arch.shuffle_sync(value, lane) for value, lane in zip(sent, lanes, strict=True)]
-                found += [pick(upper, got[1], got[0]), pick(upper, got[0], got[1])]
-        return found
+                received = [cute.arch.shuffle_sync(value, lane) for value, lane in zip(sent, lanes, strict=True)]
+                first, second = pick(upper, received[1], received[0]), pick(upper, received[0], received[1])
+                exchanged += [first, second]
+        return exchanged
 
 
-class Rotate(_Heads):
-    """Two products and two sums for every pair."""
+class RotateImpl(_Heads):
+    """Rotates pairs of columns by two multiplications and two FMAs each."""
 
-    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        o, layout = declaration, plan.layout
-        step = math.gcd(width, o.head, o.rotary) if o.interleaved else o.step
-        super().__init__(declaration, plan, width, o.rotary, step)
+    def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
+        o, layout = epi_op, params.layout
+        step = math.gcd(width, o.head, o.rotary) if o.interleaved else o.column_multiple
+        super().__init__(epi_op, params, width, o.rotary, step)
         self.element = DTYPES[o.dtype]
-        held = layout.slots * len(self.starts) * self.columns // layout.neighbours * self.element.width // 32
-        self.early = not o.whole and held <= EARLY  # whole rows would take too many registers for long
-        self.apart = 1 if o.interleaved else self.columns // 2 // layout.neighbours  # positions from left to right
-        held = self.columns // layout.neighbours
-        lefts = range(0, held, 2) if o.interleaved else range(held // 2)
-        self.units = [Unit(start, [start // layout.neighbours + left for left in lefts]) for start in self.starts]
+        registers = layout.slots * len(self.starts) * self.columns // layout.lanes_per_row * self.element.width // 32
+        self.prefetches = not o.full_tables and registers <= PREFETCH_REGISTERS
+        positions = self.columns // layout.lanes_per_row  # of a thread, in a unit
+        self.pair_distance = 1 if o.interleaved else positions // 2  # positions from the left to the right column
+        lefts = range(0, positions, 2) if o.interleaved else range(positions // 2)
+        self.units = [Unit(start, [start // layout.lanes_per_row + left for left in lefts]) for start in self.starts]
         run = layout.run // 2 if o.interleaved else layout.run
-        self.run = min(run, len(lefts), VECTOR * 8 // self.element.width)  # pairs next to each other
-        if not o.interleaved and self.columns // 2 % (layout.neighbours * layout.run) and layout.neighbours > 1:
-            raise ValueError(f"rotary: got {o.rotary}; allowed: multiples of {2 * layout.neighbours * layout.run}")
+        self.run = min(run, len(lefts), VECTOR * 8 // self.element.width)  # pairs per vector load
+        if not o.interleaved and self.columns // 2 % (layout.lanes_per_row * layout.run) and layout.lanes_per_row > 1:
+            raise ValueError(f"rotary: got {o.rotary}; allowed: multiples of {2 * layout.lanes_per_row * layout.run}")
 
-    def begin(self, tile: Tile) -> None:
-        if self.o.positions:
-            slots = range(self.plan.layout.slots)
+    def begin_tile(self, tile: Tile) -> None:
+        if self.op.positions:
+            slots = range(self.params.layout.slots)
             self.positions = [self.parameters[2][self.last_row(tile, slot)] for slot in slots]
-        if self.early:
-            self.fetch(tile, 0)
+        if self.prefetches:
+            self.load_angles(tile, 0)
 
-    def ahead(self, tile: Tile, part: int) -> None:
-        if self.early and part > 0:
-            self.fetch(tile, part)
+    def prefetch(self, tile: Tile, subtile: int) -> None:
+        if self.prefetches and subtile > 0:
+            self.load_angles(tile, subtile)
 
     def last_row(self, tile: Tile, slot: int) -> Int32:
-        """One of the thread's rows, or the last one that there is."""
+        """One of the thread's rows, clamped to the last row."""
         return cutlass.min(self.row(tile, slot), tile.end - 1)
 
     def table_row(self, tile: Tile, slot: int) -> Int32:
-        """The row of the tables for one of the thread's."""
-        if not self.o.positions:
+        """The row of the tables for one of the thread's rows, clamped to the tables."""
+        if not self.op.positions:
             return self.last_row(tile, slot)
         return cutlass.max(cutlass.min(self.positions[slot], self.parameters[0].shape[0] - 1), 0)
 
-    def further(self, tile: Tile, part: int, start: int) -> list[Any]:
-        column, o = self.column(tile, part, start), self.o
+    def extra_conditions(self, tile: Tile, subtile: int, start: int) -> list[Any]:
+        column, o = self.column(tile, subtile, start), self.op
         return ([column >= o.begin] if o.begin else []) + ([column < o.end] if o.end is not None else [])
 
-    def fetch(self, tile: Tile, part: int) -> None:
-        """Asks for the cosines and sines of a part: for every unit, those of each of the thread's rows. Also for units
-        that only the kernel finds not to be rotated: registers that are filled in a branch would be spilled.
+    def load_angles(self, tile: Tile, subtile: int) -> None:
+        """Issues the loads of the cosines and sines of a subtile, also for units that are not rotated at run time:
+        registers that are written inside a branch would be spilled.
         """
         self.tables = [self.registers(unit) for unit in self.units]
-        for unit, pairs in zip(self.units, self.tables, strict=True):
-            if self.wanted(tile, part, unit.start) is not False:
-                self.load(tile, part, unit, pairs)
+        for unit, row_tables in zip(self.units, self.tables, strict=True):
+            if self.selected(tile, subtile, unit.start) is not False:
+                self.load(tile, subtile, unit, row_tables)
 
     def registers(self, unit: Unit) -> list[list[cute.Tensor]]:
         """Registers for the cosines and sines of a unit, for each of the thread's rows."""
-        count = 4 if self.o.whole else 2
+        count = 4 if self.op.full_tables else 2
         return [
             [cute.make_rmem_tensor(len(unit.lefts), self.element) for _ in range(count)]
-            for _ in range(self.plan.layout.slots)
+            for _ in range(self.params.layout.slots)
         ]
 
-    def load(self, tile: Tile, part: int, unit: Unit, pairs: list[list[cute.Tensor]]) -> None:
-        """Reads the cosines and sines of a unit."""
-        first = self.first_pair(tile, part, unit)
-        for slot, both in enumerate(pairs):
+    def load(self, tile: Tile, subtile: int, unit: Unit, row_tables: list[list[cute.Tensor]]) -> None:
+        """Loads the cosines and sines of a unit."""
+        first = self.first_pair(tile, subtile, unit)
+        for slot, tables in enumerate(row_tables):
             row = self.table_row(tile, slot)
-            for which, target in enumerate(both):  # for lefts, then for rights
-                table, right = self.parameters[which % 2], which // 2 * (self.o.rotary // 2)
+            for which, target in enumerate(tables):  # for left columns, then for right columns
+                table, right = self.parameters[which % 2], which // 2 * (self.op.rotary // 2)
                 start = table.iterator + cute.crd2idx((row, first + right), table.layout)
                 for i in range(0, len(unit.lefts), self.run):
-                    place = (start + self.pair(i)).align(self.run * self.element.width // 8)
-                    source = cute.make_tensor(place, cute.make_layout(self.run))
+                    source = (start + self.pair(i)).align(self.run * self.element.width // 8)
+                    source = cute.make_tensor(source, cute.make_layout(self.run))
                     cute.autovec_copy(source, cute.local_tile(target, (self.run,), (i // self.run,)))
 
-    def first_pair(self, tile: Tile, part: int, unit: Unit) -> Any:
-        """The number of the thread's first pair."""
-        o, layout = self.o, self.plan.layout
+    def first_pair(self, tile: Tile, subtile: int, unit: Unit) -> Any:
+        """The index of the thread's first pair."""
+        o, layout = self.op, self.params.layout
         period = o.rotary if o.head % o.rotary == 0 else o.head
-        aligned = self.plan.tile_columns % period == 0
-        column = self.place(part, unit.start) if aligned else self.column(tile, part, unit.start)
+        whole_periods = self.params.tile_columns % period == 0  # tiles begin at periods
+        column = self.tile_column(subtile, unit.start) if whole_periods else self.column(tile, subtile, unit.start)
         pair = column % period % o.rotary // (2 if o.interleaved else 1)
         return pair + layout.column(tile.thread, 0) // (2 if o.interleaved else 1)
 
     def pair(self, index: int) -> int:
-        """How far behind a thread's first pair in a unit another one is."""
-        run = self.plan.layout.run // (2 if self.o.interleaved else 1)
-        return index // run * run * self.plan.layout.neighbours + index % run
+        """The offset of a thread's pair from its first pair in a unit."""
+        run = self.params.layout.run // (2 if self.op.interleaved else 1)
+        return index // run * run * self.params.layout.lanes_per_row + index % run
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+    def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         for index, unit in enumerate(self.units):
-            wanted = self.wanted(tile, part, unit.start)
-            if not self.early:
-                provided(wanted, lambda unit=unit: self.turn(tile, part, values["x"], unit))
-            elif wanted is not False:
-                self.rotate(tile, values["x"], unit, self.tables[index], wanted)
+            selected = self.selected(tile, subtile, unit.start)
+            if not self.prefetches:
+                run_if(selected, lambda unit=unit: self.load_and_rotate(tile, subtile, values["x"], unit))
+            elif selected is not False:
+                self.rotate(tile, values["x"], unit, self.tables[index], selected)
 
-    def turn(self, tile: Tile, part: int, x: Fragment, unit: Unit) -> None:
-        """Rotates a unit, by cosines and sines that are read now."""
-        pairs = self.registers(unit)
-        self.load(tile, part, unit, pairs)
-        self.rotate(tile, x, unit, pairs, True)
+    def load_and_rotate(self, tile: Tile, subtile: int, x: Fragment, unit: Unit) -> None:
+        """Loads the cosines and sines of a unit and rotates it."""
+        row_tables = self.registers(unit)
+        self.load(tile, subtile, unit, row_tables)
+        self.rotate(tile, x, unit, row_tables, True)
 
-    def rotate(self, tile: Tile, x: Fragment, unit: Unit, pairs: list[list[cute.Tensor]], wanted: Any) -> None:
-        """Rotates the pairs of a unit, if that is wanted."""
-        for slot, tables in enumerate(pairs):
-            order = x.rows.order(self.width, slot)
-            wide = [table.load().to(Float32) for table in tables]
+    def rotate(self, tile: Tile, x: Fragment, unit: Unit, row_tables: list[list[cute.Tensor]], selected: Any) -> None:
+        """Rotates the pairs of a unit where it is selected."""
+        for slot, tables in enumerate(row_tables):
+            order = x.layout.order(self.width, slot)
+            float_tables = [table.load().to(Float32) for table in tables]
             for i, position in enumerate(unit.lefts):
-                one, other = order[position], order[position + self.apart]
-                left, right = x.values[one], x.values[other]
-                angles = [table[i] for table in wide] * (4 // len(wide))  # cos and sin of the left, and of the right
-                if self.o.positions:
+                left_index, right_index = order[position], order[position + self.pair_distance]
+                left, right = x.values[left_index], x.values[right_index]
+                # cos and sin for the left column, then for the right column
+                angles = [table[i] for table in float_tables] * (4 // len(float_tables))
+                if self.op.positions:
                     exists = self.positions[slot] == self.table_row(tile, slot)
                     angles[0::2] = [pick(exists, cos, float("nan")) for cos in angles[0::2]]
-                if self.o.inverse:
+                if self.op.inverse:
                     angles[1::2] = [-sin for sin in angles[1::2]]
-                turned = fma(left, angles[0], -(right * angles[1])), fma(right, angles[2], left * angles[3])
-                for place, new, old in zip((one, other), turned, (left, right), strict=True):
-                    x.values[place] = new if wanted is True else pick(wanted, new, old)
+                rotated = fma(left, angles[0], -(right * angles[1])), fma(right, angles[2], left * angles[3])
+                for index, new, old in zip((left_index, right_index), rotated, (left, right), strict=True):
+                    x.values[index] = new if selected is True else pick(selected, new, old)
 
 
-def met(conditions: list[Any]) -> Any:
-    """Whether all are, of which some may be known when the kernel is compiled."""
-    if any(known is False for known in conditions):
+def all_of(conditions: list[Any]) -> Any:
+    """The conjunction of conditions, some of which may be known at compile time."""
+    if any(condition is False for condition in conditions):
         return False
     return functools.reduce(operator.and_, [x for x in conditions if x is not True], True)
 
 
-def provided(condition: Any, act: Callable[[], None]) -> None:
-    """Acts where the condition is met, which it is for all threads of a group or for none."""
+def run_if(condition: Any, act: Callable[[], None]) -> None:
+    """Runs ``act`` if the condition holds, which is uniform over the warpgroup."""
     if isinstance(condition, bool):
         if condition:
             act()
@@ -244,6 +252,6 @@ def provided(condition: Any, act: Callable[[], None]) -> None:
 
 @cute.jit
 def branch(condition: Any, act: cutlass.Constexpr[Callable[[], None]]) -> None:
-    """Acts where the condition is met."""
+    """Runs ``act`` inside a branch."""
     if condition:
         act()

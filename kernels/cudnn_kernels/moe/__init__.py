@@ -1,1 +1,1 @@
-"""Kernels around the products of a mixture of experts: routing before them, sums of experts' results after them."""
+"""Kernels around the grouped GEMMs of a mixture of experts: routing, quantization, combine and exchange."""

@@ -1,8 +1,8 @@
-"""Quantises rows, or tokens into the rows of their choices, or weights to e4m3.
+"""Quantizes rows, permuted tokens, or weights to e4m3 with fp32 block scale factors.
 
-There is a float32 factor for each 128 elements of a row, or of weights for each 128 x 128. 16 lanes have 128 elements
-of a row, 16 bytes each. A CTA has 128 x 128 weights, or whole rows: each element is read once, and a token is stored in
-all rows of its choices, whose numbers are read before.
+There is a scale factor for each 128 elements of a row, or for each 128 x 128 weights. 16 lanes hold 128 elements of a
+row, a 16-byte vector each. A CTA has 128 x 128 weights, or whole rows: each element is read once, and a token is stored
+to the rows of all of its (token, k) slots, whose indices are loaded first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.epilogue.arithmetic import maximum
-from cudnn_kernels.epilogue.quantize import magnitude, number
+from cudnn_kernels.epilogue.quantize import compute_block_scale, magnitude
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.kernel import Kernel, here
+from cudnn_kernels.kernel import Kernel, thread_block_idx
 from cudnn_kernels.moe.combining import rounded
-from cudnn_kernels.moe.configuration import BLOCK, NARROW, WARP, QuantizeConfiguration
-from cudnn_kernels.naming import name
+from cudnn_kernels.moe.configuration import BLOCK, FP8_DTYPE, QuantizeConfiguration
+from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.threads import WARP_SIZE
 
-THREADS = 256  # of a CTA, or about as many
-VALUES = 8  # of a thread, in a row
+THREADS = 256  # of a CTA, approximately
+VALUES = 8  # elements of a vector
 MOST_THREADS = 512  # of a row
 
 
@@ -34,26 +34,31 @@ class Quantize(Kernel):
 
     def __init__(self, configuration: QuantizeConfiguration) -> None:
         super().__init__(configuration)
-        self.lanes = BLOCK // VALUES  # that have a row
+        self.lanes = BLOCK // VALUES  # lanes per block of a row
         self.step = THREADS // self.lanes  # rows at a time
 
-    def launch(self, given: Mapping[str, Any]) -> None:
-        x, quantized, factors, count = given["x"], given["quantized"], given["factors"], given["x"].shape[0]
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        x, quantized, scales, count = (
+            arguments["x"],
+            arguments["quantized"],
+            arguments["scales"],
+            arguments["x"].shape[0],
+        )
         if self.c.blocks:
-            self.blocks(x, quantized, factors).launch(
+            self.blocks(x, quantized, scales).launch(
                 grid=[cute.ceil_div(count, BLOCK) * (self.c.columns // BLOCK), 1, 1],
                 block=[THREADS, 1, 1],
-                stream=given["stream"],
+                stream=arguments["stream"],
                 min_blocks_per_mp=1,
             )
         else:
-            pieces = self.c.columns // VALUES
-            width = min(pieces, MOST_THREADS)  # threads of a row
+            vectors_per_row = self.c.columns // VALUES
+            width = min(vectors_per_row, MOST_THREADS)  # threads of a row
             height = max(1, THREADS // width)  # rows of a CTA
-            self.rows(x, given.get("row_of_choice"), quantized, factors, width, height).launch(
+            self.rows(x, arguments.get("scatter_idx"), quantized, scales, width, height).launch(
                 grid=[cute.ceil_div(count, height), 1, 1],
-                block=[-(-width * height // WARP) * WARP, 1, 1],
-                stream=given["stream"],
+                block=[-(-width * height // WARP_SIZE) * WARP_SIZE, 1, 1],
+                stream=arguments["stream"],
                 min_blocks_per_mp=1,
             )
 
@@ -61,95 +66,97 @@ class Quantize(Kernel):
     def rows(
         self,
         x: cute.Tensor,
-        row_of_choice: Any,
+        scatter_idx: Any,
         quantized: cute.Tensor,
-        factors: cute.Tensor,
+        scales: cute.Tensor,
         width: cutlass.Constexpr[int],
         height: cutlass.Constexpr[int],
     ) -> None:
-        thread, block = here()
+        thread, block = thread_block_idx()
         row, lane = block * height + thread // width, thread % width
-        mine = (thread < width * height) & (row < x.shape[0])
-        row = Int32(select_(mine, row, Int32(0)))
-        targets = self.targets(row_of_choice, row)
+        is_row = (thread < width * height) & (row < x.shape[0])
+        row = Int32(select_(is_row, row, Int32(0)))
+        targets = self.targets(scatter_idx, row)
         for first in cutlass.range_constexpr(0, self.c.columns // VALUES, width):
-            piece = first + lane
-            there = mine & (piece < self.c.columns // VALUES)
-            part = self.load(x, row, Int32(select_(there, piece, Int32(0))), there)
-            most = among(magnitude(part), self.lanes)
-            factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
-            narrow = rounded([v * inverse for v in part], DTYPES[NARROW])
+            vec_idx = first + lane
+            in_bounds = is_row & (vec_idx < self.c.columns // VALUES)
+            vector = self.load(x, row, Int32(select_(in_bounds, vec_idx, Int32(0))), in_bounds)
+            amax = lanes_max(magnitude(vector), self.lanes)
+            scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
+            quantized_vector = rounded([v * inverse for v in vector], DTYPES[FP8_DTYPE])
             for target in targets:
-                self.store(quantized, factors, target, piece, there & (target >= 0), narrow, factor)
+                self.store(quantized, scales, target, vec_idx, in_bounds & (target >= 0), quantized_vector, scale)
 
-    name(rows, "cudnn_moe_quantize")
+    set_kernel_name(rows, "cudnn_moe_quantize")
 
-    def targets(self, row_of_choice: Any, row: Int32) -> list[Int32]:
-        """Where a row is stored: -1 is nowhere."""
-        if row_of_choice is None:
+    def targets(self, scatter_idx: Any, row: Int32) -> list[Int32]:
+        """The rows to which a row is stored, -1 for dropped slots."""
+        if scatter_idx is None:
             return [row]
-        found = cute.make_rmem_tensor(self.c.top_k, Int32)
-        cute.autovec_copy(row_of_choice[row, None], found)
-        return [found[choice] for choice in range(self.c.top_k)]
+        wide = cute.make_rmem_tensor(self.c.top_k, Int32)
+        cute.autovec_copy(scatter_idx[row, None], wide)
+        return [wide[choice] for choice in range(self.c.top_k)]
 
     @cute.kernel
-    def blocks(self, x: cute.Tensor, quantized: cute.Tensor, factors: cute.Tensor) -> None:
-        thread, block = here()
+    def blocks(self, x: cute.Tensor, quantized: cute.Tensor, scales: cute.Tensor) -> None:
+        thread, block = thread_block_idx()
         across = self.c.columns // BLOCK
         first, column, lane = block // across * BLOCK + thread // self.lanes, block % across, thread % self.lanes
         rows = [first + i * self.step for i in range(BLOCK // self.step)]
-        piece = column * self.lanes + lane
-        parts = [self.load(x, row, piece, row < x.shape[0]) for row in rows]
-        most = self.of_block([magnitude(part) for part in parts], thread)
-        factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
-        for row, part in zip(rows, parts, strict=True):
-            narrow = rounded([v * inverse for v in part], DTYPES[NARROW])
-            self.store(quantized, factors, row, piece, True, narrow, factor)
+        vec_idx = column * self.lanes + lane
+        vectors = [self.load(x, row, vec_idx, row < x.shape[0]) for row in rows]
+        amax = self.of_block([magnitude(vector) for vector in vectors], thread)
+        scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
+        for row, vector in zip(rows, vectors, strict=True):
+            quantized_vector = rounded([v * inverse for v in vector], DTYPES[FP8_DTYPE])
+            self.store(quantized, scales, row, vec_idx, True, quantized_vector, scale)
 
-    name(blocks, "cudnn_moe_quantize_weights")
+    set_kernel_name(blocks, "cudnn_moe_quantize_weights")
 
-    def load(self, x: cute.Tensor, row: Int32, piece: Int32, there: cutlass.Boolean) -> list:
-        """16 bytes of a row in float32; zeros where there are none."""
-        part = cute.make_rmem_tensor(VALUES, x.element_type)
-        cute.autovec_copy(cute.local_tile(x[Int32(select_(there, row, Int32(0))), None], (VALUES,), (piece,)), part)
-        found = part.load().to(Float32)
-        return [Float32(select_(there, found[i], Float32(0.0))) for i in range(VALUES)]
+    def load(self, x: cute.Tensor, row: Int32, vec_idx: Int32, in_bounds: cutlass.Boolean) -> list:
+        """Loads a 16-byte vector of a row as float32; zeros if out of bounds."""
+        vector = cute.make_rmem_tensor(VALUES, x.element_type)
+        cute.autovec_copy(
+            cute.local_tile(x[Int32(select_(in_bounds, row, Int32(0))), None], (VALUES,), (vec_idx,)), vector
+        )
+        wide = vector.load().to(Float32)
+        return [Float32(select_(in_bounds, wide[i], Float32(0.0))) for i in range(VALUES)]
 
     def of_block(self, largest: list, thread: Int32) -> Float32:
-        """The largest of all threads' values."""
-        warps = THREADS // WARP
+        """The maximum over the CTA."""
+        warps = THREADS // WARP_SIZE
         shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout(warps), byte_alignment=16)
-        found = largest[0]
+        wide = largest[0]
         for other in largest[1:]:
-            found = maximum(found, other)
-        shared[thread // WARP] = among(found, WARP)  # of all lanes, the same
+            wide = maximum(wide, other)
+        shared[thread // WARP_SIZE] = lanes_max(wide, WARP_SIZE)  # all lanes write the same value
         cute.arch.sync_threads()
-        found = shared[0]
+        wide = shared[0]
         for warp in range(1, warps):
-            found = maximum(found, shared[warp])
-        return found
+            wide = maximum(wide, shared[warp])
+        return wide
 
     @cute.jit
     def store(
         self,
         quantized: cute.Tensor,
-        factors: cute.Tensor,
+        scales: cute.Tensor,
         row: Int32,
-        piece: Int32,
-        there: Any,
-        part: cute.Tensor,
-        factor: Float32,
+        vec_idx: Int32,
+        in_bounds: Any,
+        vector: cute.Tensor,
+        scale: Float32,
     ) -> None:
-        """A thread's part of a row, if there is such a row, and one thread the factor of the row, or of the block."""
-        height = const_expr(BLOCK if self.c.blocks else 1)  # rows that share a factor
-        if there & (row < quantized.shape[0]):
-            cute.autovec_copy(part, cute.local_tile(quantized[row, None], (VALUES,), (piece,)))
-            if (piece % self.lanes == 0) & (row % height == 0):
-                factors[row // height, piece // self.lanes] = factor
+        """Stores a thread's vector of a row, if in bounds; one thread stores the scale factor of the block."""
+        height = const_expr(BLOCK if self.c.blocks else 1)  # rows that share a scale factor
+        if in_bounds & (row < quantized.shape[0]):
+            cute.autovec_copy(vector, cute.local_tile(quantized[row, None], (VALUES,), (vec_idx,)))
+            if (vec_idx % self.lanes == 0) & (row % height == 0):
+                scales[row // height, vec_idx // self.lanes] = scale
 
 
-def among(value: Float32, lanes: int) -> Float32:
-    """The largest value of so many neighbouring lanes, in each of them."""
+def lanes_max(value: Float32, lanes: int) -> Float32:
+    """The maximum over ``lanes`` consecutive lanes, in all of them."""
     distance = 1
     while distance < lanes:
         value = maximum(value, cute.arch.shuffle_sync_bfly(value, distance))

@@ -1,4 +1,4 @@
-"""A number for each choice as a number for its row, and back: routers' weights and their gradients."""
+"""Permutes router weights from (token, k) slots to rows, and the gradients per row back."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from cudnn_kernels.kernel import Kernel, here
-from cudnn_kernels.naming import name
+from cudnn_kernels.kernel import Kernel, thread_block_idx
+from cudnn_kernels.naming import set_kernel_name
 
 THREADS = 256
 
 
 class Values(Kernel):
-    """The kernel for one ``ValuesConfiguration``. A thread has a choice."""
+    """The kernel for one ``ValuesConfiguration``. A thread has a (token, k) slot."""
 
-    def launch(self, given: Mapping[str, Any]) -> None:
-        tensors = [given.get(x) for x in ("row_of_choice", "of_choices", "of_rows", "sums")]
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        tensors = [arguments.get(x) for x in ("scatter_idx", "per_slot", "per_row", "sums")]
         self.kernel(*tensors).launch(
-            grid=[cute.ceil_div(cute.size(tensors[0]), THREADS), 1, 1], block=[THREADS, 1, 1], stream=given["stream"]
+            grid=[cute.ceil_div(cute.size(tensors[0]), THREADS), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=arguments["stream"],
         )
 
     @cute.kernel
-    def kernel(self, row_of_choice: cute.Tensor, of_choices: cute.Tensor, of_rows: cute.Tensor, sums: Any) -> None:
-        thread, block = here()
-        choice = block * THREADS + thread
-        if choice < cute.size(row_of_choice):
-            place = (choice // self.c.top_k, choice % self.c.top_k)
-            row = row_of_choice[place]
+    def kernel(self, scatter_idx: cute.Tensor, per_slot: cute.Tensor, per_row: cute.Tensor, sums: Any) -> None:
+        thread, block = thread_block_idx()
+        index = block * THREADS + thread
+        if index < cute.size(scatter_idx):
+            slot = (index // self.c.top_k, index % self.c.top_k)
+            row = scatter_idx[slot]
             if const_expr(self.c.back):
                 value = Float32(0.0)
                 if row >= 0:
-                    value = of_rows[row, 0, 0]
-                of_choices[place] = value
+                    value = per_row[row, 0, 0]
+                per_slot[slot] = value
             elif row >= 0:
-                of_rows[row, 0, 0] = of_choices[place]
+                per_row[row, 0, 0] = per_slot[slot]
                 sums[row, 0, 0] = Float32(0.0)
 
-    name(kernel, "cudnn_moe_values")
+    set_kernel_name(kernel, "cudnn_moe_values")

@@ -1,4 +1,4 @@
-"""Which configuration of a kernel serves a problem: pure functions, no CuTe DSL."""
+"""Configuration and heuristics of the RMSNorm + RHT + amax kernel. Pure functions, no CuTe DSL."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, vector
+from cudnn_kernels.threads import WARP_SIZE
 
 BLOCK = 16  # columns that the Hadamard transform mixes
-WARP = 32
 TEAMS = 4
 MOST_AT_ONCE = 128 * 1024  # bytes of two row buffers for each team
 
@@ -24,9 +24,9 @@ USUAL_COLUMNS = tuple(_THREADS)
 class RmsNormRhtAmaxConfiguration:
     """What a kernel is compiled for.
 
-    ``threads`` share a row, ``teams`` of so many threads share a CTA, and each team has ``stages`` row buffers in
-    shared memory, at least two. With two ``ctas``, each has a team with half of the columns. ``dtype`` is that of x, w
-    and o.
+    ``threads`` share a row, ``teams`` of that many threads share a CTA, and each team has ``stages`` row
+    buffers in shared memory, at least two. With two ``ctas``, each has a team with half of the columns. ``dtype`` is
+    that of x, w and o.
     """
 
     dtype: str
@@ -51,16 +51,16 @@ class RmsNormRhtAmaxConfiguration:
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory: row buffers, one mbarrier for each, the warps' partial results, alignment."""
-        return self.teams * (self.stages * (2 * self.share + 8) + 8 * self.threads // WARP) + 256
+        return self.teams * (self.stages * (2 * self.cta_columns + 8) + 8 * self.threads // WARP_SIZE) + 256
 
     @property
-    def share(self) -> int:
-        """Columns of a row that a CTA has."""
+    def cta_columns(self) -> int:
+        """Columns of a row per CTA."""
         return self.columns // self.ctas
 
 
 def best_num_threads(n: int) -> int | None:
-    """Threads that share a row of ``n`` columns, None where no number suits: 8 columns, or a multiple, for each."""
+    """Threads per row of ``n`` columns, each with a multiple of 8 columns; None if no number suits."""
     if n in _THREADS:
         return _THREADS[n]
     return next((t for t in (1024, 512, 256, 128, 64) if n % t == 0 and n // t >= 8 and n // t % 8 == 0), None)
@@ -75,18 +75,18 @@ def pick_rows_per_cta(m: int) -> int:
 
 
 def configure_rmsnorm_rht_amax(dtype: str, columns: int, threads: int | None = None) -> RmsNormRhtAmaxConfiguration:
-    """64 columns for each thread, where the caller does not say, and four teams of two buffers each, where they fit.
+    """64 columns per thread, by default, and four teams of two stages each, if they fit.
 
     Measured on an H200: with the usual 8 rows to an amax, a CTA then starts the copies of its whole group at once,
     which is best. Where rows are too long for that, a third buffer keeps copies in flight while the team works. The
     longest rows are shared by two CTAs, and so are the threads that the caller asks for.
     """
     ctas = 1 if columns <= COLUMNS_OF_ONE_CTA else 2
-    share = columns // ctas
+    cta_columns = columns // ctas
     if threads is None:
-        threads = min(512, max(WARP, 1 << (share // 64 - 1).bit_length()))
+        threads = min(512, max(WARP_SIZE, 1 << (cta_columns // 64 - 1).bit_length()))
     else:
-        threads = -(-threads // (ctas * WARP)) * WARP
+        threads = -(-threads // (ctas * WARP_SIZE)) * WARP_SIZE
     teams = max(1, min(TEAMS, 1024 // threads)) if ctas == 1 else 1
     while teams > 1 and teams * 2 * 2 * columns > MOST_AT_ONCE:
         teams //= 2

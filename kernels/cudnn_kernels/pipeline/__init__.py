@@ -1,8 +1,9 @@
-"""What kernels of all kinds share: rings of buffers, clusters, the copy engine's tensors, tensor cores' operands.
+"""Building blocks of kernels: mbarrier pipelines, clusters, TMA, MMA operands, gathered operands, scale factors.
 
-``ring`` holds buffers with two barriers each, ``cluster`` the CTAs that start together, ``copy`` the copy engine's view
-of tensors, ``tile_operand`` how A and B come tile by tile, ``gather`` lines of operands by their numbers, ``factors``
-those of sums, ``mainloop`` what GEMMs of all architectures do from arguments to launch, ``operand`` the kernel that
-writes operands anew before, ``wgmma`` Hopper's tensor cores, ``barriers`` the named barriers of a CTA, ``regions`` the
-parts of a workspace. A kernel has roles, methods that some of its warps run; what passes between roles is in rings.
+``mbarrier_pipeline``: producer/consumer pipelines. ``barriers``: named barriers and mbarriers. ``cluster``: multicast
+and cluster synchronization. ``tma``: TMA views, loads and bulk copies. ``tile_operand``: TMA loads of A and B.
+``gather``: gathered operands. ``scale_factors``: fp32 scale factors of accumulators. ``scale_factor_atoms``: the 128 x
+4 layout of block scale factors. ``mainloop``: what the GEMMs of all architectures share. ``prepare_operand``: the
+kernel that dequantizes or transposes operands first. ``wgmma``: Hopper's warpgroup MMAs. ``workspace``: suballocation
+of the workspace. ``projection``: the projection of MLA's queries. ``vectors``: 16-byte loads and stores.
 """

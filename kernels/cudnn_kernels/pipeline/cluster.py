@@ -1,4 +1,4 @@
-"""The CTAs that start together, m x n of them: where this one is, who shares its tiles, how they meet."""
+"""Thread block clusters: the CTA's coordinate, multicast masks, and synchronization."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """All CTAs."""
+        """The number of CTAs."""
         return self.m * self.n
 
     @property
-    def sharers(self) -> int:
-        """CTAs that read what this one's operands are in, itself included."""
+    def consumer_ctas(self) -> int:
+        """CTAs that read a stage which this CTA's TMA loads fill, itself included: those of its row and column."""
         return self.m + self.n - 1
 
-    def place(self) -> tuple[Int32, Int32]:
-        """This CTA's place."""
+    def cta_coord(self) -> tuple[Int32, Int32]:
+        """This CTA's (m, n) in the cluster."""
         m, n, _ = cute.arch.block_idx()
         return m, n
 
-    def sharing(self, side: int) -> tuple[Int32, Int32]:
-        """This CTA's number among those of its row, which share A, or of its column and B, and all of them as bits."""
-        m, n = self.place()
-        mask = ((1 << self.m) - 1) << (self.m * n) if side else sum(1 << (self.m * j) for j in range(self.n)) << m
-        return (n, m)[side], cutlass.Int16(mask)
+    def multicast(self, operand: int) -> tuple[Int32, Int32]:
+        """This CTA's rank among the CTAs that load the same tile of A (operand 0, a row of the cluster) or of B (1, a
+        column), and their multicast mask.
+        """
+        m, n = self.cta_coord()
+        mask = ((1 << self.m) - 1) << (self.m * n) if operand else sum(1 << (self.m * j) for j in range(self.n)) << m
+        return (n, m)[operand], cutlass.Int16(mask)
 
 
 @cute.jit
-def meet(cluster: cutlass.Constexpr[Cluster]) -> None:
-    """Waits for all threads of the cluster."""
+def cluster_sync(cluster: cutlass.Constexpr[Cluster]) -> None:
+    """Synchronizes all threads of the cluster, or of the CTA if the cluster has one CTA."""
     if const_expr(cluster.size > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -49,14 +51,14 @@ def meet(cluster: cutlass.Constexpr[Cluster]) -> None:
 
 
 @cute.jit
-def release(cluster: cutlass.Constexpr[Cluster], empty: cute.Pointer) -> None:
-    """A warp is done with a buffer: says so to all CTAs that write it."""
+def consumer_release(cluster: cutlass.Constexpr[Cluster], empty: cute.Pointer) -> None:
+    """One warp: arrives on the empty barrier of a stage in every CTA whose multicast loads write this CTA's stage."""
     lane = cute.arch.lane_idx()
     if const_expr(cluster.size == 1):
         if lane == 0:
             cute.arch.mbarrier_arrive(empty)
     else:
-        m, n = cluster.place()
+        m, n = cluster.cta_coord()
         if lane < cluster.size:
             if lane % cluster.m == m or lane // cluster.m == n:
                 cute.arch.mbarrier_arrive(empty, lane)

@@ -1,8 +1,8 @@
-"""Operands of which a tile takes any lines, by their numbers, on their way to shared memory.
+"""Gathered operands (gather_A): a tile takes any rows of the tensor, or any k indices, by an index tensor.
 
-A line is a row where k is contiguous, or one k where rows are. Ordinary threads start asynchronous copies of 16 bytes.
-Of rows, on Hopper, the copy engine brings 128 bytes of one at a time, which CTAs can share. Both leave a tile in shared
-memory as the copy engine does with neighbouring lines: in atoms of eight lines of 128 bytes, swizzled.
+A line is a row of a K-major operand, or one k of an MN-major one. Producer threads copy lines by 16-byte ``cp.async``.
+On Hopper, TMA copies rows in boxes of 128 bytes, which CTAs can multicast. Both leave a tile in shared memory in the
+128-byte swizzle atoms (eight lines of 128 bytes) that a tiled TMA load writes.
 """
 
 from __future__ import annotations
@@ -17,193 +17,203 @@ from cutlass import Int16, Int32, Int64, const_expr, select_
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.pipeline.copy import PIECE, copy_or_clear
-from cudnn_kernels.pipeline.factors import Factors
-from cudnn_kernels.pipeline.ring import Ring, advanced
-from cudnn_kernels.schedule.feed import Feed
+from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance
+from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
+from cudnn_kernels.pipeline.tma import TMA_ALIGNMENT, cp_async_zfill
+from cudnn_kernels.schedule.tile_scheduler import TileScheduler
+from cudnn_kernels.threads import WARP_SIZE
 
-WARPS = 2  # that start copies
-LINE, LINES = 128, 8  # bytes of a line of an atom, and its lines
-CHUNKS = LINE // PIECE  # of a line: one for each lane, so that a warp copies four lines at once
-WARP = 32
-FOUR = LINES // WARPS  # lines of an atom that a warp copies
-ENTRY = 4  # bytes, of a line's number
-IN_FLIGHT = 4  # k tiles that are being copied, at most
+GATHER_WARPS = 2  # producer warps
+ATOM_BYTES, ATOM_LINES = 128, 8  # bytes of a line of a swizzle atom, and its lines
+CHUNKS = ATOM_BYTES // TMA_ALIGNMENT  # of a line: one for each lane, so that a warp copies four lines at once
+WARP_LINES = ATOM_LINES // GATHER_WARPS  # lines of an atom that a warp copies
+INDEX_BYTES = 4
+MAX_IN_FLIGHT = 4  # k tiles with outstanding copies
 
 
-class Lines:
-    """An operand (rows, k, 1), A or B by ``side``, of which line i of the product's is the one with the number
-    ``index[i]``; a number that no line has stands for zeros.
+class CpAsyncGather:
+    """Gathers an operand (rows, k, 1), A or B, by ``cp.async``: line i of the problem is the tensor's line
+    ``index[i]``. Out-of-range indices read as zero.
 
-    A CTA's tile has ``shape`` (rows, k); ``place`` tells where an element of it lies in the first buffer of ``ring``.
-    The numbers of a tile's lines stand in a table in shared memory, -1 for zeros: those that a lane copies lie next to
-    each other, so that it reads four at once.
+    A CTA's tile has ``shape`` (rows, k); ``smem_offset`` is the position of an element (row, k) in the first stage of
+    ``stages``. The indices of a tile's lines are in a table in shared memory, -1 for zeros, ordered so that a lane
+    reads four indices at once.
     """
 
     def __init__(
         self,
-        side: int,
+        operand: int,
         along_k: bool,
         tensor: cute.Tensor,
         index: cute.Tensor,
-        ring: cute.Tensor,
+        stages: cute.Tensor,
         shape: tuple[int, int],
-        place: Callable[[int, int], int],
+        smem_offset: Callable[[int, int], int],
         smem: Any,
     ) -> None:
-        self.side, self.along_k, self.tensor, self.index = side, along_k, tensor, index
-        self.size = ring.element_type.width // 8  # bytes of an element
-        lines, width = shape[::-1] if along_k else shape
-        across = LINE // self.size  # elements of an atom's line
-        self.count, self.blocks = lines // LINES, width // across
-        self.bytes = lines * width * self.size  # of a buffer
-        self.mine = lines // WARPS  # lines of a warp
-        self.target = ring.iterator.toint()
-        self.table = smem.allocate_tensor(Int32, cute.make_layout((self.count, FOUR, WARPS)), byte_alignment=PIECE)
+        self.operand, self.along_k, self.tensor, self.index = operand, along_k, tensor, index
+        self.size = stages.element_type.width // 8  # bytes of an element
+        num_tile_lines, width = shape[::-1] if along_k else shape
+        atom_width = ATOM_BYTES // self.size  # elements of an atom's line
+        self.count, self.blocks = num_tile_lines // ATOM_LINES, width // atom_width
+        self.bytes = num_tile_lines * width * self.size  # of a stage
+        self.num_lines = num_tile_lines // GATHER_WARPS  # of a warp
+        self.target = stages.iterator.toint()
+        layout = cute.make_layout((self.count, WARP_LINES, GATHER_WARPS))
+        self.table = smem.allocate_tensor(Int32, layout, byte_alignment=TMA_ALIGNMENT)
 
         def start(line: int, block: int) -> int:
-            at = (block * across, line) if along_k else (line, block * across)
-            return self.size * place(*at)
+            coord = (block * atom_width, line) if along_k else (line, block * atom_width)
+            return self.size * smem_offset(*coord)
 
-        self.atoms = [[start(i * LINES, block) for block in range(self.blocks)] for i in range(self.count)]
-        misplaced = any(x % (LINE * LINES) for line in self.atoms for x in line) or start(1, 0) != LINE
-        if self.mine % WARP or self.count % FOUR or width % across or misplaced:
-            raise ValueError(f"a tile {shape}: not made of atoms of {LINES} lines of {LINE} bytes, for {WARPS} warps")
+        self.atoms = [[start(i * ATOM_LINES, block) for block in range(self.blocks)] for i in range(self.count)]
+        misplaced = any(x % (ATOM_BYTES * ATOM_LINES) for line in self.atoms for x in line)
+        misplaced |= start(1, 0) != ATOM_BYTES
+        if self.num_lines % WARP_SIZE or self.count % WARP_LINES or width % atom_width or misplaced:
+            allowed = f"atoms of {ATOM_LINES} lines of {ATOM_BYTES} bytes, for {GATHER_WARPS} warps"
+            raise ValueError(f"tile: got {shape}; allowed: {allowed}")
 
     def start(self, warp: Int32) -> None:
-        """A warp's lane: which chunk it copies of which line of an atom, and where the numbers of its lines stand."""
+        """Once per warp: which 16-byte chunk of which line a lane copies, and where its indices are in the table."""
         self.warp, self.lane = warp, cute.arch.lane_idx()
-        of_warp, self.chunk = self.lane // CHUNKS, self.lane % CHUNKS  # its line, of the warp's in an atom
-        line = self.line(of_warp)
-        self.place = self.target + line * LINE + (self.chunk ^ line) * PIECE
-        self.entries = self.table.iterator.toint() + (warp * FOUR + of_warp) * (self.count * ENTRY)
-        self.numbers = cute.make_rmem_tensor(self.mine // WARP, Int32)
+        warp_line, self.chunk = self.lane // CHUNKS, self.lane % CHUNKS  # line among the warp's in an atom
+        line = self.line(warp_line)
+        self.lane_target = self.target + line * ATOM_BYTES + (self.chunk ^ line) * TMA_ALIGNMENT
+        self.entries = self.table.iterator.toint() + (warp * WARP_LINES + warp_line) * (self.count * INDEX_BYTES)
+        self.indices = cute.make_rmem_tensor(self.num_lines // WARP_SIZE, Int32)
 
-    def line(self, number: Any) -> Any:
-        """The line of the tile that is a warp's line."""
-        return number // FOUR * LINES + self.warp * FOUR + number % FOUR
+    def line(self, i: Any) -> Any:
+        """The line of the tile that is line i of the warp."""
+        return i // WARP_LINES * ATOM_LINES + self.warp * WARP_LINES + i % WARP_LINES
 
-    def read(self, first: Int32, end: Int32) -> None:
-        """Starts to read the numbers of a tile's lines, which are those from ``first`` to before ``end``."""
-        for i in range(self.mine // WARP):
-            self.numbers[i] = self.index[cutlass.min(first + self.line(i * WARP + self.lane), end - 1)]
+    def load_indices(self, first: Int32, end: Int32) -> None:
+        """Issues the loads of the indices of a tile's lines, which are those from ``first`` to before ``end``."""
+        for i in range(self.num_lines // WARP_SIZE):
+            self.indices[i] = self.index[cutlass.min(first + self.line(i * WARP_SIZE + self.lane), end - 1)]
 
-    def keep(self, first: Int32, end: Int32) -> None:
-        """Puts these numbers into the table."""
-        there = Int32(self.tensor.shape[1 if self.along_k else 0])
+    def store_indices(self, first: Int32, end: Int32) -> None:
+        """Stores the loaded indices to the table."""
+        limit = Int32(self.tensor.shape[1 if self.along_k else 0])
         cute.arch.sync_warp()
-        for i in range(self.mine // WARP):
-            own, number = i * WARP + self.lane, self.numbers[i]
-            inside = (first + self.line(own) < end) & (number >= 0) & (number < there)
-            self.table[own // FOUR, own % FOUR, self.warp] = Int32(select_(inside, number, Int32(-1)))
+        for i in range(self.num_lines // WARP_SIZE):
+            line, index = i * WARP_SIZE + self.lane, self.indices[i]
+            in_bounds = (first + self.line(line) < end) & (index >= 0) & (index < limit)
+            self.table[line // WARP_LINES, line % WARP_LINES, self.warp] = Int32(select_(in_bounds, index, Int32(-1)))
         cute.arch.sync_warp()
 
-    def copy(self, across: Int32, stage: Int32) -> None:
-        """Starts to copy the lines, from their element ``across`` on, into a buffer."""
+    def copy(self, offset: Int32, stage: Int32) -> None:
+        """Issues the copies of the lines, from element ``offset`` of each on, to a stage."""
         dim = 0 if self.along_k else 1
-        pitch, first = Int64(Int32(self.tensor.stride[1 - dim] * self.size)), across * self.size + self.chunk * PIECE
+        pitch = Int64(Int32(self.tensor.stride[1 - dim] * self.size))
+        first = offset * self.size + self.chunk * TMA_ALIGNMENT
         begin, size = self.tensor.iterator.toint() + Int64(first), Int32(self.tensor.shape[dim] * self.size)
-        beyond = [Int32(select_(first + block * LINE < size, Int32(0), Int32(-1))) for block in range(self.blocks)]
-        place = self.place + stage * self.bytes
-        for start in range(0, self.count, FOUR):
-            entries = cute.make_ptr(Int32, self.entries + start * ENTRY, cute.AddressSpace.smem, assumed_align=PIECE)
-            numbers = cute.make_rmem_tensor(FOUR, Int32)
-            numbers.store(cute.make_tensor(entries, cute.make_layout(FOUR)).load())
-            for i in range(FOUR):
-                line = begin + Int64(numbers[i]) * pitch
+        oob = [Int32(select_(first + block * ATOM_BYTES < size, Int32(0), Int32(-1))) for block in range(self.blocks)]
+        lane_target = self.lane_target + stage * self.bytes
+        for start in range(0, self.count, WARP_LINES):
+            indices = load_four(self.entries + start * INDEX_BYTES)
+            for i in range(WARP_LINES):
+                line = begin + Int64(indices[i]) * pitch
                 for block in range(self.blocks):
-                    target = place + self.atoms[start + i][block]
-                    copy_or_clear(target, line + block * LINE, (numbers[i] | beyond[block]) < 0)
+                    target = lane_target + self.atoms[start + i][block]
+                    cp_async_zfill(target, line + block * ATOM_BYTES, (indices[i] | oob[block]) < 0)
 
 
-class Boxes(Lines):
-    """Rows by the copy engine, which brings zeros for a number that no row has, and counts the bytes itself.
+class TmaRowGather(CpAsyncGather):
+    """Gathers rows by TMA, one row of 128 bytes a box. TMA reads out-of-range indices as zero and counts the bytes on
+    the stage's full barrier.
 
-    ``share`` CTAs, of which this one is number ``rank``, ``mask`` in the cluster, fetch a part of the rows each and
-    send it to all. ``engine``: what :func:`boxes_of` made.
+    ``multicast`` is (CTAs, this CTA's rank, mask): each CTA loads a slice of the rows and multicasts it to all.
+    ``atom_and_view``: of :func:`tma_row_view`.
     """
 
     def __init__(
         self,
-        engine: tuple[Any, Any],
+        atom_and_view: tuple[Any, Any],
         index: cute.Tensor,
-        buffers: cute.Tensor,
+        stages: cute.Tensor,
         shape: tuple[int, int],
-        place: Callable[[int, int], int],
+        smem_offset: Callable[[int, int], int],
         smem: Any,
-        ring: Ring,
-        share: tuple[int, Int32, Int32],
+        pipeline: MbarrierPipeline,
+        multicast: tuple[int, Int32, Int32],
     ) -> None:
-        self.atom, view = engine
-        super().__init__(0, False, view, index, buffers, shape, place, smem)
-        self.ring, (self.share, self.rank, self.mask) = ring, share
-        self.mine //= self.share
-        self.starts = [self.atoms[row // LINES][0] + row % LINES * LINE for row in range(self.mine)]
+        self.atom, view = atom_and_view
+        super().__init__(0, False, view, index, stages, shape, smem_offset, smem)
+        self.pipeline, (self.num_multicast, self.rank, self.mask) = pipeline, multicast
+        self.num_lines //= self.num_multicast
+        self.starts = [
+            self.atoms[row // ATOM_LINES][0] + row % ATOM_LINES * ATOM_BYTES for row in range(self.num_lines)
+        ]
 
     def start(self, warp: Int32) -> None:
-        """A warp's first row of the tile, and its place in the table."""
-        self.lane, self.first = cute.arch.lane_idx(), (self.rank * WARPS + warp) * self.mine
-        self.entries = cute.make_tensor(self.table.iterator + warp * self.mine, cute.make_layout(self.mine))
-        self.numbers = cute.make_rmem_tensor(self.mine // WARP, Int32)
+        """Once per warp: its first row of the tile and its part of the table."""
+        self.lane, self.first = cute.arch.lane_idx(), (self.rank * GATHER_WARPS + warp) * self.num_lines
+        self.entries = cute.make_tensor(self.table.iterator + warp * self.num_lines, cute.make_layout(self.num_lines))
+        self.indices = cute.make_rmem_tensor(self.num_lines // WARP_SIZE, Int32)
 
-    def line(self, number: Any) -> Any:
-        """The row of the tile that is a warp's row."""
-        return self.first + number
+    def line(self, i: Any) -> Any:
+        """The row of the tile that is row i of the warp."""
+        return self.first + i
 
-    def keep(self, first: Int32, end: Int32) -> None:
-        """Puts the numbers into the table."""
+    def store_indices(self, first: Int32, end: Int32) -> None:
+        """Stores the loaded indices to the table; TMA checks the range of those inside the group."""
         cute.arch.sync_warp()
-        for i in range(self.mine // WARP):
-            own = i * WARP + self.lane
-            inside = first + self.line(own) < end
-            self.entries[own] = Int32(select_(inside, self.numbers[i], Int32(-1)))
+        for i in range(self.num_lines // WARP_SIZE):
+            row = i * WARP_SIZE + self.lane
+            in_group = first + self.line(row) < end
+            self.entries[row] = Int32(select_(in_group, self.indices[i], Int32(-1)))
         cute.arch.sync_warp()
 
     @cute.jit
-    def copy(self, across: Int32, stage: Int32) -> None:
-        """Starts to copy the rows, from their element ``across`` on, into a buffer."""
-        engine, full = described(self.atom), (self.ring.full + stage).toint()
+    def copy(self, offset: Int32, stage: Int32) -> None:
+        """One thread issues the loads of the rows, from element ``offset`` of each on, to a stage."""
+        descriptor, full = tma_descriptor_address(self.atom), (self.pipeline.full + stage).toint()
         pitch = const_expr(self.atoms[1][0] - self.atoms[0][0])  # of eight rows
-        target = self.target + stage * self.bytes + self.first // LINES * pitch
+        target = self.target + stage * self.bytes + self.first // ATOM_LINES * pitch
         with cute.arch.elect_one():
-            for start in cutlass.range_constexpr(0, self.mine, FOUR):
-                place = self.entries.iterator.toint() + start * ENTRY
-                entries = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=PIECE)
-                numbers = cute.make_rmem_tensor(FOUR, Int32)
-                numbers.store(cute.make_tensor(entries, cute.make_layout(FOUR)).load())
-                for i in cutlass.range_constexpr(FOUR):
-                    self.box([target + const_expr(self.starts[start + i]), engine, across, numbers[i], full])
+            for start in cutlass.range_constexpr(0, self.num_lines, WARP_LINES):
+                indices = load_four(self.entries.iterator.toint() + start * INDEX_BYTES)
+                for i in cutlass.range_constexpr(WARP_LINES):
+                    self.load_row([target + const_expr(self.starts[start + i]), descriptor, offset, indices[i], full])
 
-    def box(self, given: list) -> None:
-        """Starts to copy 128 bytes of a row. The DSL's own copy would elect a thread for each."""
-        kind, more = "", ""
-        if self.share > 1:
-            kind, more, given = ".multicast::cluster", ", {$r5}", [*given, Int16(self.mask)]
+    def load_row(self, arguments: list) -> None:
+        """Loads 128 bytes of a row. ``cute.copy`` would elect a thread for each load."""
+        multicast, mask = "", ""
+        if self.num_multicast > 1:
+            multicast, mask, arguments = ".multicast::cluster", ", {$r5}", [*arguments, Int16(self.mask)]
         cute.arch.inline_ptx(
-            f"cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{kind} "
-            f"[{{$r0}}], [{{$r1}}, {{{{$r2}}, {{$r3}}}}], [{{$r4}}]{more};",
-            read_only_args=given,
+            f"cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{multicast} "
+            f"[{{$r0}}], [{{$r1}}, {{{{$r2}}, {{$r3}}}}], [{{$r4}}]{mask};",
+            read_only_args=arguments,
         )
 
 
-def boxes_of(tensor: cute.Tensor) -> tuple[Any, Any]:
-    """The copy engine's atom and view (rows, k) of an operand (rows, k, 1), for 128 bytes of a row."""
-    across = LINE * 8 // tensor.element_type.width
+def load_four(address: Any) -> cute.Tensor:
+    """Four indices from the table by one load."""
+    entries = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=TMA_ALIGNMENT)
+    indices = cute.make_rmem_tensor(WARP_LINES, Int32)
+    indices.store(cute.make_tensor(entries, cute.make_layout(WARP_LINES)).load())
+    return indices
+
+
+def tma_row_view(tensor: cute.Tensor) -> tuple[Any, Any]:
+    """The TMA atom and coordinate tensor (rows, k) of an operand (rows, k, 1), for boxes of 128 bytes of a row."""
+    width = ATOM_BYTES * 8 // tensor.element_type.width
     flat = cute.make_tensor(tensor.iterator, cute.make_layout(tensor.shape[:2], stride=(tensor.stride[0], 1)))
-    box = cute.make_layout((1, across), stride=(across, 1))
+    box = cute.make_layout((1, width), stride=(width, 1))
     layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
-    return tuple(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), flat, layout, (1, across)))
+    return tuple(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), flat, layout, (1, width)))
 
 
-def described(atom: Any) -> Int64:
-    """The address of the copy engine's description of a tensor."""
+def tma_descriptor_address(atom: Any) -> Int64:
+    """The address of an atom's TMA descriptor."""
     field = ir.Attribute.parse("#cute_nvgpu.atom_copy_field_tmaload<tma_descriptor_ptr>")
-    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
-    return nvgpu.atom_get_value(kind, nvgpu.atom_make_exec_tma(atom._trait.value), field).toint()
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
+    return nvgpu.atom_get_value(pointer, nvgpu.atom_make_exec_tma(atom._trait.value), field).toint()
 
 
-def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> cute.Tensor:
-    """An operand (rows, k, 1) with the size that the product sees: lines by number are as many as there are numbers."""
+def gathered_view(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> cute.Tensor:
+    """An operand (rows, k, 1) with the shape that the GEMM sees: one line per entry of the index tensor."""
     if index is None:
         return tensor
     rows, k, batch = tensor.shape
@@ -211,103 +221,107 @@ def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> c
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
 
 
-class Gather:
-    """The lines of all ``sources`` for the tiles of a ``feed``, of k tiles ``depth`` deep, into the buffers of a ring.
+class GatherProducer:
+    """The producer warps of gathered operands: ``sources`` for the tiles of a ``scheduler``, k tiles ``tile_k`` deep.
 
-    WARPS warps serve, and bring the ``factors`` of k tiles too, where there are some. Boxes are counted by the copy
-    engine. Else each thread arrives at a buffer's barrier when its copies are done; who reads the buffer by another
-    proxy needs a fence then. Or each warp does, by ``arrive``, after a fence of its own, at a barrier of another CTA,
-    which no copy reaches; that fence waits for later copies too.
+    GATHER_WARPS warps also load the ``scales`` of k tiles, if any. TMA loads complete on the full barrier. After
+    ``cp.async``, each thread arrives on the full barrier with ``cp.async.mbarrier.arrive.noinc``, and consumers need a
+    proxy fence. With ``arrive``, each warp instead waits for its copies, fences and arrives on another CTA's barrier,
+    which ``cp.async`` cannot signal; that fence also waits for later copies.
     """
 
     def __init__(
         self,
-        sources: tuple[Lines, ...],
-        ring: Ring,
-        feed: Feed,
-        depth: int,
+        sources: tuple[CpAsyncGather, ...],
+        pipeline: MbarrierPipeline,
+        scheduler: TileScheduler,
+        tile_k: int,
         arrive: Callable[[Any], None] | None,
-        factors: Factors | None = None,
+        scales: ScaleFactorPipeline | None = None,
     ) -> None:
-        self.sources, self.ring, self.feed, self.depth, self.arrive = sources, ring, feed, depth, arrive
-        self.factors, self.boxes = factors, isinstance(sources[0], Boxes)
-        self.ahead = min(max(ring.stages - 2, 1), IN_FLIGHT - 1)  # k tiles in flight when one's are waited for
+        self.sources, self.pipeline, self.scheduler, self.tile_k = sources, pipeline, scheduler, tile_k
+        self.arrive, self.scales, self.uses_tma = arrive, scales, isinstance(sources[0], TmaRowGather)
+        self.lookahead = min(max(pipeline.stages - 2, 1), MAX_IN_FLIGHT - 1)  # k tiles in flight behind a waited one
 
     @cute.jit
-    def serve(self, warp: Int32, begins: cutlass.Constexpr[Callable[[Any], Any]]) -> None:
-        """One warp of WARPS. ``begins`` tells the first row of A and of B of a tile."""
-        ring, depth = self.ring, const_expr(self.depth)
+    def run(self, warp: Int32, tile_origin: cutlass.Constexpr[Callable[[Any], Any]]) -> None:
+        """One of GATHER_WARPS producer warps. ``tile_origin``: the first row of A and of B of a work tile."""
+        pipeline, tile_k = self.pipeline, const_expr(self.tile_k)
         self.start(warp)
-        stage, phase, oldest, waiting = Int32(0), Int32(1), Int32(0), Int32(0)
-        buffer = (Int32(0), Int32(1))  # in the ring of factors
-        cursor = self.feed.first()
-        while self.feed.more(cursor):
-            work = self.feed.work(cursor)
-            rows = begins(work)
+        stage, phase, oldest, in_flight = Int32(0), Int32(1), Int32(0), Int32(0)
+        scale_state = (Int32(0), Int32(1))  # stage and phase in the scale factor pipeline
+        cursor = self.scheduler.initial_work()
+        while self.scheduler.is_valid(cursor):
+            work = self.scheduler.work_tile(cursor)
+            rows = tile_origin(work)
+            # (1) Load the indices of the tile's rows.
             if work.k < work.k_end:
-                self.begin(rows, work)
-            if const_expr(self.factors is not None):
-                place = self.factors.begin(rows, work)
-            for k in cutlass.range(work.k_tiles(depth), unroll=1):
-                cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                self.copy(rows, work, work.k + k * depth, stage)
-                if const_expr(self.factors is not None):
-                    self.factors.bring_side(warp, place, work.k + k * depth, *buffer)
-                    buffer = advanced(self.factors.ring, *buffer)
+                self.begin_tile(rows, work)
+            if const_expr(self.scales is not None):
+                scale_coord = self.scales.begin_tile(rows, work)
+            for k in cutlass.range(work.k_tiles(tile_k), unroll=1):
+                # (2) Acquire a stage and issue the copies of a k tile and of its scale factors.
+                cute.arch.mbarrier_wait(pipeline.empty + stage, phase)
+                self.copy(rows, work, work.k + k * tile_k, stage)
+                if const_expr(self.scales is not None):
+                    self.scales.load_own_operand(warp, scale_coord, work.k + k * tile_k, *scale_state)
+                    scale_state = advance(self.scales.pipeline, *scale_state)
+                # (3) Signal the full barrier, directly or once the copies of an earlier k tile are complete.
                 if const_expr(self.arrive is None):
-                    if const_expr(not self.boxes):
-                        cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+                    if const_expr(not self.uses_tma):
+                        cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full + stage)
                 else:
                     cute.arch.cp_async_commit_group()
-                    if waiting == self.ahead:
-                        self.hand_over(self.ahead)
-                        self.arrive(ring.full + oldest)
-                        oldest, _ = advanced(ring, oldest, Int32(0))
+                    if in_flight == self.lookahead:
+                        self.wait_and_fence(self.lookahead)
+                        self.arrive(pipeline.full + oldest)
+                        oldest, _ = advance(pipeline, oldest, Int32(0))
                     else:
-                        waiting += 1
-                stage, phase = advanced(ring, stage, phase)
+                        in_flight += 1
+                stage, phase = advance(pipeline, stage, phase)
             if const_expr(self.arrive is not None and self.sources[0].along_k):
-                if (work.k >= work.k_end) & (waiting > 0):
-                    # Nothing here pushes on what is in flight, and until that is multiplied the feed may give no tiles.
-                    self.hand_over(0)
-                    for _ in cutlass.range(waiting, unroll=1):
-                        self.arrive(ring.full + oldest)
-                        oldest, _ = advanced(ring, oldest, Int32(0))
-                    waiting = Int32(0)
-            cursor = self.feed.next(cursor)
-        if const_expr(not self.boxes):
-            self.hand_over(0)
+                if (work.k >= work.k_end) & (in_flight > 0):
+                    # An empty group issues no copies that would retire earlier ones, and the scheduler may not advance
+                    # until their k tiles have been consumed.
+                    self.wait_and_fence(0)
+                    for _ in cutlass.range(in_flight, unroll=1):
+                        self.arrive(pipeline.full + oldest)
+                        oldest, _ = advance(pipeline, oldest, Int32(0))
+                    in_flight = Int32(0)
+            cursor = self.scheduler.advance_to_next_work(cursor)
+        if const_expr(not self.uses_tma):
+            self.wait_and_fence(0)
         if const_expr(self.arrive is not None):
-            for _ in cutlass.range(waiting, unroll=1):
-                self.arrive(ring.full + oldest)
-                oldest, _ = advanced(ring, oldest, Int32(0))
+            for _ in cutlass.range(in_flight, unroll=1):
+                self.arrive(pipeline.full + oldest)
+                oldest, _ = advance(pipeline, oldest, Int32(0))
 
     def start(self, warp: Int32) -> None:
-        """Before all: what a lane copies."""
+        """Once per warp: what each lane copies."""
         for source in self.sources:
             source.start(warp)
-        if self.factors is not None:
-            self.factors.start()
+        if self.scales is not None:
+            self.scales.start()
 
-    def begin(self, rows: tuple[Int32, Int32], work: Any) -> None:
-        """Before a tile's first k tile."""
+    def begin_tile(self, rows: tuple[Int32, Int32], work: Any) -> None:
+        """Before a tile's first k tile: loads the indices of its rows, or of its first k."""
         for source in self.sources:
-            first, end = (work.k, work.k_end) if source.along_k else (rows[source.side], work.end)
-            source.read(first, end)
+            first, end = (work.k, work.k_end) if source.along_k else (rows[source.operand], work.end)
+            source.load_indices(first, end)
             if not source.along_k:
-                source.keep(first, end)
+                source.store_indices(first, end)
 
     def copy(self, rows: tuple[Int32, Int32], work: Any, k: Int32, stage: Int32) -> None:
-        """Starts the copies of a k tile; where lines are along k, reads the numbers of the next one's meanwhile."""
+        """Issues the copies of a k tile; if k is gathered, loads the indices of the next k tile meanwhile."""
         for source in self.sources:
             if source.along_k:
-                source.keep(k, work.k_end)
-            source.copy(rows[source.side] if source.along_k else k, stage)
+                source.store_indices(k, work.k_end)
+            source.copy(rows[source.operand] if source.along_k else k, stage)
             if source.along_k:
-                source.read(k + self.depth, work.k_end)
+                source.load_indices(k + self.tile_k, work.k_end)
 
-    def hand_over(self, left: int) -> None:
-        """Waits for all copies but those of the last ``left`` k tiles: what they wrote is the tensor cores' now."""
-        cute.arch.cp_async_wait_group(left)
+    def wait_and_fence(self, pending: int) -> None:
+        """Waits for all copies but those of the last ``pending`` k tiles, and makes them visible to the async proxy."""
+        cute.arch.cp_async_wait_group(pending)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

@@ -1,4 +1,4 @@
-"""A and B on their way from global to shared memory, tile by tile: what is the same on all architectures."""
+"""TMA loads of A and B, tile by tile: what is the same on all architectures."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from cutlass import Float32, Int32, TFloat32
 
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import clipped, granule, woven, woven_rows
+from cudnn_kernels.pipeline.tma import concat_glu_shape, concat_glu_view, ragged_coord, ragged_step
 
 
 class TileOperand(ABC):
-    """One argument of the kernel that the copy engine brings to shared memory: of the side 0, A, or 1, B.
+    """An argument of the kernel that TMA loads: A (``operand_index`` 0) or B (1).
 
-    Where k ``clips``, tiles along k end where experts do. The copy engine rounds float32 to tf32, to nearest; the
-    tensor cores would truncate.
+    With ``ragged_k``, groups may end in the middle of a k tile. TMA rounds float32 to tf32 to nearest; the tensor cores
+    would truncate.
     """
 
-    def __init__(self, c: GemmConfiguration, side: int, clips: bool) -> None:
-        self.c, self.side, self.clips, self.depth = c, side, clips, c.tile[2]
-        self.operand, self.name = (c.a, c.b)[side], "ab"[side]
+    def __init__(self, c: GemmConfiguration, operand_index: int, ragged_k: bool) -> None:
+        self.c, self.operand_index, self.ragged_k, self.tile_k = c, operand_index, ragged_k, c.tile[2]
+        self.operand, self.name = (c.a, c.b)[operand_index], "ab"[operand_index]
         self.element = DTYPES[self.operand.dtype]
-        self.kind = TFloat32 if self.element == Float32 else None
-        self.halves = bool(side) and c.halves
+        self.tma_dtype = TFloat32 if self.element == Float32 else None
+        self.concat_glu = bool(operand_index) and c.concat_glu
 
     @property
     def rows(self) -> Any:
         """The shape of a tile's rows, as modes of the view."""
-        return woven_rows(self.c.tile[1], self.c.block) if self.halves else self.c.tile[self.side]
+        return concat_glu_shape(self.c.tile[1], self.c.block) if self.concat_glu else self.c.tile[self.operand_index]
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """The tensor as tiles take it."""
-        return woven(tensor, self.c.block) if self.halves else tensor
+        """The tensor in the order of the GEMM's rows."""
+        return concat_glu_view(tensor, self.c.block) if self.concat_glu else tensor
 
-    def part(self, tensor: cute.Tensor, row: Int32, k: Int32, k_end: Int32, last: Any) -> cute.Tensor:
-        """The tile of the copy engine's view that begins at a row and a k, of the last index ``last``."""
-        if self.clips:
-            k, last = clipped(k, k_end, self.depth, granule(self.element, self.operand.major == "k"))
-        moved = cute.domain_offset((row, k, 0), tensor)
-        return cute.local_tile(moved, (self.rows, self.depth), (0, 0, last))
+    def tile_at(self, tensor: cute.Tensor, row: Int32, k: Int32, k_end: Int32, batch: Any) -> cute.Tensor:
+        """The tile of the TMA coordinate tensor that begins at a row and a k, at the coordinate ``batch``."""
+        if self.ragged_k:
+            k, batch = ragged_coord(k, k_end, self.tile_k, ragged_step(self.element, self.operand.major == "k"))
+        shifted = cute.domain_offset((row, k, 0), tensor)
+        return cute.local_tile(shifted, (self.rows, self.tile_k), (0, 0, batch))
 
     @abstractmethod
     def layout(self, stages: int) -> Any:
-        """The ring of tiles in shared memory."""
+        """The layout of the stages in shared memory."""
 
     @abstractmethod
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        """The copy engine's atom and view of the operand."""
+    def tma_atom(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        """The TMA atom and the TMA coordinate tensor of the operand."""
 
     @abstractmethod
     def bits(self) -> int:
-        """Of a tile in one CTA."""
+        """Bits of a tile in one CTA."""
 
     @abstractmethod
-    def place(self, row: int, k: int) -> int:
-        """Where an element (row, k) of what a CTA has of a tile lies in the first buffer."""
+    def smem_offset(self, row: int, k: int) -> int:
+        """The position of an element (row, k) of the CTA's tile in the first stage."""
 
     def allocate(self, smem: Any, stages: int) -> cute.Tensor:
-        """The ring."""
+        """Allocates the stages."""
         layout = self.layout(stages)
         return smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)

@@ -1,4 +1,4 @@
-"""Rows of elements of 16 bits, of which a thread loads or stores 16 bytes at a time."""
+"""Vectorized access to rows of 16-bit elements: 16 bytes per load or store."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import cutlass.cute as cute
 VECTOR = 8  # elements
 
 
-def load(line: cute.Tensor, number: Any) -> cute.Tensor:
-    """The elements of a row, 16 bytes by their number."""
-    values = cute.make_rmem_tensor(VECTOR, line.element_type)
-    cute.autovec_copy(cute.local_tile(line, (VECTOR,), (number,)), values)
+def load(row: cute.Tensor, index: Any) -> cute.Tensor:
+    """Loads the vector with an index of a row."""
+    values = cute.make_rmem_tensor(VECTOR, row.element_type)
+    cute.autovec_copy(cute.local_tile(row, (VECTOR,), (index,)), values)
     return values
 
 
-def store(values: Any, line: cute.Tensor, number: Any) -> None:
-    """Rounds values, and stores them."""
-    rounded = cute.make_rmem_tensor(VECTOR, line.element_type)
-    rounded.store(values.to(line.element_type))
-    cute.autovec_copy(rounded, cute.local_tile(line, (VECTOR,), (number,)))
+def store(values: Any, row: cute.Tensor, index: Any) -> None:
+    """Rounds values and stores them as the vector with an index of a row."""
+    rounded = cute.make_rmem_tensor(VECTOR, row.element_type)
+    rounded.store(values.to(row.element_type))
+    cute.autovec_copy(rounded, cute.local_tile(row, (VECTOR,), (index,)))

@@ -1,4 +1,4 @@
-"""wgmma's instructions and what a thread holds of their result."""
+"""wgmma: instructions, fragments of operands and accumulators, and the MMAs of attention."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 @dataclass(frozen=True)
 class WgmmaRows(RowLayout):
-    """Rows of accumulators: of each 64, a warp has 16 and a thread two, 8 apart; four threads share them."""
+    """The rows of a wgmma accumulator: of each 64, a warp has 16 and a thread two, 8 apart; four lanes share a row."""
 
-    neighbours: int = 4
+    lanes_per_row: int = 4
     run: int = 2
     matrices: bool = True
 
@@ -33,23 +33,23 @@ class WgmmaRows(RowLayout):
     def row(self, thread: Int32, slot: int) -> Int32:
         return slot // 2 * 64 + thread // 32 * 16 + thread % 32 // 4 + slot % 2 * 8
 
-    def store(self, acc: cute.Tensor, slot: int, line: cute.Tensor, thread: Int32, factor: Any = None) -> None:
-        """Writes a thread's values of one of two rows to a row in memory, pair by pair: times a factor, rounded."""
-        order, pair = self.order(2 * cute.size(acc), slot), cute.make_rmem_tensor(self.run, line.element_type)
-        for place in range(0, len(order), self.run):
+    def store(self, acc: cute.Tensor, slot: int, target: cute.Tensor, thread: Int32, factor: Any = None) -> None:
+        """Stores a thread's values of a row slot to a row in memory, pair by pair, times a factor and rounded."""
+        order, pair = self.order(2 * cute.size(acc), slot), cute.make_rmem_tensor(self.run, target.element_type)
+        for position in range(0, len(order), self.run):
             for i in range(self.run):
-                value = acc[order[place + i]]
-                pair[i] = (value if factor is None else value * factor).to(line.element_type)
-            cute.autovec_copy(pair, cute.local_tile(line, (self.run,), (self.column(thread, place) // self.run,)))
+                value = acc[order[position + i]]
+                pair[i] = (value if factor is None else value * factor).to(target.element_type)
+            cute.autovec_copy(pair, cute.local_tile(target, (self.run,), (self.column(thread, position) // self.run,)))
 
 
 class MmaTF32Op(base.MmaOp):
-    """The instruction for tf32, which the DSL's own list lacks: both operands K-major."""
+    """wgmma for tf32, which the DSL does not provide: both operands K-major."""
 
     descriptive_name = "warpgroup TF32 MMA Operation"
 
     def _make_trait(self, *, loc: Any = None, ip: Any = None, **_: Any) -> base.MmaTraits:
-        kind = cute_nvgpu.MmaAtomSM90Type.get(
+        atom_type = cute_nvgpu.MmaAtomSM90Type.get(
             _pack_shape(self.shape_mnk, loc=loc, ip=ip).type.attribute,
             self.a_major_mode._to_ir(),
             self.b_major_mode._to_ir(),
@@ -58,7 +58,7 @@ class MmaTF32Op(base.MmaOp):
             self.acc_dtype.mlir_type,
             self.a_src._to_ir(),
         )
-        return base.MmaTraits(base.make_atom(kind, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
+        return base.MmaTraits(base.make_atom(atom_type, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
 
 
 def mma_operation(
@@ -69,7 +69,7 @@ def mma_operation(
     b_major: OperandMajorMode,
     source: Any = warpgroup.OperandSource.SMEM,
 ) -> Any:
-    """The instruction for B in shared memory, 64 rows and ``width`` columns, accumulating in float32."""
+    """The wgmma of 64 rows and ``width`` columns with B in shared memory and float32 accumulators."""
     if a.width == 16:
         return warpgroup.MmaF16BF16Op(a, Float32, (64, width, 16), source, a_major, b_major)
     if a.width == 8:
@@ -78,14 +78,14 @@ def mma_operation(
 
 
 def opaque(word: Int32) -> Int32:
-    """The same value, of which the compiler knows nothing."""
+    """An optimization barrier: the same value, opaque to the compiler."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 
 def register_operand(mma: Any, values: cute.Tensor, shape: tuple[int, int]) -> cute.Tensor:
-    """A product's rounded values as operand A of another: an accumulator's registers are an operand's, in this order.
+    """Rounded accumulators as operand A of another MMA: their register layout is that of operand A.
 
-    Opaque: else the compiler rounds after the fence before the product.
+    The values are opaque: otherwise the compiler rounds them after the fence that precedes the MMA.
     """
     words = cute.recast_tensor(values, Int32)
     fixed = cute.make_rmem_tensor(cute.size(words), Int32)
@@ -96,11 +96,10 @@ def register_operand(mma: Any, values: cute.Tensor, shape: tuple[int, int]) -> c
 
 
 @dataclass(frozen=True)
-class Product:
-    """A B^T of a warpgroup: of ``rows`` and ``columns``, in 16 or 8 bits, summed in float32. Plain data.
+class WarpgroupMma:
+    """acc (+)= A B^T by one warpgroup: ``rows`` and ``columns``, 16-bit or 8-bit operands. Plain data.
 
-    ``a`` and ``b`` say what follows each other in memory: elements along K, or rows of A, columns of A B^T. With
-    ``registers``, A is there, not in shared memory.
+    ``a`` and ``b`` are the majors of the operands. With ``registers``, A is in registers instead of shared memory.
     """
 
     dtype: Any
@@ -111,36 +110,36 @@ class Product:
     registers: bool = False
 
     def mma(self) -> cute.TiledMma:
-        """The instruction, one for each use: to accumulate or not is a value of its own."""
+        """A new tiled MMA for each use: its accumulate flag is an IR value."""
         source = warpgroup.OperandSource.RMEM if self.registers else warpgroup.OperandSource.SMEM
         return cute.make_tiled_mma(mma_operation(self.dtype, self.dtype, self.columns, self.a, self.b, source))
 
-    def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
-        """A in shared memory, (rows, k, ..), or registers for it: see :meth:`read`."""
+    def fragment_a(self, tensor: cute.Tensor, thread: Int32) -> Any:
+        """The fragment of A, (rows, k, ...), in shared memory, or registers to be filled by :meth:`load_a`."""
         mma = self.mma()
         if self.registers:
             return cute.make_rmem_tensor(mma.partition_shape_A(tensor.shape), self.dtype)
         return mma.make_fragment_A(mma.get_slice(thread).partition_A(tensor))
 
-    def read(self, a: Any, tensor: cute.Tensor, thread: Int32) -> None:
-        """Copies A from shared memory, (rows, k), where it is an operand from registers."""
+    def load_a(self, a: Any, tensor: cute.Tensor, thread: Int32) -> None:
+        """Loads A, (rows, k), from shared memory to registers, if it is a register operand."""
         if self.registers:
             cute.autovec_copy(self.mma().get_slice(thread).partition_A(tensor), a)
 
-    def right(self, tensor: cute.Tensor, thread: Int32) -> Any:
-        """B, (columns, k, ..)."""
+    def fragment_b(self, tensor: cute.Tensor, thread: Int32) -> Any:
+        """The fragment of B, (columns, k, ...), in shared memory."""
         mma = self.mma()
         return mma.make_fragment_B(mma.get_slice(thread).partition_B(tensor))
 
     def accumulator(self) -> cute.Tensor:
-        """A thread's sums."""
+        """A thread's accumulators."""
         return cute.make_rmem_tensor(self.mma().partition_shape_C((self.rows, self.columns)), Float32)
 
-    def put(
+    def r2s(
         self, values: cute.Tensor, target: cute.Tensor, thread: Int32, transposed: bool = False, matrices: int = 4
     ) -> None:
-        """Writes rounded sums to a tile in shared memory, (rows, columns): so many ``matrices`` of 8 x 8 at once, or
-        pairs of 8 bits. ``transposed``: rows follow each other there.
+        """Copies rounded accumulators to a tile in shared memory, (rows, columns), by stmatrix with ``matrices`` 8 x 8
+        matrices, or by pairs of 8-bit values. ``transposed``: rows are contiguous there.
         """
         dtype = values.element_type
         pairs = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=16)
@@ -154,22 +153,22 @@ class Product:
         a: Any,
         b: Any,
         adds: bool,
-        part: slice = slice(None),
+        k_blocks: slice = slice(None),
         between: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Issues the product, or its addition to ``acc``, or a ``part`` of its instructions, as a group of its own.
+        """Issues the MMA, accumulating to ``acc`` if ``adds``, for some of its ``k_blocks``, and commits it as a group.
 
-        A warp can issue but few instructions before it waits for the first. So it does what work there is ``between``
-        them, spread evenly.
+        A warp can issue only a few wgmma before it waits for the first, so the callbacks ``between`` run interleaved
+        with them.
         """
-        mma, chosen, done = self.mma(), range(cute.size(a, mode=[2]))[part], 0
-        if chosen.start == 0:  # later parts follow the first one without any work on their registers
+        mma, chosen, done = self.mma(), range(cute.size(a, mode=[2]))[k_blocks], 0
+        if chosen.start == 0:  # later k blocks follow without register accesses in between
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, adds)
-        for number, k in enumerate(chosen, 1):
+        for issued, k in enumerate(chosen, 1):
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
-            due = number * len(between) // len(chosen)
+            due = issued * len(between) // len(chosen)
             for work in between[done:due]:
                 work()
             done = due

@@ -1,8 +1,8 @@
-"""Which tile is next, and what it is made of: plain data, part of a kernel's configuration.
+"""Tile schedules: how a GEMM's tiles are grouped (dense, varlen_m, varlen_k) and rastered. Plain data, part of a
+kernel's configuration.
 
-A schedule is an order, strips of tiles that stay in the L2 cache together, times a grouping: none, rows by expert, or
-k by expert. How each one finds tiles is in ``cudnn_kernels.schedule.tiles``; how the roles of a kernel learn of them
-is in ``cudnn_kernels.schedule.feed``.
+``cudnn_kernels.schedule.tile_maps`` maps tile indices to tiles, ``cudnn_kernels.schedule.tile_scheduler`` is the
+persistent tile scheduler of the kernels.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from cudnn_kernels.signature import Tensor, vector
 class Schedule:
     """``b``, ``d`` and ``groups`` name the sizes that count the matrices of B, of the outputs, and the groups.
 
-    ``aligned``: every group's rows are a multiple of as many; 0: a group has all rows. ``searches``: to find a tile
-    takes so long that one warp does it for all. ``splits_k``: groups have parts of k, and each has scale factors of its
-    own. ``strip``: rows of tiles that are taken together. ``sideways`` as of :class:`GroupedRows`.
+    ``row_alignment``: the rows of every group are a multiple of it; 0: all rows are one group. ``searches``: finding a
+    tile takes a search, which a scheduler warp does for the CTA. ``varlen_k``: groups are ranges of k, each with
+    separate scale factors. ``swizzle_size``: rows of tiles that are rastered together. ``split_tail_n``: see
+    :class:`VarlenM`.
     """
 
-    strip: int = 8
-    sideways: ClassVar[bool] = False
-    aligned: ClassVar[int] = 0
+    swizzle_size: int = 8
+    split_tail_n: ClassVar[bool] = False
+    row_alignment: ClassVar[int] = 0
     b: ClassVar[str] = "l"
     d: ClassVar[str] = "l"
     groups: ClassVar[str] = "l"
     searches: ClassVar[bool] = False
-    splits_k: ClassVar[bool] = False
+    varlen_k: ClassVar[bool] = False
 
     def slots(self) -> tuple[Tensor, ...]:
-        """Its arguments of the kernel."""
+        """The schedule's arguments of the kernel."""
         return ()
 
 
 @dataclass(frozen=True)
 class Dense(Schedule):
-    """One product, or a batch of them along l."""
+    """One GEMM, or a batch along l."""
 
 
 @dataclass(frozen=True)
 class Grouped(Schedule):
-    """A product for each expert. ``offsets``, int32 (experts,), says where each one's rows, or its part of k, end."""
+    """A GEMM for each group (expert). ``offsets``, int32 (experts,), has the end of each group's rows, or k."""
 
     offsets: str = "offsets"
     groups: ClassVar[str] = "experts"
@@ -54,34 +55,33 @@ class Grouped(Schedule):
 
 
 @dataclass(frozen=True)
-class GroupedRows(Grouped):
-    """The rows of A belong to experts, one after the other, and each expert has a B: those along l.
+class VarlenM(Grouped):
+    """varlen_m: groups are consecutive ranges of the rows of A, and each group has a matrix B, along l.
 
-    Experts end at any multiple of ``aligned``, and may have no rows. Rows beyond the last one are not touched. Tiles
-    begin where experts do; what reaches into the next expert is not stored. It costs less where nothing does: where the
-    rows of a cluster's tiles divide ``aligned``.
+    Groups end at multiples of ``row_alignment``, and may be empty. Rows beyond the last group are not accessed. Tiles
+    begin where groups do; rows of a tile that belong to the next group are not stored. It costs less without such rows:
+    if the rows of a cluster's tiles divide ``row_alignment``.
 
-    ``sideways``, for clusters of two rows of CTAs: if an expert's rows of tiles are odd in number, the CTAs take those
-    of the last row side by side and share A, where else one of them would have nothing to do.
+    ``split_tail_n``, for clusters of two rows of CTAs: if a group has an odd number of CTA rows of tiles, both CTAs of
+    the cluster take the tail row, next to each other along n, and share A. Otherwise one of them would idle.
     """
 
-    aligned: int = 1
-    sideways: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    row_alignment: int = 1
+    split_tail_n: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
     b: ClassVar[str] = "experts"
 
 
 @dataclass(frozen=True)
-class GroupedK(Grouped):
-    """The columns of A and B along k belong to experts, one after the other: each has a product of its own, along l of
-    the outputs.
+class VarlenK(Grouped):
+    """varlen_k: groups are consecutive ranges of k of A and B, and each group has an output matrix, along l.
 
-    Experts end at any k if A and B are MN-major, at multiples of 16 bytes if one is K-major: the copy engine can begin
-    nowhere else, and where an expert does, the kernel ends with an illegal instruction. An expert that has none gets
-    zeros. k beyond the last one is not read.
+    Groups end at any k if A and B are MN-major, at multiples of 16 bytes if one is K-major: TMA can begin nowhere else,
+    and a misaligned group ends the kernel with an illegal instruction. An empty group gets zeros. k beyond the last
+    group is not read.
 
-    Scale factors are a tensor of bytes, (count,): those of one expert after the other, in atoms of 128 rows x 4 blocks,
-    an expert's rows of atoms one after the other. All experts but the last have multiples of 4 blocks.
+    Scale factors are a tensor of bytes, (count,): those of one group after the other, in atoms of 128 rows x 4 blocks,
+    each group's rows of atoms one after the other. All groups but the last have multiples of 4 blocks.
     """
 
     d: ClassVar[str] = "experts"
-    splits_k: ClassVar[bool] = True
+    varlen_k: ClassVar[bool] = True

@@ -1,20 +1,23 @@
-"""Attention on Blackwell, backward, without sums that several CTAs add to.
+"""Attention backward on Blackwell, without atomics: dQ, and dK with dV, in separate kernels of the same form.
 
-    P = exp(scale Q K^T - LSE)   dP = dO V^T   dS = P (dP - D)   D = the sum of O dO over a row
-    dQ = scale dS K              dK = scale dS^T Q               dV = P^T dO
+    S = Q K^T, P = exp(scale S - LSE), dP = dO V^T, dS = P * (dP - dPsum), dPsum = rowsum(dO * O)
+    dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO
 
-All gradients are the same computation. A CTA has 128 rows, of queries for dQ and of keys for the others, and goes
-through blocks of 64 columns, of keys or of queries: S, and dP where it is needed, are products of the rows with the
-block; P or dS are multiplied by the block again and added up. Results are the same from call to call. The mask of keys
-that see queries is that of queries that see keys, turned.
+A CTA owns 128 rows (queries for dQ, keys for dK and dV) and loops over blocks of 64 columns (keys, or queries): S and,
+if dS is needed, dP are MMAs of the rows with the block; P or dS times the block is accumulated. Results are
+deterministic. The mask of the dK/dV kernel is the transposed one.
 
-S and dP are in tensor memory, a row in a thread's lane. P and dS go back to where they were, in 16 bits, and are left
-operands from there. Two buffers of S and dP let the tensor cores compute one while the other becomes dS; they take half
-of tensor memory. The other half has the sums: dK and dV together, for heads of up to 128 elements, so that seven
-products do, in two kernels. Longer heads take a kernel for each, and eight products. A pair of CTAs would have room.
+Warps: warps 0 to 3 compute (a thread per row, a lane of tensor memory), warp 4 issues all tcgen05.mma, warp 5 TMA
+loads.
 
-D and LSE, times log2(e), are in the workspace: of each sequence whole tiles of rows, so that 16 bytes can be loaded at
-a time.
+Tensor memory: S and dP have 2 stages, which take half of it; P and dS in 16 bits overwrite them and are A operands (TS
+MMA). The other half has accumulators: dK and dV together up to head_dim 128 (seven GEMMs in two kernels), else a kernel
+for each (eight GEMMs). A CTA pair would have room for both.
+
+Pipelines: each of the two column operands has 1 or 2 stages (full: TMA bytes; empty: tcgen05.commit). Mbarriers: rows
+full; by stage, S and dP full (commit), P and dS full (compute warps); accumulators done (commit).
+
+LSE * log2(e) and dPsum are in the workspace, where each sequence has whole tiles of rows: 16-byte loads need no bounds.
 
 No Blackwell was at hand: correct in the emulator, never timed.
 """
@@ -31,29 +34,35 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import GradientsConfiguration, sequences
-from cudnn_kernels.attention.around import prepare
-from cudnn_kernels.attention.backward import Block, Work, block_of, place_of, work_of
-from cudnn_kernels.attention.softmax import Scale, cap
+from cudnn_kernels.attention import GradientsConfiguration, seqlen_info
+from cudnn_kernels.attention.backward import (
+    BlockInfo,
+    BwdSchedulerParams,
+    block_info,
+    make_scheduler_params,
+    step_coord,
+)
+from cudnn_kernels.attention.flash_bwd_preprocess import preprocess
+from cudnn_kernels.attention.softmax import Scale, apply_softcap
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
-from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline import barriers, ring
+from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline import barriers, mbarrier_pipeline
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
-from cudnn_kernels.pipeline.copy import fetch, partition
+from cudnn_kernels.pipeline.tma import partition_tile, tma_load
 from cudnn_kernels.shared_memory import BARRIERS
 from cudnn_kernels.sm100 import tensor_memory
-from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, Product, TensorMemoryRows, commit
+from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, Umma, commit
 
-ROWS = LANES  # of a CTA
-BLOCK = 64  # columns of a step
-THREADS = 256  # four warps that compute; of four others, one loads and one multiplies
+TILE_M = LANES  # rows of a CTA
+TILE_N = 64
+THREADS = 256  # four compute warps, the MMA warp, the load warp, two idle warps
 MMA_WARP, LOAD_WARP = 4, 5
-BUFFERS = 2  # of S, and of dP
-READY = {"rows": (1, 1), "s": (BUFFERS, 1), "p": (BUFFERS, ROWS // 32), "done": (1, 1)}
-"""Barriers of the rows' operands, of S with dP, of P with dS, and of the sums."""
-SUMS = COLUMNS - BUFFERS * 2 * BLOCK  # columns of tensor memory for sums
+S_STAGES = 2  # of S and of dP
+MBARRIER_COUNTS = {"rows": (1, 1), "s": (S_STAGES, 1), "p": (S_STAGES, TILE_M // 32), "done": (1, 1)}
+"""Mbarriers of the rows' operands, of S with dP, of P with dS, and of the accumulators: (number, arrivals)."""
+ACC_COLUMNS = COLUMNS - S_STAGES * 2 * TILE_N  # columns of tensor memory for accumulators
 
 
 class AttentionBackward(Kernel):
@@ -61,234 +70,259 @@ class AttentionBackward(Kernel):
 
     def __init__(self, configuration: GradientsConfiguration) -> None:
         super().__init__(configuration)
-        if configuration.tile != (ROWS, BLOCK):
-            raise ValueError(f"{configuration}: tiles are ({ROWS}, {BLOCK})")
+        if configuration.tile != (TILE_M, TILE_N):
+            raise ValueError(f"{configuration}: tiles are ({TILE_M}, {TILE_N})")
 
-    def launch(self, given: Mapping[str, Any]) -> None:
-        c, values = self.c, prepare(self.c, given)
-        of_keys = [("dk", "dv")] if c.head + c.head_v <= SUMS else [("dk",), ("dv",)]  # for which there is room
-        for sums in (("dq",), *of_keys):
-            Gradients(c, sums).launch(given, [values.log_sums, values.products])
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        c, workspace = self.c, preprocess(self.c, arguments)
+        # dK and dV in one kernel if their accumulators fit.
+        kv_passes = [("dk", "dv")] if c.head_dim + c.head_dim_v <= ACC_COLUMNS else [("dk",), ("dv",)]
+        for grads in (("dq",), *kv_passes):
+            Gradients(c, grads).launch(arguments, [workspace.lse_log2, workspace.dpsum])
 
 
 class Gradients:
-    """The kernel for some gradients: ``sums`` over blocks of dS or, for dv, of P, times an operand of the columns.
+    """The kernel of some gradients ``grads``: dS or, for dv, P of all column blocks times a column operand.
 
-    ``rows`` are the left operands of S and, where dS is needed, of dP, ``columns`` the right ones. Of these the first
-    is the factor of dS, the second that of P.
+    ``row_operands`` are the A operands of S and, if dS is needed, of dP; ``col_operands`` the B operands. The first
+    column operand is the factor of dS, the second that of P.
     """
 
     score_rows = TensorMemoryRows()
 
-    def __init__(self, configuration: GradientsConfiguration, sums: tuple[str, ...]) -> None:
+    def __init__(self, configuration: GradientsConfiguration, grads: tuple[str, ...]) -> None:
         c = self.c = configuration
-        self.dtype, self.sums, self.of_queries = DTYPES[c.dtype], sums, "dq" in sums
-        of_queries, of_keys = ("q", "do"), ("k", "v")
-        rows, self.columns = (of_queries, of_keys) if self.of_queries else (of_keys, of_queries)
-        self.rows = rows[:1] if sums == ("dv",) else rows
-        widths = {"q": c.head, "k": c.head, "v": c.head_v, "do": c.head_v}
-        self.factors = [int(x == "dv") for x in sums]  # numbers among the columns' operands
-        self.widths = [widths[self.columns[i]] for i in self.factors]  # of sums
-        size = self.dtype.width // 8
-        first, second = (widths[x] * BLOCK for x in self.columns)
-        free = SHARED_MEMORY - BARRIERS - (sum(widths[x] for x in self.rows) * ROWS + 2 * first) * size
-        self.stages = 2, min(2, free // (second * size))
+        self.dtype, self.grads, self.is_dq = DTYPES[c.dtype], grads, "dq" in grads
+        query_operands, kv_operands = ("q", "do"), ("k", "v")
+        row_operands, self.col_operands = (query_operands, kv_operands) if self.is_dq else (kv_operands, query_operands)
+        self.row_operands = row_operands[:1] if grads == ("dv",) else row_operands
+        widths = {"q": c.head_dim, "k": c.head_dim, "v": c.head_dim_v, "do": c.head_dim_v}
+        self.rhs_idx = [int(x == "dv") for x in grads]
+        self.acc_widths = [widths[self.col_operands[i]] for i in self.rhs_idx]
+        elem_bytes = self.dtype.width // 8
+        first_bytes, second_bytes = (widths[x] * TILE_N for x in self.col_operands)
+        free_bytes = (
+            SHARED_MEMORY
+            - BARRIERS
+            - (sum(widths[x] for x in self.row_operands) * TILE_M + 2 * first_bytes) * elem_bytes
+        )
+        self.stages = 2, min(2, free_bytes // (second_bytes * elem_bytes))
         """Buffers of the columns' operands; of the second one, for long heads, there is room for one only."""
-        self.boxes = {x: (ROWS, widths[x], 1) for x in self.rows}
-        self.boxes |= {x: (BLOCK, widths[x], stages) for x, stages in zip(self.columns, self.stages, strict=True)}
+        self.smem_tiles = {x: (TILE_M, widths[x], 1) for x in self.row_operands}
+        self.smem_tiles |= {
+            x: (TILE_N, widths[x], stages) for x, stages in zip(self.col_operands, self.stages, strict=True)
+        }
         """Of every operand's buffer the rows, the elements of a head, and how many tiles it has."""
 
-    def launch(self, given: Mapping[str, Any], values: list) -> None:
-        """Launches it on a call's arguments by name and on LSE * log2(e) and D."""
+    def launch(self, arguments: Mapping[str, Any], row_stats: list) -> None:
+        """Launches the kernel on a call's arguments by name, with LSE * log2(e) and dPsum."""
         c = self.c
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        boxes = [(load, x, rows, width) for x, (rows, width, _) in self.boxes.items()]
-        boxes += [(store, x, ROWS, width) for x, width in zip(self.sums, self.widths, strict=True)]
-        copies = []
-        for op, x, rows, width in boxes:
-            one = cute.slice_(self.layout(rows, width, 1), (None, None, 0))
-            copies.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (rows, width)))
-        work, ctas = work_of(c, given, ROWS, self.of_queries)
-        self.kernel(copies, values, work, Scale(given["scale_softmax"], given.get("softcap"))).launch(
-            grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=given["stream"], min_blocks_per_mp=1
-        )
+        tma_tiles = [(load, x, rows, width) for x, (rows, width, _) in self.smem_tiles.items()]
+        tma_tiles += [(store, x, TILE_M, width) for x, width in zip(self.grads, self.acc_widths, strict=True)]
+        tma_atoms = []
+        for op, x, rows, width in tma_tiles:
+            layout = cute.slice_(self.smem_layout(rows, width, 1), (None, None, 0))
+            tma_atoms.append(
+                cpasync.make_tiled_tma_atom(
+                    op, seqlen_info.ragged_tma_view(arguments[x], c.varlen), layout, (rows, width)
+                )
+            )
+        scheduler, ctas = make_scheduler_params(c, arguments, TILE_M, self.is_dq)
+        self.kernel(
+            tma_atoms, row_stats, scheduler, Scale(arguments["scale_softmax"], arguments.get("softcap"))
+        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=arguments["stream"], min_blocks_per_mp=1)
 
-    def layout(self, rows: int, width: int, stages: int) -> Any:
-        """(rows, elements, stage) of buffers in shared memory, whatever product they are for."""
+    def smem_layout(self, rows: int, width: int, stages: int) -> Any:
+        """(rows, elements, stage) of operands in shared memory, for every MMA that uses them."""
         return sm100.make_smem_layout(OperandMajorMode.K, (rows, width), self.dtype, stages)
 
     @cute.kernel
-    def kernel(self, copies: list, values: list, work: Work, scale: Scale) -> None:
-        """The roles of the warps."""
+    def kernel(self, tma_atoms: list, row_stats: list, scheduler: BwdSchedulerParams, scale: Scale) -> None:
+        """Dispatches the warps to their roles."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        smem = SmemAllocator()
-        layouts = {x: self.layout(*box) for x, box in self.boxes.items()}
-        buffers = {
-            x: smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        allocator = SmemAllocator()
+        layouts = {x: self.smem_layout(*smem_tile) for x, smem_tile in self.smem_tiles.items()}
+        smem = {
+            x: allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for x, layout in layouts.items()
         }
-        b = barriers.allocate(smem, READY)
-        rings = [ring.Ring.allocate(smem, stages) for stages in self.stages]
-        holder = tensor_memory.allocate(smem, warp)
+        mbarriers = barriers.allocate(allocator, MBARRIER_COUNTS)
+        pipelines = [mbarrier_pipeline.MbarrierPipeline.allocate(allocator, stages) for stages in self.stages]
+        holder = tensor_memory.allocate(allocator, warp)
         if thread == 0:
             for i in cutlass.range_constexpr(2):
-                ring.initialise(rings[i], 1, 1)
-            barriers.initialise(b, READY)
-            for i in cutlass.range_constexpr(len(copies)):
-                cpasync.prefetch_descriptor(copies[i][0])
+                mbarrier_pipeline.init_mbarriers(pipelines[i], 1, 1)
+            barriers.init_mbarriers(mbarriers, MBARRIER_COUNTS)
+            for i in cutlass.range_constexpr(len(tma_atoms)):
+                cpasync.prefetch_descriptor(tma_atoms[i][0])
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
-        copied = dict(zip((*self.boxes, *self.sums), copies, strict=True))
-        index, _, _ = cute.arch.block_idx()  # with a causal mask, rows that see most come first
-        block = block_of(self.c, work, index, ROWS, BLOCK, self.of_queries, self.of_queries)
+        tmem_ptr = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
+        tma_atoms_by_name = dict(zip((*self.smem_tiles, *self.grads), tma_atoms, strict=True))
+        index, _, _ = cute.arch.block_idx()  # with a causal mask, rows that see most come first (LPT)
+        block = block_info(self.c, scheduler, index, TILE_M, TILE_N, self.is_dq, self.is_dq)
         if warp == LOAD_WARP:
-            self.load(copied, buffers, b, rings, block)
+            self.load(tma_atoms_by_name, smem, mbarriers, pipelines, block)
         elif warp == MMA_WARP:
-            self.multiply(pointer, buffers, b, rings, block.steps)
+            self.mma(tmem_ptr, smem, mbarriers, pipelines, block.num_steps)
         elif warp < MMA_WARP:
-            if block.row < block.mask.queries:
-                self.compute(pointer, b, block, values, scale, thread)
-                self.store(pointer, buffers, block, copied, scale.scores, thread)
-            tensor_memory.free(pointer, warp, ROWS)
+            if block.row < block.mask.seqlen_q:
+                self.compute_p_ds(tmem_ptr, mbarriers, block, row_stats, scale, thread)
+                self.store_grads(tmem_ptr, smem, block, tma_atoms_by_name, scale.softmax_scale, thread)
+            tensor_memory.free(tmem_ptr, warp, TILE_M)
 
-    name(kernel, "cudnn_attention_gradient_sm100")
+    set_kernel_name(kernel, "cudnn_attention_backward_sm100")
 
     @cute.jit
-    def load(self, copied: dict, buffers: dict, b: dict, rings: list, block: Block) -> None:
-        """One warp: fetches the rows' operands, then those of the columns, block by block."""
-        if block.steps > 0:
+    def load(self, tma_atoms: dict, smem: dict, mbarriers: dict, pipelines: list, block: BlockInfo) -> None:
+        """Load warp: the row operands, then the column operands, block by block."""
+        if block.num_steps > 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(b["rows"], sum(self.bytes(x) for x in self.rows))
-            for x in self.rows:
-                rows = sequences.copied_rows(copied[x][1], block.head, block.batch, block.first_row, block.mask.queries)
-                tile = cute.local_tile(cute.domain_offset((block.row, 0), rows), self.boxes[x][:2], (0, 0))
-                fetch(copied[x][0], tile, buffers[x][None, None, 0], b["rows"])
-        for step in cutlass.range(block.steps, unroll=1):
-            head, number = place_of(block, step)
-            for i, x in enumerate(self.columns):
-                rows = sequences.copied_rows(copied[x][1], head, block.batch, block.first_column, block.mask.keys)
-                tile = cute.local_tile(rows, self.boxes[x][:2], (number, 0))
-                stage = ring.claim(rings[i], step, self.bytes(x))
-                fetch(copied[x][0], tile, buffers[x][None, None, stage], rings[i].full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    mbarriers["rows"], sum(self.tile_bytes(x) for x in self.row_operands)
+                )
+            for x in self.row_operands:
+                rows = seqlen_info.tma_rows(
+                    tma_atoms[x][1], block.head, block.batch, block.row_offset, block.mask.seqlen_q
+                )
+                tile = cute.local_tile(cute.domain_offset((block.row, 0), rows), self.smem_tiles[x][:2], (0, 0))
+                tma_load(tma_atoms[x][0], tile, smem[x][None, None, 0], mbarriers["rows"])
+        for step in cutlass.range(block.num_steps, unroll=1):
+            head, col_block = step_coord(block, step)
+            for i, x in enumerate(self.col_operands):
+                rows = seqlen_info.tma_rows(tma_atoms[x][1], head, block.batch, block.col_offset, block.mask.seqlen_k)
+                tile = cute.local_tile(rows, self.smem_tiles[x][:2], (col_block, 0))
+                stage = mbarrier_pipeline.producer_acquire_at(pipelines[i], step, self.tile_bytes(x))
+                tma_load(tma_atoms[x][0], tile, smem[x][None, None, stage], pipelines[i].full + stage)
 
-    def bytes(self, x: str) -> int:
-        """Of an operand's tile in shared memory."""
-        rows, width, _ = self.boxes[x]
+    def tile_bytes(self, x: str) -> int:
+        """Bytes of an operand's tile."""
+        rows, width, _ = self.smem_tiles[x]
         return rows * width * self.dtype.width // 8
 
     @cute.jit
-    def multiply(self, pointer: cute.Pointer, buffers: dict, b: dict, rings: list, steps: Int32) -> None:
-        """One warp: issues all products."""
-        if steps > 0:
-            cute.arch.mbarrier_wait(b["rows"], 0)
-        for step in cutlass.range_constexpr(BUFFERS):
-            if step < steps:
-                self.multiply_rows(pointer, buffers, b, rings, Int32(step))
-        for step in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(b["p"] + step % BUFFERS, step // BUFFERS % 2)
-            self.multiply_factors(pointer, buffers, rings, step)
-            if step + BUFFERS < steps:
-                self.multiply_rows(pointer, buffers, b, rings, step + BUFFERS)
-        if steps > 0:
-            commit(b["done"])
+    def mma(self, tmem_ptr: cute.Pointer, smem: dict, mbarriers: dict, pipelines: list, num_steps: Int32) -> None:
+        """MMA warp: issues all tcgen05.mma."""
+        if num_steps > 0:
+            cute.arch.mbarrier_wait(mbarriers["rows"], 0)
+        for step in cutlass.range_constexpr(S_STAGES):
+            if step < num_steps:
+                self.mma_s_dp(tmem_ptr, smem, mbarriers, pipelines, Int32(step))
+        for step in cutlass.range(num_steps, unroll=1):
+            cute.arch.mbarrier_wait(mbarriers["p"] + step % S_STAGES, step // S_STAGES % 2)
+            self.mma_grads(tmem_ptr, smem, pipelines, step)
+            if step + S_STAGES < num_steps:
+                self.mma_s_dp(tmem_ptr, smem, mbarriers, pipelines, step + S_STAGES)
+        if num_steps > 0:
+            commit(mbarriers["done"])
 
-    def multiply_rows(self, pointer: cute.Pointer, buffers: dict, b: dict, rings: list, step: Int32) -> None:
+    def mma_s_dp(self, tmem_ptr: cute.Pointer, smem: dict, mbarriers: dict, pipelines: list, step: Int32) -> None:
         """Issues S and dP of a step."""
-        buffer = step % BUFFERS
-        for i, (row, column) in enumerate(zip(self.rows, self.columns, strict=False)):
-            product, stage = Product(self.dtype, BLOCK, self.boxes[row][1]), ring.ready(rings[i], step)
-            target = pointer + (buffer * 2 + i) * BLOCK
-            product.issue(target, product.left(buffers[row]), buffers[column], stage, False)
-            if i not in self.factors:
-                commit(rings[i].empty + stage)
-        commit(b["s"] + buffer)
+        s_stage = step % S_STAGES
+        for i, (row, column) in enumerate(zip(self.row_operands, self.col_operands, strict=False)):
+            mma = Umma(self.dtype, TILE_N, self.smem_tiles[row][1])
+            stage = mbarrier_pipeline.consumer_wait(pipelines[i], step)
+            tmem_S = tmem_ptr + (s_stage * 2 + i) * TILE_N
+            mma.issue(tmem_S, mma.fragment_a(smem[row]), smem[column], stage, False)
+            if i not in self.rhs_idx:
+                commit(pipelines[i].empty + stage)
+        commit(mbarriers["s"] + s_stage)
 
-    def multiply_factors(self, pointer: cute.Pointer, buffers: dict, rings: list, step: Int32) -> None:
-        """Issues what a step adds to the sums."""
-        for number, (i, width) in enumerate(zip(self.factors, self.widths, strict=True)):
-            product = Product(self.dtype, width, BLOCK, rounded=True)
-            left = product.left_rounded(pointer + (step % BUFFERS * 2 + 1 - i) * BLOCK)
-            stage, right = ring.ready(rings[i], step), buffers[self.columns[i]]
-            product.issue(self.accumulator(pointer, number), left, right, stage, step > 0)
-            commit(rings[i].empty + stage)
+    def mma_grads(self, tmem_ptr: cute.Pointer, smem: dict, pipelines: list, step: Int32) -> None:
+        """Issues the accumulation of a step."""
+        for acc_idx, (i, width) in enumerate(zip(self.rhs_idx, self.acc_widths, strict=True)):
+            mma = Umma(self.dtype, width, TILE_N, a_in_tmem=True)
+            tmem_P = mma.tmem_fragment_a(tmem_ptr + (step % S_STAGES * 2 + 1 - i) * TILE_N)
+            stage, right = mbarrier_pipeline.consumer_wait(pipelines[i], step), smem[self.col_operands[i]]
+            mma.issue(self.tmem_acc(tmem_ptr, acc_idx), tmem_P, right, stage, step > 0)
+            commit(pipelines[i].empty + stage)
 
-    def accumulator(self, pointer: cute.Pointer, number: int) -> cute.Pointer:
-        """Where a sum is in tensor memory: behind the buffers of S and dP."""
-        return pointer + (BUFFERS * 2 * BLOCK + sum(self.widths[:number]))
+    def tmem_acc(self, tmem_ptr: cute.Pointer, acc_idx: int) -> cute.Pointer:
+        """An accumulator in tensor memory, after the stages of S and dP."""
+        return tmem_ptr + (S_STAGES * 2 * TILE_N + sum(self.acc_widths[:acc_idx]))
 
     @cute.jit
-    def compute(self, pointer: cute.Pointer, b: dict, p: Block, values: list, scale: Scale, thread: Int32) -> None:
-        """Four warps: P and dS of all steps."""
-        scale_log2, factor = scale.powers()
-        log_sum, product = Float32(0.0), Float32(0.0)
-        if const_expr(self.of_queries):
-            log_sum, product = (x[p.first_block * ROWS + p.row + thread, p.head, p.batch] for x in values)
-        for step in cutlass.range(p.steps, unroll=1):
-            head, block = place_of(p, step)
-            buffer = step % BUFFERS
-            where = pointer + buffer * 2 * BLOCK
-            cute.arch.mbarrier_wait(b["s"] + buffer, step // BUFFERS % 2)
-            whole = p.mask.whole(p.row, ROWS, block * BLOCK, BLOCK)
-            for chunk in cutlass.range_constexpr(BLOCK // CHUNK):
-                column = block * BLOCK + chunk * CHUNK
-                scores, gradients = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(2))
-                tensor_memory.load(where + chunk * CHUNK, thread, scores)
-                if const_expr(len(self.rows) == 2):
-                    tensor_memory.load(where + BLOCK + chunk * CHUNK, thread, gradients)
+    def compute_p_ds(
+        self, tmem_ptr: cute.Pointer, mbarriers: dict, info: BlockInfo, row_stats: list, scale: Scale, thread: Int32
+    ) -> None:
+        """Compute warps: P and dS of all steps."""
+        scale_log2, softcap_scale = scale.log2_scales()
+        row_lse, row_dpsum = Float32(0.0), Float32(0.0)
+        if const_expr(self.is_dq):
+            row_lse, row_dpsum = (
+                x[info.first_m_block * TILE_M + info.row + thread, info.head, info.batch] for x in row_stats
+            )
+        for step in cutlass.range(info.num_steps, unroll=1):
+            head, col_block = step_coord(info, step)
+            s_stage = step % S_STAGES
+            tmem_S = tmem_ptr + s_stage * 2 * TILE_N
+            # (1) Wait for S and dP of the block.
+            cute.arch.mbarrier_wait(mbarriers["s"] + s_stage, step // S_STAGES % 2)
+            is_full = info.mask.is_full_tile(info.row, TILE_M, col_block * TILE_N, TILE_N)
+            for chunk in cutlass.range_constexpr(TILE_N // CHUNK):
+                column = col_block * TILE_N + chunk * CHUNK
+                S, dP = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(2))
+                tensor_memory.load(tmem_S + chunk * CHUNK, thread, S)
+                if const_expr(len(self.row_operands) == 2):
+                    tensor_memory.load(tmem_S + TILE_N + chunk * CHUNK, thread, dP)
                 cute.arch.fence_view_async_tmem_load()
-                cap(scores, factor)
-                if not whole:
-                    p.mask.hide(scores, self.score_rows, thread, p.row, column, CHUNK)
+                # (2) P = exp2(scale S - LSE), dS = P * (dP - dPsum), masked.
+                apply_softcap(S, softcap_scale)
+                if not is_full:
+                    info.mask.apply(S, self.score_rows, thread, info.row, column, CHUNK)
                 for i in cutlass.range_constexpr(0, CHUNK, 4):
-                    subtracted, sums = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
-                    subtracted.fill(product)
-                    sums.fill(log_sum)
-                    if const_expr(not self.of_queries):
-                        self.fetch_values(values[0], sums, head, p, column + i)
-                        self.fetch_values(values[1], subtracted, head, p, column + i)
+                    dpsum, lse_log2 = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
+                    dpsum.fill(row_dpsum)
+                    lse_log2.fill(row_lse)
+                    if const_expr(not self.is_dq):
+                        self.load_row_stats(row_stats[0], lse_log2, head, info, column + i)
+                        self.load_row_stats(row_stats[1], dpsum, head, info, column + i)
                     for j in cutlass.range_constexpr(4):
-                        score = scores[i + j]
-                        scores[i + j] = cute.math.exp2(score * scale_log2 - sums[j], fastmath=True)
-                        if const_expr(len(self.rows) == 2):
-                            gradients[i + j] = scores[i + j] * (gradients[i + j] - subtracted[j])
+                        score = S[i + j]
+                        S[i + j] = cute.math.exp2(score * scale_log2 - lse_log2[j], fastmath=True)
+                        if const_expr(len(self.row_operands) == 2):
+                            dP[i + j] = S[i + j] * (dP[i + j] - dpsum[j])
                             if const_expr(self.c.softcap):
-                                gradients[i + j] = gradients[i + j] * cute.arch.fmax(1.0 - score * score, 0.0)
-                for x in cutlass.range_constexpr(len(self.sums)):
-                    part = const_expr(1 - self.factors[x])
-                    back = where + (part * BLOCK + chunk * CHUNK // 2)
-                    tensor_memory.store_rounded(back, thread, (scores, gradients)[part], self.dtype)
+                                dP[i + j] = dP[i + j] * cute.arch.fmax(1.0 - score * score, 0.0)
+                for x in cutlass.range_constexpr(len(self.grads)):
+                    is_ds = const_expr(1 - self.rhs_idx[x])
+                    tmem_dst = tmem_S + (is_ds * TILE_N + chunk * CHUNK // 2)
+                    tensor_memory.store_as(tmem_dst, thread, (S, dP)[is_ds], self.dtype)
+            # (3) Signal P and dS: the MMA warp accumulates the gradients.
             cute.arch.fence_view_async_tmem_store()
             cute.arch.sync_warp()
-            barriers.arrive_once(b["p"] + buffer)
-        if p.steps > 0:
-            cute.arch.mbarrier_wait(b["done"], 0)
+            barriers.elect_arrive(mbarriers["p"] + s_stage)
+        if info.num_steps > 0:
+            cute.arch.mbarrier_wait(mbarriers["done"], 0)
 
-    def fetch_values(self, source: cute.Tensor, target: cute.Tensor, head: Int32, p: Block, row: Int32) -> None:
-        """Four values of query rows, as many as 16 bytes hold."""
-        values = source[None, head, p.batch]
-        cute.autovec_copy(cute.local_tile(values, (4,), ((p.first_block * ROWS + row) // 4,)), target)
+    def load_row_stats(
+        self, source: cute.Tensor, target: cute.Tensor, head: Int32, info: BlockInfo, row: Int32
+    ) -> None:
+        """Four adjacent row values, 16 bytes."""
+        stats = source[None, head, info.batch]
+        cute.autovec_copy(cute.local_tile(stats, (4,), ((info.first_m_block * TILE_M + row) // 4,)), target)
 
     @cute.jit
-    def store(
-        self, pointer: cute.Pointer, buffers: dict, p: Block, copied: dict, scale: Float32, thread: Int32
+    def store_grads(
+        self, tmem_ptr: cute.Pointer, smem: dict, info: BlockInfo, tma_atoms: dict, scale: Float32, thread: Int32
     ) -> None:
-        """Writes the results, through the buffers of the rows' operands."""
+        """Epilogue: converts the accumulators to the row operands' shared memory, then TMA stores."""
         outs = []
-        for i, (x, width) in enumerate(zip(self.rows, self.widths, strict=False)):
-            layout = cute.slice_(self.layout(ROWS, width, 1), (None, None, 0))
-            outs.append(cute.make_tensor(buffers[x].iterator, layout.outer))
-            factor = scale if const_expr(self.factors[i] == 0) else Float32(1.0)
-            tensor_memory.to_shared(self.accumulator(pointer, i), thread, factor, outs[i], p.steps > 0)
+        for i, (x, width) in enumerate(zip(self.row_operands, self.acc_widths, strict=False)):
+            layout = cute.slice_(self.smem_layout(TILE_M, width, 1), (None, None, 0))
+            outs.append(cute.make_tensor(smem[x].iterator, layout.outer))
+            grad_scale = scale if const_expr(self.rhs_idx[i] == 0) else Float32(1.0)
+            tensor_memory.tmem_to_smem(self.tmem_acc(tmem_ptr, i), thread, grad_scale, outs[i], info.num_steps > 0)
         cute.arch.fence_proxy("async.shared", space="cta")
-        barriers.wait(Barrier.GROUP, ROWS)
+        barriers.sync(Barrier.WARPGROUP, TILE_M)
         if thread < 32:
-            for out, x, width in zip(outs, self.sums, self.widths, strict=True):
-                atom, tensor = copied[x]
-                rows = sequences.copied_rows(tensor, p.head, p.batch, p.first_row, p.mask.queries)
-                tile = cute.local_tile(cute.domain_offset((p.row, 0), rows), (ROWS, width), (0, 0))
-                source, target = partition(atom, out, tile)
+            for out, x, width in zip(outs, self.grads, self.acc_widths, strict=True):
+                atom, tensor = tma_atoms[x]
+                rows = seqlen_info.tma_rows(tensor, info.head, info.batch, info.row_offset, info.mask.seqlen_q)
+                tile = cute.local_tile(cute.domain_offset((info.row, 0), rows), (TILE_M, width), (0, 0))
+                source, target = partition_tile(atom, out, tile)
                 cute.copy(atom, source, target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)

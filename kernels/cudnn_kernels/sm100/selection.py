@@ -1,21 +1,21 @@
-"""Attention of each row to blocks of keys of its own choice, on Blackwell: as on Hopper, with products of warps.
+"""NSA selection attention on Blackwell, forward: Hopper's kernel with mma.sync GEMMs.
 
 No Blackwell was at hand: correct in the emulator, never timed.
 """
 
 from __future__ import annotations
 
-from cudnn_kernels.attention.warp_products import WarpProducts
+from cudnn_kernels.attention.mma_sync_utils import MmaSyncMixin
 from cudnn_kernels.sm90 import selection
 
 
-class Selection(WarpProducts, selection.Selection):
+class Selection(MmaSyncMixin, selection.Selection):
     """The kernel for one :class:`SelectionConfiguration`."""
 
-    apart = False
+    single_query = False
 
 
-class GatedSelection(WarpProducts, selection.GatedSelection):
+class GatedSelection(MmaSyncMixin, selection.GatedSelection):
     """The kernel for one :class:`GatedSelectionConfiguration`."""
 
-    apart = False
+    single_query = False

@@ -1,12 +1,17 @@
-"""Attention on Hopper, backward, for heads of over 128 elements: pairs of CTAs share the additions of dQ.
+"""Attention backward on Hopper for head_dim above 128: CTA pairs exchange dS, which halves the atomics of dQ.
 
-The additions to dQ's sums are what limits backward passes with large heads, of whose keys a CTA can have but few. So
-two CTAs with neighbouring blocks of keys send each other their dS through distributed shared memory, and each adds up
-one half of the head for both: half as many additions.
+With large heads, a CTA's n_block is small, and the float32 additions to dq_accum limit the kernel. So the two CTAs of a
+cluster, with adjacent n_blocks, send each other dS through distributed shared memory (cp.async.bulk to
+shared::cluster), and each computes half of the head of dQ for both n_blocks: dQ[:, half] = dS K[:, half] + dS_peer
+K_peer[:, half].
 
-Each of the two multiplying warpgroups has half of the keys for Q K^T and dO V^T. For the products dV^T = dO^T P and
-dK^T = Q^T dS it has half of the head, where that comes in rows of 64, which reads least of shared memory, else half of
-the keys. P and dS pass through shared memory.
+Each of the two MMA warpgroups has half of the keys of S = Q K^T and dP = dO V^T (queries are rows). P and dS go through
+shared memory. dV^T = dO^T P and dK^T = Q^T dS: a warpgroup has half of the head (in multiples of 64 rows), which reads
+least of shared memory, else half of the keys.
+
+Mbarriers besides those of :mod:`cudnn_kernels.sm90.attention_backward`: ``peer_full`` (bytes of the peer's dS),
+``peer_empty`` (the peer's MMA warps have read it), and if deterministic ``turn`` and ``added`` between the MMA
+warpgroups and the semaphore warp.
 """
 
 from __future__ import annotations
@@ -21,231 +26,267 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cudnn_kernels.attention import BackwardConfiguration
-from cudnn_kernels.attention.around import Values
-from cudnn_kernels.attention.backward import Block, place_of
-from cudnn_kernels.attention.softmax import Scale, cap
-from cudnn_kernels.pipeline.arrange import turned
-from cudnn_kernels.pipeline.barriers import arrive_once
-from cudnn_kernels.pipeline.wgmma import MN, Product
-from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box
+from cudnn_kernels.attention.backward import BlockInfo, step_coord
+from cudnn_kernels.attention.flash_bwd_preprocess import BwdWorkspace
+from cudnn_kernels.attention.softmax import Scale, apply_softcap
+from cudnn_kernels.pipeline.barriers import elect_arrive
+from cudnn_kernels.pipeline.scale_factor_atoms import transposed
+from cudnn_kernels.pipeline.wgmma import MN, WarpgroupMma
+from cudnn_kernels.sm90.attention_backward import NUM_MMA_WARPGROUPS, STAGES, WGMMA_M, Backward, SmemTile
+from cudnn_kernels.threads import WARPGROUP_SIZE
 
-FIRST, REST = slice(2), slice(2, None)  # instructions of a product that a warp can issue at once, and the others
+# k-blocks that a warp issues without a stall, and the remaining ones.
+FIRST_KBLOCKS, REMAINING_KBLOCKS = (
+    slice(2),
+    slice(2, None),
+)
 
 
 class PairedBackward(Backward):
-    """The kernel of which two CTAs exchange dS.
+    """The kernel in which two CTAs exchange dS.
 
     Rows of S and dP are queries, columns a warpgroup's half of the keys; columns of dQ are a quarter of the head; rows
-    of dV^T = dO^T P and dK^T = Q^T dS are the head's elements, columns keys.
+    of dV^T = dO^T P and dK^T = Q^T dS are elements of the head, columns keys.
     """
 
-    cluster, stages, matrices, copies_values, transposed = 2, 1, 2, False, True
+    cluster, stages, stmatrix_count, loads_row_stats, transposed = 2, 1, 2, False, True
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         super().__init__(configuration)
         c = self.c
-        self.half_n, self.half_d = self.n // GROUPS, c.head // 2
-        self.dq_width, self.assistants = self.half_d // GROUPS, int(c.deterministic)
-        self.score, self.query = Product(self.dtype, self.half_n), Product(self.dtype, self.dq_width, a=MN, b=MN)
-        shares = [self.share(head)[0] for head in (c.head, c.head_v)]
-        self.dk, self.dv = (Product(self.dtype, keys, elements, a=MN) for elements, keys in shares)
+        self.half_n, self.half_d = self.n // NUM_MMA_WARPGROUPS, c.head_dim // 2
+        self.dq_width, self.num_store_warps = self.half_d // NUM_MMA_WARPGROUPS, int(c.deterministic)
+        self.mma_s = WarpgroupMma(self.dtype, self.half_n)
+        self.mma_dq = WarpgroupMma(self.dtype, self.dq_width, a=MN, b=MN)
+        tiles = [self.dkv_tile(head)[0] for head in (c.head_dim, c.head_dim_v)]
+        self.mma_dk, self.mma_dv = (WarpgroupMma(self.dtype, keys, elements, a=MN) for elements, keys in tiles)
 
-    def boxes(self) -> dict[str, Box]:
-        """With half of the head of the other CTA's K."""
-        return super().boxes() | {"peer_k": Box("k", self.n, self.half_d, self.dq_width)}
+    def smem_tiles(self) -> dict[str, SmemTile]:
+        """Also half of the head of the peer CTA's K."""
+        return super().smem_tiles() | {"peer_k": SmemTile("k", self.n, self.half_d, self.dq_width)}
 
-    def keys_fetched(self, block: Block, rank: Any) -> dict[str, tuple[Any, int]]:
-        other = (block.row + (1 - 2 * rank) * self.n, rank * self.half_d)
-        return super().keys_fetched(block, rank) | {"peer_k": other}
+    def kv_coords(self, block: BlockInfo, rank: Any) -> dict[str, tuple[Any, int]]:
+        peer_coord = (block.row + (1 - 2 * rank) * self.n, rank * self.half_d)
+        return super().kv_coords(block, rank) | {"peer_k": peer_coord}
 
-    def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
-        """P^T and dS^T: (keys, queries), queries in rows; and how many CTAs have added to dQ before this one."""
-        found = {x: self.allocate(smem, self.tile(self.n, self.m)) for x in ("p", "ds", "peer_ds")}
-        return found | {"before": smem.allocate_tensor(Int32, cute.make_layout(1))}
+    def extra_smem(self, allocator: Any) -> dict[str, cute.Tensor]:
+        """P^T and dS^T: (keys, queries), queries contiguous; and how many CTAs have added to dQ before this one."""
+        buffers = {x: self.allocate_tile(allocator, self.smem_layout(self.n, self.m)) for x in ("p", "ds", "peer_ds")}
+        return buffers | {"n_blocks_before": allocator.allocate_tensor(Int32, cute.make_layout(1))}
 
-    def more_barriers(self) -> dict[str, tuple[int, int]]:
-        found = {"peer_full": (1, 1), "peer_empty": (1, 4 * GROUPS)}
-        return found | ({"turn": (1, 1), "added": (1, 4 * GROUPS)} if self.c.deterministic else {})
+    def extra_barriers(self) -> dict[str, tuple[int, int]]:
+        counts = {"peer_full": (1, 1), "peer_empty": (1, 4 * NUM_MMA_WARPGROUPS)}
+        return counts | ({"turn": (1, 1), "added": (1, 4 * NUM_MMA_WARPGROUPS)} if self.c.deterministic else {})
 
-    def share(self, head: int, group: Any = 0) -> tuple[tuple[int, int], tuple[Any, Any]]:
-        """A warpgroup's part of dV^T or dK^T: so many of the head's elements and keys, and which ones."""
-        if head % (GROUPS * ROWS) == 0:
-            return (head // GROUPS, self.n), (group, 0)
-        return (head, self.half_n), (0, group)
+    def dkv_tile(self, head_dim: int, wg_idx: Any = 0) -> tuple[tuple[int, int], tuple[Any, Any]]:
+        """A warpgroup's tile of dV^T or dK^T: (elements of the head, keys), and its coordinate."""
+        if head_dim % (NUM_MMA_WARPGROUPS * WGMMA_M) == 0:
+            return (head_dim // NUM_MMA_WARPGROUPS, self.n), (wg_idx, 0)
+        return (head_dim, self.half_n), (0, wg_idx)
 
-    def result_part(self, buffer: cute.Tensor, group: Int32) -> cute.Tensor:
-        return cute.local_tile(turned(buffer), *self.share(cute.size(buffer, mode=[1]), group))
+    def warpgroup_tile(self, buffer: cute.Tensor, wg_idx: Int32) -> cute.Tensor:
+        return cute.local_tile(transposed(buffer), *self.dkv_tile(cute.size(buffer, mode=[1]), wg_idx))
 
-    def key_operands(self, product: Product, rows: cute.Tensor, p: cute.Tensor, group: Int32, thread: Int32) -> Any:
-        """Those of a warpgroup's part of dV^T or dK^T, from dO or Q, (m, head, stage), and P or dS."""
-        (elements, keys), (i, j) = self.share(cute.size(rows, mode=[1]), group)
-        a = cute.local_tile(turned(rows), (elements, self.m), (i, 0, None)[: cute.rank(rows)])
-        return product.left(a, thread), product.right(cute.local_tile(p, (keys, self.m), (j, 0)), thread)
+    def dkv_operands(self, mma: WarpgroupMma, rows: cute.Tensor, sP: cute.Tensor, wg_idx: Int32, thread: Int32) -> Any:
+        """The operands of a warpgroup's tile of dV^T or dK^T: dO or Q, (m, head_dim, stage), and P or dS."""
+        (elements, keys), (i, j) = self.dkv_tile(cute.size(rows, mode=[1]), wg_idx)
+        a = cute.local_tile(transposed(rows), (elements, self.m), (i, 0, None)[: cute.rank(rows)])
+        return mma.fragment_a(a, thread), mma.fragment_b(cute.local_tile(sP, (keys, self.m), (j, 0)), thread)
 
     @cute.jit
-    def consume(
+    def mma(
         self,
-        shared: Any,
-        values: Values,
+        smem: Any,
+        workspace: BwdWorkspace,
         dk: cute.Tensor,
         dv: cute.Tensor,
         scale: Scale,
         rank: Int32,
-        block: Block,
-        before: Any,
-        blocks: Any,
+        block: BlockInfo,
+        steps_done: Any,
+        tiles_done: Any,
     ) -> None:
-        """A warpgroup that multiplies."""
-        c, (group, thread) = self.c, self.multiplying()
-        tSrQ, tSrdO = (self.score.left(shared[x], thread) for x in ("q", "do"))
-        halves = (("k", c.head), ("v", c.head_v))
-        sK, sV = (cute.local_tile(shared[x], (self.half_n, head), (group, 0)) for x, head in halves)
-        tSrK, tSrV = (self.score.right(x, thread) for x in (sK, sV))
-        tKrQ, tKrS = self.key_operands(self.dk, shared["q"], shared["ds"], group, thread)
-        tVrdO, tVrP = self.key_operands(self.dv, shared["do"], shared["p"], group, thread)
-        mine = (self.dq_width, self.n)
+        """An MMA warpgroup."""
+        c, (wg_idx, thread) = self.c, self.mma_thread()
+        tSrQ, tSrdO = (self.mma_s.fragment_a(smem[x], thread) for x in ("q", "do"))
+        head_dims = (("k", c.head_dim), ("v", c.head_dim_v))
+        sK, sV = (cute.local_tile(smem[x], (self.half_n, head), (wg_idx, 0)) for x, head in head_dims)
+        tSrK, tSrV = (self.mma_s.fragment_b(x, thread) for x in (sK, sV))
+        tKrQ, tKrdS = self.dkv_operands(self.mma_dk, smem["q"], smem["ds"], wg_idx, thread)
+        tVrdO, tVrP = self.dkv_operands(self.mma_dv, smem["do"], smem["p"], wg_idx, thread)
+        dq_tile = (self.dq_width, self.n)
         tQrK, tQrPeerK = (
-            self.query.right(cute.local_tile(turned(shared[x]), mine, (part, 0)), thread)
-            for x, part in (("k", rank * GROUPS + group), ("peer_k", group))
+            self.mma_dq.fragment_b(cute.local_tile(transposed(smem[x]), dq_tile, (slice_idx, 0)), thread)
+            for x, slice_idx in (("k", rank * NUM_MMA_WARPGROUPS + wg_idx), ("peer_k", wg_idx))
         )
-        tQrS, tQrPeerS = (self.query.left(turned(shared[x]), thread) for x in ("ds", "peer_ds"))
-        scores, gradients = self.score.accumulator(), self.score.accumulator()
-        acc_dk, acc_dv, acc_dq = self.dk.accumulator(), self.dv.accumulator(), self.query.accumulator()
+        tQrdS, tQrPeerdS = (self.mma_dq.fragment_a(transposed(smem[x]), thread) for x in ("ds", "peer_ds"))
+        acc_S, acc_dP = self.mma_s.accumulator(), self.mma_s.accumulator()
+        acc_dk, acc_dv, acc_dq = self.mma_dk.accumulator(), self.mma_dv.accumulator(), self.mma_dq.accumulator()
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
-        log_sums, products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        sP, sdS = (cute.local_tile(turned(shared[x]), (self.m, self.half_n), (0, group)) for x in ("p", "ds"))
-        (scale_log2, factor), p = scale.powers(), self.place_for_p(scores)
-        first_key = block.row + group * self.half_n
-        q_full, q_empty, peer_full, peer_empty = (shared[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
-        mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
-        if block.steps > 0:
-            cute.arch.mbarrier_wait(shared["kv_full"], 0)
+        lse_log2, dpsum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        sP, sdS = (cute.local_tile(transposed(smem[x]), (self.m, self.half_n), (0, wg_idx)) for x in ("p", "ds"))
+        (scale_log2, softcap_scale), acc_P = scale.log2_scales(), self.p_registers(acc_S)
+        first_key = block.row + wg_idx * self.half_n
+        q_full, q_empty, peer_full, peer_empty = (smem[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
+        mask = block.mask.transposed()  # a copy for the loop: a branch in it rebinds the fields
+        if block.num_steps > 0:
+            cute.arch.mbarrier_wait(smem["kv_full"], 0)
             cute.arch.mbarrier_wait(q_full, 0)
-            self.score.issue(scores, tSrQ[None, None, None, 0], tSrK, False)
+            self.mma_s.issue(acc_S, tSrQ[None, None, None, 0], tSrK, False)
             warpgroup.wait_group(0)
-            self.load_rows(values, log_sums, products, block, 0, thread)
-        for step in cutlass.range(block.steps, unroll=1):
-            m_block = place_of(block, step)[1]
+            self.load_row_stats_gmem(workspace, lse_log2, dpsum, block, 0, thread)
+        for step in cutlass.range(block.num_steps, unroll=1):
+            m_block = step_coord(block, step)[1]
             stage, phase = step % STAGES, step % 2
-            cute.arch.mbarrier_wait(shared["do_full"], phase)
-            self.score.issue(gradients, tSrdO, tSrV, False, FIRST)
-            cap(scores, factor)
-            self.hide(scores, mask, m_block * self.m, first_key)
-            powers = self.exponentials(scores, p, scale_log2, log_sums)
-            self.score.issue(gradients, tSrdO, tSrV, True, REST, powers)
-            self.score.put(self.rounded(p), sP, thread, True, self.matrices)
-            self.all_multiplying()
-            self.dv.issue(acc_dv, tVrdO, tVrP, True)
+            # (1) dP = dO V^T, interleaved with P = exp2(scale S - LSE): S is from the previous iteration.
+            cute.arch.mbarrier_wait(smem["do_full"], phase)
+            self.mma_s.issue(acc_dP, tSrdO, tSrV, False, FIRST_KBLOCKS)
+            apply_softcap(acc_S, softcap_scale)
+            self.apply_mask(acc_S, mask, m_block * self.m, first_key)
+            p_work = self.p_work(acc_S, acc_P, scale_log2, lse_log2)
+            self.mma_s.issue(acc_dP, tSrdO, tSrV, True, REMAINING_KBLOCKS, p_work)
+            # (2) P to shared memory; dV^T += dO^T P.
+            self.mma_s.r2s(self.convert(acc_P), sP, thread, True, self.stmatrix_count)
+            self.sync_mma_warpgroups()
+            self.mma_dv.issue(acc_dv, tVrdO, tVrP, True)
             warpgroup.wait_group(1)
-            self.differentiate(gradients, scores, products)
-            self.load_rows(values, log_sums, products, block, cutlass.min(step + 1, block.steps - 1), thread)
-            cute.arch.mbarrier_wait(peer_empty, phase ^ 1)  # the other CTA has what dS was before
-            self.score.put(self.rounded(gradients), sdS, thread, True, self.matrices)
-            self.all_multiplying()
-            if group * GROUP + thread < 32:
-                self.send(shared["ds"], shared["peer_ds"], peer_full, rank)
-            sums = values.dq_sums[(None, None, *self.place(block, step))]
-            additions = self.additions(acc_dq, sums, rank * GROUPS + group, thread)
-            self.query.issue(acc_dq, tQrS, tQrK, False)
+            # (3) dS = P * (dP - dPsum), to shared memory, and to the peer CTA's.
+            self.compute_ds(acc_dP, acc_S, dpsum)
+            self.load_row_stats_gmem(
+                workspace, lse_log2, dpsum, block, cutlass.min(step + 1, block.num_steps - 1), thread
+            )
+            cute.arch.mbarrier_wait(peer_empty, phase ^ 1)  # the peer CTA has read the previous dS
+            self.mma_s.r2s(self.convert(acc_dP), sdS, thread, True, self.stmatrix_count)
+            self.sync_mma_warpgroups()
+            if wg_idx * WARPGROUP_SIZE + thread < 32:
+                self.send_ds(smem["ds"], smem["peer_ds"], peer_full, rank)
+            dq_accum = workspace.dq_accum[(None, None, *self.workspace_coord(block, step))]
+            dq_atomics = self.dq_atomics(acc_dq, dq_accum, rank * NUM_MMA_WARPGROUPS + wg_idx, thread)
+            # (4) dQ = dS K, of half of the head.
+            self.mma_dq.issue(acc_dq, tQrdS, tQrK, False)
             warpgroup.wait_group(1)
-            arrive_once(shared["do_empty"])  # as early as can be: there is but one buffer
-            self.dk.issue(acc_dk, tKrQ[None, None, None, stage], tKrS, True)
+            elect_arrive(smem["do_empty"])  # as early as possible: dO has one stage
+            # (5) dK^T += Q^T dS.
+            self.mma_dk.issue(acc_dk, tKrQ[None, None, None, stage], tKrdS, True)
+            # (6) dQ += dS_peer K_peer.
             cute.arch.mbarrier_wait(peer_full, phase)
-            self.query.issue(acc_dq, tQrPeerS, tQrPeerK, True)
-            following = (step + 1) % STAGES
-            cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
-            rows = tSrQ[None, None, None, following]
-            self.score.issue(scores, rows, tSrK, False, FIRST)
+            self.mma_dq.issue(acc_dq, tQrPeerdS, tQrPeerK, True)
+            # (7) S of the next m_block, interleaved with the atomic adds of dQ to dq_accum.
+            next_stage = (step + 1) % STAGES
+            cute.arch.mbarrier_wait(q_full + next_stage, (step + 1) // STAGES % 2)
+            next_Q = tSrQ[None, None, None, next_stage]
+            self.mma_s.issue(acc_S, next_Q, tSrK, False, FIRST_KBLOCKS)
             warpgroup.wait_group(1)
-            arrive_once(q_empty + stage)
+            elect_arrive(q_empty + stage)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(peer_empty, 1 - rank)
             if const_expr(c.deterministic):
-                cute.arch.mbarrier_wait(shared["turn"], phase)
-                before = shared["before"][0]
-                additions = [partial(work, before) for work in additions]
-            self.score.issue(scores, rows, tSrK, True, REST, additions)
+                cute.arch.mbarrier_wait(smem["turn"], phase)
+                n_blocks_before = smem["n_blocks_before"][0]
+                dq_atomics = [partial(atomic, n_blocks_before) for atomic in dq_atomics]
+            self.mma_s.issue(acc_S, next_Q, tSrK, True, REMAINING_KBLOCKS, dq_atomics)
             if const_expr(c.deterministic):
                 cute.arch.sync_warp()
-                arrive_once(shared["added"])
-            warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
-        self.finish(shared, values, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, rank)
+                elect_arrive(smem["added"])
+            warpgroup.wait_group(0)  # ptxas serializes wgmmas that are in flight across iterations
+        self.epilogue(smem, workspace, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, rank)
 
-    def exponentials(
-        self, scores: cute.Tensor, p: cute.Tensor, scale: Float32, log_sums: cute.Tensor
+    def p_work(
+        self, acc_S: cute.Tensor, acc_P: cute.Tensor, scale_log2: Float32, lse_log2: cute.Tensor
     ) -> Sequence[Callable[[], None]]:
-        """Work: makes P of scores, four at a time."""
-        found = list(self.each(log_sums))
-        return [partial(self.exponentiate, scores, p, scale, found[i : i + 4]) for i in range(0, len(found), 4)]
+        """Work items to interleave with a GEMM's instructions: P of four elements of S each."""
+        elements = list(self.with_row_values(lse_log2))
+        return [
+            partial(self.compute_p, acc_S, acc_P, scale_log2, elements[i : i + 4]) for i in range(0, len(elements), 4)
+        ]
 
-    def additions(
-        self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32
+    def dq_atomics(
+        self, acc_dQ: cute.Tensor, dq_accum: cute.Tensor, slice_idx: Int32, thread: Int32
     ) -> Sequence[Callable[..., None]]:
-        """Work: adds a part of dQ to a block's sums, four values of a thread at a time, threads next to each other.
+        """Work items: red.global.add of a slice of dQ, four values a thread, coalesced.
 
-        Straight from registers: the copy engine's additions from shared memory made the kernel a tenth slower.
+        Straight from registers: bulk reduce-adds from shared memory made the kernel 10 percent slower.
         """
-        vectors = cute.size(acc) // 4
-        places = [cute.domain_offset((thread * 4, part * vectors + i), sums).iterator for i in range(vectors)]
-        return [partial(self.add, place, acc, 4 * i) for i, place in enumerate(places)]
+        vectors = cute.size(acc_dQ) // 4
+        pointers = [
+            cute.domain_offset((thread * 4, slice_idx * vectors + i), dq_accum).iterator for i in range(vectors)
+        ]
+        return [partial(self.atomic_add, pointer, acc_dQ, 4 * i) for i, pointer in enumerate(pointers)]
 
-    def add(self, place: Any, acc: cute.Tensor, first: int, before: Int32 | None = None) -> None:
-        """Adds four accumulators to what is in global memory, or, where none came ``before``, stores them."""
-        to, values = "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [acc[first + i] for i in range(4)]
-        add = f"red.global.add.v4.f32 {to}"
-        if self.c.stores_first:
-            add = f"{{ .reg .pred p; setp.eq.s32 p, {{$r5}}, 0; @p st.global.v4.f32 {to} @!p {add} }}"
-            values.append(before)
-        cute.arch.inline_ptx(add, read_only_args=[place.toint(), *values])
+    def atomic_add(self, pointer: Any, acc_dQ: cute.Tensor, first: int, n_blocks_before: Int32 | None = None) -> None:
+        """Adds four accumulators to global memory, or stores them if no n_block came before."""
+        operands, values = "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [acc_dQ[first + i] for i in range(4)]
+        instruction = f"red.global.add.v4.f32 {operands}"
+        if self.c.first_cta_stores_dq:
+            instruction = (
+                f"{{ .reg .pred p; setp.eq.s32 p, {{$r5}}, 0; @p st.global.v4.f32 {operands} @!p {instruction} }}"
+            )
+            values.append(n_blocks_before)
+        cute.arch.inline_ptx(instruction, read_only_args=[pointer.toint(), *values])
 
     @cute.jit
-    def assist(
-        self, shared: Any, values: Values, rank: Int32, part: Int32, block: Block, before: Any, blocks: Any
+    def store_dq(
+        self,
+        smem: Any,
+        workspace: BwdWorkspace,
+        rank: Int32,
+        store_warp: Int32,
+        block: BlockInfo,
+        steps_done: Any,
+        tiles_done: Any,
     ) -> None:
-        """One warp: says when it is the turn of this CTA's half of dQ, and, when all have added, that it is over."""
-        mask = block.mask.turned()
-        for step in cutlass.range(block.steps, unroll=1):
-            turns = values.turns[(None, *self.place(block, step))]
-            turn = self.turn(mask, block, place_of(block, step)[1])
-            self.wait_for_turn(turns, rank, turn)
+        """Semaphore warp (deterministic): waits for this CTA's turn at half of dQ, and signals when all its warps have
+        added.
+        """
+        mask = block.mask.transposed()
+        for step in cutlass.range(block.num_steps, unroll=1):
+            semaphore = workspace.dq_semaphore[(None, *self.workspace_coord(block, step))]
+            n_blocks_before = self.semaphore_turn(mask, block, step_coord(block, step)[1])
+            self.wait_semaphore(semaphore, rank, n_blocks_before)
             with cute.arch.elect_one():
-                shared["before"][0] = turn
+                smem["n_blocks_before"][0] = n_blocks_before
             cute.arch.sync_warp()
-            arrive_once(shared["turn"])
-            cute.arch.mbarrier_wait(shared["added"], step % 2)
-            with cute.arch.elect_one():  # it releases what others did before they arrived, too
-                self.end_turn(turns, rank)
+            elect_arrive(smem["turn"])
+            cute.arch.mbarrier_wait(smem["added"], step % 2)
+            with cute.arch.elect_one():  # release is cumulative: it covers the additions of the warps that arrived
+                self.signal_semaphore(semaphore, rank)
             cute.arch.sync_warp()
 
     @cute.jit
-    def send(self, sdS: cute.Tensor, sPeerS: cute.Tensor, peer_full: Any, rank: Int32) -> None:
-        """One warp: copies dS to the other CTA."""
+    def send_ds(self, sdS: cute.Tensor, sPeerS: cute.Tensor, peer_full: Any, rank: Int32) -> None:
+        """One warp copies dS to the peer CTA's shared memory."""
         size = self.n * self.m * self.dtype.width // 8
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(peer_full, size)
-            other = 1 - rank
-            target = cute.arch.map_dsmem_ptr(sPeerS.iterator, other).toint()
-            full = cute.arch.map_dsmem_ptr(peer_full, other).toint()
+            peer = 1 - rank
+            target = cute.arch.map_dsmem_ptr(sPeerS.iterator, peer).toint()
+            peer_full_ptr = cute.arch.map_dsmem_ptr(peer_full, peer).toint()
             cute.arch.inline_ptx(
                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
                 "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[target, sdS.iterator.toint(), Int32(size), full],
+                read_only_args=[target, sdS.iterator.toint(), Int32(size), peer_full_ptr],
             )
 
     @cute.jit
-    def load_rows(
-        self, values: Values, log_sums: cute.Tensor, products: cute.Tensor, block: Block, step: Any, thread: Int32
+    def load_row_stats_gmem(
+        self,
+        workspace: BwdWorkspace,
+        lse_log2: cute.Tensor,
+        dpsum: cute.Tensor,
+        block: BlockInfo,
+        step: Any,
+        thread: Int32,
     ) -> None:
-        """LSE and D of a thread's rows, long before they are needed."""
-        m_block, head, batch = self.place(block, step)
+        """LSE and dPsum of a thread's rows, an iteration before their use."""
+        m_block, head, batch = self.workspace_coord(block, step)
         for slot in cutlass.range_constexpr(2):
             row = m_block * self.m + self.rows.row(thread, slot)
-            log_sums[slot] = values.log_sums[row, head, batch]
-            products[slot] = values.products[row, head, batch]
+            lse_log2[slot] = workspace.lse_log2[row, head, batch]
+            dpsum[slot] = workspace.dpsum[row, head, batch]
 
-    def each(self, values: cute.Tensor) -> Iterator[tuple[int, Float32]]:
-        """A thread's sums, each with the value of its row: of each eight columns two, in both rows."""
+    def with_row_values(self, values: cute.Tensor) -> Iterator[tuple[int, Float32]]:
+        """A thread's elements, each with the value of its row: two of each eight columns, in both rows."""
         for first in range(0, self.half_n // 4, 2):
             for slot in range(2):
                 for i in self.rows.order(self.half_n, slot)[first : first + 2]:

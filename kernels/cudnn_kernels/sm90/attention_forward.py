@@ -1,12 +1,26 @@
-"""Attention on Hopper, forward: O = softmax(scale Q K^T + mask) V.
+"""Attention forward on Hopper: O = softmax(scale Q K^T + mask) V, a FlashAttention-3 style kernel.
 
-A CTA takes tiles in turn: query rows of one head, 64 for each warpgroup that multiplies. One warp of another warpgroup
-lets the copy engine fetch Q, and rings of blocks of K and V, those of the next tile while the last of this one are
-multiplied. A warpgroup keeps its rows of O and one block of scores in registers: it issues the next block's Q K^T
-and this block's P V, and while the latter runs it computes the softmax of the former. Blocks are taken from the last to
-the first, so that those at the mask's edge come first. Of a block without a mask no maxima are sought: what is
-subtracted stays as it is, unless a sum of exponentials says that it was too small. Then the scores are multiplied once
-more, with maxima. Of 8 bits, V is transposed in shared memory by two more warps.
+Q (sq, d), K (sk, d), V (sk, dv), O (sq, dv) of every head; LSE (sq). A work tile is tile_m query rows of one head; the
+main loop runs over n_blocks of tile_n keys, from the last to the first, so that masked n_blocks at the causal edge come
+first.
+
+Warps: warpgroup 0 is the producer: warp 0 issues the TMA loads of Q, K and V; for fp8, two more of its warps transpose
+V in shared memory, as wgmma takes 8-bit operands K-major only. Warpgroups 1 to tile_m / 64 are MMA warpgroups, each
+with 64 rows: S and O are in registers, P is a register operand (RS wgmma). setmaxnreg moves registers to the MMA
+warpgroups.
+
+Pipelines: K and V have ``stages`` buffers each (mbarriers full/empty: TMA transaction bytes / one arrival per MMA
+warp), fp8 also has V^T. Q has one buffer and a full/empty mbarrier pair per MMA warpgroup. The producer loads the next
+tile while the last n_blocks of the current one are computed; counts of n_blocks, not tiles, give stage and phase.
+
+Software pipelining: an MMA warpgroup issues S(n) = Q K(n)^T and then O += P(n+1) V(n+1), and computes the softmax of
+S(n) while the PV GEMM runs. Ping-pong named barriers let one warpgroup's softmax overlap the other's GEMMs.
+
+Speculative maximum: unmasked n_blocks keep the running maximum and skip the row-max reduction; if a partial sum exceeds
+its bound, the warpgroup recomputes S and takes the new maximum. O is then rescaled.
+
+Scheduling: persistent CTAs, a static number of waves; varlen batches use a dynamic scheduler (atomic counter), or one
+tile per CTA.
 """
 
 from __future__ import annotations
@@ -22,478 +36,568 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import ForwardConfiguration, softmax
-from cudnn_kernels.attention.forward import Call, Forward, K, Problem, V
-from cudnn_kernels.pipeline import barriers, ring
-from cudnn_kernels.pipeline.arrange import turned
+from cudnn_kernels.attention.forward import Forward, K, Params, TileInfo, V
+from cudnn_kernels.pipeline import barriers, mbarrier_pipeline
+from cudnn_kernels.pipeline.scale_factor_atoms import transposed
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, opaque
 from cudnn_kernels.shared_memory import BARRIERS, SHARED_MEMORY
-from cudnn_kernels.sm90.turned_bytes import turn_bytes
-from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
+from cudnn_kernels.sm90.fp8_transpose import transpose_fp8
+from cudnn_kernels.sm90.wgmma_utils import WGMMA_M, WgmmaMixin
+from cudnn_kernels.threads import WARPGROUP_SIZE
 
-GROUP = 128  # threads of a warpgroup
-REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
-TURNING = {2: (40, 232), 3: (32, 160)}  # likewise where warps transpose V
-TURNERS = 2  # such warps
-GROUP_BARRIER = 1  # and those of other warpgroups
-TURN_BARRIER = 4  # likewise
-DRAWN = 2  # numbers of tiles on their way
+NUM_REGS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+"""setmaxnreg of the producer and of the MMA warpgroups, for 1 to 3 MMA warpgroups."""
+NUM_REGS_FP8 = {2: (40, 232), 3: (32, 160)}
+"""The same with V-transpose warps."""
+NUM_TRANSPOSE_WARPS = 2
+WARPGROUP_BARRIER = 1  # named barrier of MMA warpgroup 0; warpgroup i uses ID + i
+PINGPONG_BARRIER = 4  # named barrier: MMA warpgroup 0 may issue GEMMs; warpgroup i uses ID + i
+SCHED_STAGES = 2  # stages of the scheduler pipeline
 
 
 @dataclass
-class Room:
-    """Shared memory: rows of Q and O by warpgroup, the rings of K and V, and barriers, those of Q by warpgroup too.
+class SharedStorage:
+    """Shared memory: Q and O by MMA warpgroup, the stages of K and V, and their mbarriers.
 
-    ``values`` are V as products take it, (elements, keys, stages): another view of it, or transposed if it has 8 bits.
+    ``sVt`` is V as the B operand of PV, (head_dim_v, keys, stages): a transposed view of sV, or for fp8 the buffers
+    that the transpose warps write.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    values: cute.Tensor
+    sQ: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sO: cute.Tensor
+    sVt: cute.Tensor
     q_full: Any
     q_empty: Any
-    k_ring: ring.Ring
-    v_ring: ring.Ring
-    values_ring: ring.Ring
+    k_pipeline: mbarrier_pipeline.MbarrierPipeline
+    v_pipeline: mbarrier_pipeline.MbarrierPipeline
+    vt_pipeline: mbarrier_pipeline.MbarrierPipeline
 
 
 @dataclass
-class Part:
-    """What a warpgroup computes with: products' operands in shared memory, and registers.
+class MmaContext:
+    """What an MMA warpgroup computes with: operand descriptors of shared memory, accumulators, softmax state.
 
-    ``words`` are P, two or four values each: those of fewer bits that outlive a loop's step would be moved about.
+    ``p_words`` is P in the MMA's type as 32-bit words: values of fewer bits that live across iterations would be moved
+    about.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    scores: cute.Tensor
-    acc: cute.Tensor
-    words: cute.Tensor
-    state: softmax.State
-    cap_factor: Any
-    group: Int32
+    tSrQ: Any
+    tSrK: Any
+    tOrV: Any
+    acc_S: cute.Tensor
+    acc_O: cute.Tensor
+    p_words: cute.Tensor
+    softmax_state: softmax.OnlineSoftmax
+    softcap_scale: Any
+    wg_idx: Int32
     thread: Int32
 
 
-class AttentionForward(WarpgroupProducts, Forward):
+class AttentionForward(WgmmaMixin, Forward):
     """The kernel for one :class:`ForwardConfiguration`."""
 
-    rows, score_rows = ROWS, WgmmaRows(slots=2)
-    query_arrivals = 1  # at a barrier of Q, before the copy engine's bytes
-    release = staticmethod(barriers.arrive_once)  # a warp is done with a buffer
+    rows, score_rows = WGMMA_M, WgmmaRows(slots=2)
+    q_arrivals = 1  # at Q's full mbarrier, besides the TMA bytes
+    consumer_release = staticmethod(barriers.elect_arrive)  # one arrival per warp
 
     def __init__(self, configuration: ForwardConfiguration) -> None:
         super().__init__(configuration)
-        self.groups = self.tile_m // ROWS
-        self.warps, self.threads = 4 * self.groups, GROUP * (1 + self.groups)
-        self.seldom = configuration.head_v > 192  # whether O is multiplied anew only where that is needed
-        self.turners = TURNERS if self.dtype.width == 8 else 0  # warps that transpose V
+        self.num_mma_warpgroups = self.tile_m // WGMMA_M
+        self.num_mma_warps, self.threads = 4 * self.num_mma_warpgroups, WARPGROUP_SIZE * (1 + self.num_mma_warpgroups)
+        self.lazy_rescale = configuration.head_dim_v > 192  # skips the rescale of O if all scales are 1
+        self.num_transpose_warps = NUM_TRANSPOSE_WARPS if self.dtype.width == 8 else 0  # transpose V for fp8
 
     @property
-    def turns(self) -> bool:
-        """Whether warpgroups take turns in issuing products: not where that was timed slower."""
+    def pingpong(self) -> bool:
+        """Whether MMA warpgroups alternate in issuing GEMMs (ping-pong): not where it was measured slower."""
         c = self.c
-        freely = (c.head, c.head_v) == (128, 128) and self.dtype.width == 16 and not (c.right or c.left)
-        return self.groups > 1 and not (c.own or freely)
+        freely = (c.head_dim, c.head_dim_v) == (128, 128) and self.dtype.width == 16 and not (c.right or c.left)
+        return self.num_mma_warpgroups > 1 and not (c.n_blocks_per_warpgroup or freely)
 
     @property
-    def guesses(self) -> bool:
-        """Whether blocks without a mask are taken without maxima. P of 8 bits has no room for larger values, and three
-        warpgroups have no registers for this beside a cap.
+    def speculative_max(self) -> bool:
+        """Whether unmasked n_blocks keep the old maximum. Not for fp8, as P has no headroom, and not for three MMA
+        warpgroups with a softcap, which lack registers.
         """
-        crowded = self.groups > 2 and self.c.softcap
-        return not (self.turners or self.c.compressed or crowded)
+        crowded = self.num_mma_warpgroups > 2 and self.c.softcap
+        return not (self.num_transpose_warps or self.c.compressed or crowded)
 
     @property
-    def stays(self) -> bool:
-        """Whether a CTA takes a tile in each turn. Those of packed sequences differ too much in what they cost."""
-        return not self.c.packed
+    def persistent(self) -> bool:
+        """Whether CTAs are persistent with static scheduling: tiles of varlen batches differ too much in cost."""
+        return not self.c.varlen
 
     @property
-    def apart(self) -> bool:
-        """Whether O has room of its own in shared memory; else a warpgroup overwrites its own rows of Q."""
+    def separate_so(self) -> bool:
+        """Whether O has its own shared memory; else an MMA warpgroup reuses its rows of sQ."""
         c = self.c
-        operands = self.bytes(self.tile_m, c.head) + c.stages * self.bytes(self.tile_n, c.head + c.head_v)
-        if self.turners:
-            operands += c.stages * self.bytes(self.tile_n, c.head_v)
-        return operands + self.tile_m * c.head_v * self.result.width // 8 <= SHARED_MEMORY - BARRIERS
+        operands = self.tile_bytes(self.tile_m, c.head_dim) + c.stages * self.tile_bytes(
+            self.tile_n, c.head_dim + c.head_dim_v
+        )
+        if self.num_transpose_warps:
+            operands += c.stages * self.tile_bytes(self.tile_n, c.head_dim_v)
+        return operands + self.tile_m * c.head_dim_v * self.out_dtype.width // 8 <= SHARED_MEMORY - BARRIERS
 
     @cute.jit
-    def body(self, call: Call) -> None:
-        """The roles of the warpgroups."""
+    def body(self, params: Params) -> None:
+        """Dispatches the warps to their roles."""
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
+        wg_idx = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE)
         if thread == 0:
-            self.prefetch(call)
-        room = self.room()
-        few, many = (TURNING if self.turners else REGISTERS)[self.groups]
-        if group == 0:
-            cute.arch.setmaxregister_decrease(few)
-            if warp_index == 0:  # it fetches Q, K and V
-                self.each_tile(call, lambda *tile: self.fetch_tile(call, room, *tile), True)
-            if const_expr(self.turners > 0):
-                if warp_index >= 4 - self.turners:
-                    self.each_tile(call, lambda *tile: self.turn_tile(room, *tile))
+            self.prefetch_descriptors(params)
+        storage = self.allocate_storage()
+        num_regs_load, num_regs_mma = (NUM_REGS_FP8 if self.num_transpose_warps else NUM_REGS)[self.num_mma_warpgroups]
+        if wg_idx == 0:
+            cute.arch.setmaxregister_decrease(num_regs_load)
+            if warp_index == 0:  # TMA producer
+                self.for_each_tile(params, lambda *tile: self.load_tile(params, storage, *tile), True)
+            if const_expr(self.num_transpose_warps > 0):
+                if warp_index >= 4 - self.num_transpose_warps:
+                    self.for_each_tile(params, lambda *tile: self.transpose_v(storage, *tile))
         else:
-            cute.arch.setmaxregister_increase(many)
-            self.consume(call, room, group - 1, thread - GROUP * group)
+            cute.arch.setmaxregister_increase(num_regs_mma)
+            self.mma(params, storage, wg_idx - 1, thread - WARPGROUP_SIZE * wg_idx)
 
     @cute.jit
-    def room(self) -> Room:
-        """Allocates shared memory and initialises the barriers. All threads take part."""
+    def allocate_storage(self) -> SharedStorage:
+        """Allocates shared memory and initializes the mbarriers. All threads."""
         c, smem = self.c, SmemAllocator()
         thread, _, _ = cute.arch.thread_idx()
         shapes = {
-            "q": (self.tile_m, c.head, 1),
-            "k": (self.tile_n, c.head, c.stages),
-            "v": (self.tile_n, c.head_v, c.stages),
+            "q": (self.tile_m, c.head_dim, 1),
+            "k": (self.tile_n, c.head_dim, c.stages),
+            "v": (self.tile_n, c.head_dim_v, c.stages),
         }
-        made = self.buffers(smem, shapes | ({"values": (c.head_v, self.tile_n, c.stages)} if self.turners else {}))
-        if const_expr(self.apart):
-            made |= self.buffers(smem, {"o": (self.tile_m, c.head_v, 1)}, self.result)
-        else:
-            made["o"] = cute.make_tensor(made["q"].iterator, self.layout(self.tile_m, c.head_v).outer)
-        sQ, sO = (
-            cute.local_tile(made[x][None, None, 0], (ROWS, width), (None, 0))
-            for x, width in (("q", c.head), ("o", c.head_v))
+        buffers = self.allocate_smem(
+            smem, shapes | ({"vt": (c.head_dim_v, self.tile_n, c.stages)} if self.num_transpose_warps else {})
         )
-        full, empty = (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
-        rings = [ring.Ring.allocate(smem, c.stages) for _ in range(3 if self.turners else 2)]
-        if const_expr(c.queue):  # not in the room, whose fields a loop would take for changed
-            self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout((1, DRAWN)))
+        if const_expr(self.separate_so):
+            buffers |= self.allocate_smem(smem, {"o": (self.tile_m, c.head_dim_v, 1)}, self.out_dtype)
+        else:
+            buffers["o"] = cute.make_tensor(buffers["q"].iterator, self.smem_layout(self.tile_m, c.head_dim_v).outer)
+        sQ, sO = (
+            cute.local_tile(buffers[x][None, None, 0], (WGMMA_M, width), (None, 0))
+            for x, width in (("q", c.head_dim), ("o", c.head_dim_v))
+        )
+        q_full, q_empty = (smem.allocate_array(cutlass.Int64, self.num_mma_warpgroups) for _ in range(2))
+        pipelines = [
+            mbarrier_pipeline.MbarrierPipeline.allocate(smem, c.stages)
+            for _ in range(3 if self.num_transpose_warps else 2)
+        ]
+        warps, transpose_warps = self.num_mma_warps, self.num_transpose_warps
+        arrivals = (1, warps), (1, transpose_warps or warps), (transpose_warps, warps)  # of producers and consumers
+        if const_expr(c.dynamic_scheduler):  # not a field of the storage: the DSL would carry it through loops
+            self.sched_pipeline = (
+                mbarrier_pipeline.MbarrierPipeline.allocate(smem, SCHED_STAGES),
+                smem.allocate_tensor(Int32, cute.make_layout((1, SCHED_STAGES))),
+            )
         if thread == 0:
-            for group in cutlass.range_constexpr(self.groups):
-                cute.arch.mbarrier_init(full + group, self.query_arrivals)
-                cute.arch.mbarrier_init(empty + group, 4)
-            for each in cutlass.range_constexpr(len(rings)):
-                turns = each > 0 and self.turners
-                fillers, readers = turns if each == 2 else 1, turns if each == 1 and turns else self.warps
-                ring.initialise(rings[each], fillers, readers)
-            if const_expr(c.queue):
-                ring.initialise(self.queue[0], 1, self.warps + self.turners + 1)
+            for wg_idx in cutlass.range_constexpr(self.num_mma_warpgroups):
+                cute.arch.mbarrier_init(q_full + wg_idx, self.q_arrivals)
+                cute.arch.mbarrier_init(q_empty + wg_idx, 4)
+            for idx in cutlass.range_constexpr(len(pipelines)):
+                mbarrier_pipeline.init_mbarriers(pipelines[idx], *arrivals[idx])
+            if const_expr(c.dynamic_scheduler):
+                mbarrier_pipeline.init_mbarriers(
+                    self.sched_pipeline[0], 1, self.num_mma_warps + self.num_transpose_warps + 1
+                )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        values = made["values"] if self.turners else turned(made["v"])
-        return Room(sQ, made["k"], made["v"], sO, values, full, empty, rings[0], rings[1], rings[-1])
+        sVt = buffers["vt"] if self.num_transpose_warps else transposed(buffers["v"])
+        return SharedStorage(
+            sQ, buffers["k"], buffers["v"], sO, sVt, q_full, q_empty, pipelines[0], pipelines[1], pipelines[-1]
+        )
 
     @cute.jit
-    def each_tile(self, call: Call, visit: Any, draws: bool = False) -> None:
-        """Does something for every tile of the CTA, told what it is, how many blocks came before, and Q's phase.
+    def for_each_tile(self, params: Params, process: Any, is_scheduler: bool = False) -> None:
+        """Calls ``process`` for each of the CTA's tiles with its info, the n_blocks done before, and Q's phase.
 
-        Where CTAs draw tiles, the warp that fetches ``draws``, while others still compute the tile before, and tells
-        them.
+        With a dynamic scheduler, the producer warp (``is_scheduler``) takes the next tile from the atomic counter,
+        while others compute the current one, and broadcasts it through the scheduler pipeline.
         """
-        work, place, phase = call.work, Int32(0), Int32(0)
-        if const_expr(self.c.queue):
-            turn, number, total = Int32(0), Int32(0), work.order[1, 0] * work.all_heads
-            while number < total:
-                (number,) = ring.draw(*self.queue, work.order, turn, (), draws)
-                if number < total:
-                    place, phase = self.visit_tile(call, visit, number, place, phase)
-                turn += 1
+        scheduler, n_blocks_done, q_phase = params.scheduler, Int32(0), Int32(0)
+        if const_expr(self.c.dynamic_scheduler):
+            iteration, tile_idx, num_tiles = Int32(0), Int32(0), scheduler.tile_order[1, 0] * scheduler.total_heads
+            while tile_idx < num_tiles:
+                (tile_idx,) = mbarrier_pipeline.fetch_work(
+                    *self.sched_pipeline, scheduler.tile_order, iteration, (), is_scheduler
+                )
+                if tile_idx < num_tiles:
+                    n_blocks_done, q_phase = self.process_tile(params, process, tile_idx, n_blocks_done, q_phase)
+                iteration += 1
         else:
-            for turn in cutlass.range(work.turns, unroll=1):
-                place, phase = self.visit_tile(call, visit, turn, place, phase)
+            for iteration in cutlass.range(scheduler.num_waves, unroll=1):
+                n_blocks_done, q_phase = self.process_tile(params, process, iteration, n_blocks_done, q_phase)
 
     @cute.jit
-    def visit_tile(self, call: Call, visit: Any, turn: Int32, place: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """One of them, if there is such a tile; the next one's place and phase."""
-        tile, head = self.tile(call.work, turn)
-        if tile >= 0:
-            p = self.problem(call.work, tile, head)
-            if self.exists(p):
-                visit(p, place, phase)
-                begin, _, _, end = self.blocks(p)
-                place += end - begin
-                phase ^= 1
-        return place, phase
+    def process_tile(
+        self, params: Params, process: Any, tile_idx: Int32, n_blocks_done: Int32, q_phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """Processes a tile, if it exists; the n_blocks done and Q's phase after it."""
+        m_block, head = self.tile_coord(params.scheduler, tile_idx)
+        if m_block >= 0:
+            info = self.tile_info(params.scheduler, m_block, head)
+            if self.has_rows(info):
+                process(info, n_blocks_done, q_phase)
+                begin, _, _, end = self.n_block_range(info)
+                n_blocks_done += end - begin
+                q_phase ^= 1
+        return n_blocks_done, q_phase
 
     @cute.jit
-    def fetch_tile(self, call: Call, room: Room, p: Problem, place: Int32, phase: Int32) -> None:
-        """Starts the copies of a tile."""
-        begin, _, _, end = self.blocks(p)
+    def load_tile(
+        self, params: Params, storage: SharedStorage, info: TileInfo, n_blocks_done: Int32, q_phase: Int32
+    ) -> None:
+        """Producer: issues the loads of a tile: K(last), Q, then in each iteration K(n) and V(n + 1)."""
+        begin, _, _, end = self.n_block_range(info)
         for step in cutlass.range(end - begin + 1, unroll=1):
             if step < end - begin:
-                self.fetch_block(call, room.k, room.k_ring, p, K, place + step, end - 1 - step)
+                self.load_n_block(params, storage.sK, storage.k_pipeline, info, K, n_blocks_done + step, end - 1 - step)
             if step == 0:
-                self.fetch_queries(call, room, p, phase)
+                self.load_q_tiles(params, storage, info, q_phase)
             else:
-                self.fetch_block(call, room.v, room.v_ring, p, V, place + step - 1, end - step)
+                self.load_n_block(params, storage.sV, storage.v_pipeline, info, V, n_blocks_done + step - 1, end - step)
 
-    def fetch_queries(self, call: Call, room: Room, p: Problem, phase: Int32) -> None:
-        """Starts the copies of the warpgroups' rows of Q."""
-        for group in range(self.groups):
-            cute.arch.mbarrier_wait(room.q_empty + group, phase ^ 1)
-            self.fetch_rows(call, room.q, room.q_full, p, group)
+    def load_q_tiles(self, params: Params, storage: SharedStorage, info: TileInfo, q_phase: Int32) -> None:
+        """Issues the loads of each MMA warpgroup's rows of Q."""
+        for wg_idx in range(self.num_mma_warpgroups):
+            cute.arch.mbarrier_wait(storage.q_empty + wg_idx, q_phase ^ 1)
+            self.load_q(params, storage.sQ, storage.q_full, info, wg_idx)
 
-    def fetch_block(
-        self, call: Call, buffers: cute.Tensor, of: ring.Ring, p: Problem, which: int, place: Int32, n: Int32
+    def load_n_block(
+        self,
+        params: Params,
+        smem_stages: cute.Tensor,
+        pipeline: mbarrier_pipeline.MbarrierPipeline,
+        info: TileInfo,
+        operand: int,
+        count: Int32,
+        n_block: Int32,
     ) -> None:
-        """Waits for a buffer, and starts the copy of a block of K or V."""
-        stage, phase = self.at(place)
-        ring.expect(of, stage, phase ^ 1, self.bytes(self.tile_n, self.boxes[which][1]))
-        self.fetch_keys(call, buffers[None, None, stage], of.full + stage, p, which, n)
+        """Acquires a stage and issues the load of a block of K or V into it."""
+        stage, phase = self.pipeline_state(count)
+        mbarrier_pipeline.producer_acquire(
+            pipeline, stage, phase ^ 1, self.tile_bytes(self.tile_n, self.tma_boxes[operand][1])
+        )
+        self.load_kv(params, smem_stages[None, None, stage], pipeline.full + stage, info, operand, n_block)
 
     @cute.jit
-    def turn_tile(self, room: Room, p: Problem, place: Int32, phase: Int32) -> None:
-        """A warp's part of V of a tile's blocks, transposed."""
-        warp_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32) - (4 - self.turners)
-        begin, _, _, end = self.blocks(p)
+    def transpose_v(self, storage: SharedStorage, info: TileInfo, n_blocks_done: Int32, phase: Int32) -> None:
+        """fp8: a transpose warp's part of V^T of each n_block of a tile."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32) - (4 - self.num_transpose_warps)
+        begin, _, _, end = self.n_block_range(info)
         for step in cutlass.range(end - begin, unroll=1):
-            stage, phase = self.at(place + step)
-            cute.arch.mbarrier_wait(room.v_ring.full + stage, phase)
-            cute.arch.mbarrier_wait(room.values_ring.empty + stage, phase ^ 1)
-            turn_bytes(room.v[None, None, stage], room.values[None, None, stage], warp_index, self.turners)
+            stage, phase = self.pipeline_state(n_blocks_done + step)
+            cute.arch.mbarrier_wait(storage.v_pipeline.full + stage, phase)
+            cute.arch.mbarrier_wait(storage.vt_pipeline.empty + stage, phase ^ 1)
+            transpose_fp8(
+                storage.sV[None, None, stage], storage.sVt[None, None, stage], warp_index, self.num_transpose_warps
+            )
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            self.release(room.values_ring.full + stage)
-            self.release(room.v_ring.empty + stage)
+            self.consumer_release(storage.vt_pipeline.full + stage)
+            self.consumer_release(storage.v_pipeline.empty + stage)
 
-    def own_blocks(self, p: Problem, group: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The blocks of keys that a warpgroup's rows need, of those of the tile."""
-        if not self.c.own:
-            return self.blocks(p)
-        row = p.row + group * ROWS
-        return p.mask.blocks(row, cutlass.min(row + ROWS, p.mask.queries) - 1, self.tile_n)
+    def warpgroup_n_block_range(self, info: TileInfo, wg_idx: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The n_blocks that an MMA warpgroup's 64 rows see."""
+        if not self.c.n_blocks_per_warpgroup:
+            return self.n_block_range(info)
+        row = info.row + wg_idx * WGMMA_M
+        return info.mask.n_block_range(row, cutlass.min(row + WGMMA_M, info.mask.seqlen_q) - 1, self.tile_n)
 
-    def at(self, place: Any) -> tuple[Any, Any]:
-        """The buffer, and its barriers' phase, of a block before which so many were taken."""
-        place = Uint32(place) if self.c.holds else place
-        return Int32(place % self.c.stages), Int32(place // self.c.stages % 2)
+    def pipeline_state(self, count: Any) -> tuple[Any, Any]:
+        """The stage and the phase of the ``count``-th n_block of the CTA."""
+        count = Uint32(count) if self.c.loop_bounds_in_registers else count
+        return Int32(count % self.c.stages), Int32(count // self.c.stages % 2)
 
-    def blocks(self, p: Problem) -> tuple[Int32, Int32, Int32, Int32]:
-        begin, whole_begin, whole_end, end = super().blocks(p)
-        if self.c.holds:  # opaque: else parts of them are computed again in every step
-            return opaque(begin), opaque(whole_begin), opaque(whole_end), opaque(end)
-        return begin, whole_begin, whole_end, end
+    def n_block_range(self, info: TileInfo) -> tuple[Int32, Int32, Int32, Int32]:
+        begin, full_begin, full_end, end = super().n_block_range(info)
+        if self.c.loop_bounds_in_registers:  # opaque: else the compiler recomputes them in every iteration
+            return opaque(begin), opaque(full_begin), opaque(full_end), opaque(end)
+        return begin, full_begin, full_end, end
 
     @cute.jit
-    def consume(self, call: Call, room: Room, group: Int32, thread: Int32) -> None:
-        """A warpgroup: its rows of the CTA's tiles."""
+    def mma(self, params: Params, storage: SharedStorage, wg_idx: Int32, thread: Int32) -> None:
+        """An MMA warpgroup: its 64 rows of each of the CTA's tiles."""
         c = self.c
-        tSrQ = self.left(room.q[None, None, group], thread)
-        tSrK = self.right(room.k, thread)
-        tOrV = self.right(room.values, thread, not self.turners)
-        scores, acc = self.accumulator(self.tile_n), self.accumulator(c.head_v)
-        words = cute.make_rmem_tensor(self.tile_n * self.dtype.width // 64, Int32)
-        part = Part(tSrQ, tSrK, tOrV, scores, acc, words, self.state(call), call.cap_factor, group, thread)
-        self.take_turns(group, True)
-        self.each_tile(call, lambda *tile: self.take(call, room, part, *tile))
-        self.take_turns(group, False)
-        if const_expr(self.apart):
+        tSrQ = self.operand_a(storage.sQ[None, None, wg_idx], thread)
+        tSrK = self.operand_b(storage.sK, thread)
+        tOrV = self.operand_b(storage.sVt, thread, not self.num_transpose_warps)
+        acc_S, acc_O = self.accumulator(self.tile_n), self.accumulator(c.head_dim_v)
+        p_words = cute.make_rmem_tensor(self.tile_n * self.dtype.width // 64, Int32)
+        ctx = MmaContext(
+            tSrQ, tSrK, tOrV, acc_S, acc_O, p_words, self.make_softmax(params), params.softcap_scale, wg_idx, thread
+        )
+        self.pingpong_init(wg_idx, True)
+        self.for_each_tile(params, lambda *tile: self.compute_tile(params, storage, ctx, *tile))
+        self.pingpong_init(wg_idx, False)
+        if const_expr(self.separate_so):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def take(self, call: Call, room: Room, part: Part, p: Problem, place: Int32, phase: Int32) -> None:
-        """A warpgroup's rows of a tile."""
-        self.pass_over(room, part, p, place, True)
-        log_sums = self.attend(call, room, part, p, place, phase)
-        self.store_log_sums(call, p, p.row + part.group * ROWS, part.thread, log_sums)
-        self.store(call, room, part, p)
-        self.pass_over(room, part, p, place, False)
+    def compute_tile(
+        self,
+        params: Params,
+        storage: SharedStorage,
+        ctx: MmaContext,
+        info: TileInfo,
+        n_blocks_done: Int32,
+        q_phase: Int32,
+    ) -> None:
+        """An MMA warpgroup's rows of one tile."""
+        self.skip_n_blocks(storage, ctx, info, n_blocks_done, True)
+        lse = self.mainloop(params, storage, ctx, info, n_blocks_done, q_phase)
+        self.store_lse(params, info, info.row + ctx.wg_idx * WGMMA_M, ctx.thread, lse)
+        self.store_o(params, storage, ctx, info)
+        self.skip_n_blocks(storage, ctx, info, n_blocks_done, False)
 
     @cute.jit
-    def pass_over(self, room: Room, part: Part, p: Problem, place: Int32, before: bool) -> None:
-        """Gives back the tile's blocks before those that the warpgroup's rows need, or behind them."""
-        if const_expr(self.c.own):
-            begin, _, _, end = self.blocks(p)
-            own_begin, _, _, own_end = self.own_blocks(p, part.group)
-            first, stop = (end, own_end) if const_expr(before) else (own_begin, begin)
-            for n in cutlass.range(first - 1, stop - 1, -1, unroll=1):
-                stage, phase = self.at(place + end - 1 - n)
-                for of in (room.k_ring, room.v_ring):
-                    cute.arch.mbarrier_wait(of.full + stage, phase)
-                    self.release(of.empty + stage)
+    def skip_n_blocks(
+        self, storage: SharedStorage, ctx: MmaContext, info: TileInfo, n_blocks_done: Int32, before: bool
+    ) -> None:
+        """Waits for and releases the tile's n_blocks that the warpgroup's rows do not see: those ``before`` its range
+        or after it.
+        """
+        if const_expr(self.c.n_blocks_per_warpgroup):
+            begin, _, _, end = self.n_block_range(info)
+            wg_begin, _, _, wg_end = self.warpgroup_n_block_range(info, ctx.wg_idx)
+            skip_end, skip_begin = (end, wg_end) if const_expr(before) else (wg_begin, begin)
+            for n in cutlass.range(skip_end - 1, skip_begin - 1, -1, unroll=1):
+                stage, phase = self.pipeline_state(n_blocks_done + end - 1 - n)
+                for pipeline in (storage.k_pipeline, storage.v_pipeline):
+                    cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+                    self.consumer_release(pipeline.empty + stage)
 
     @cute.jit
-    def take_turns(self, group: Int32, begins: bool) -> None:
-        """The first warpgroup has the first turn, and takes the one that is left in the end."""
-        if const_expr(self.turns):
-            if const_expr(begins):
-                if group == self.groups - 1:
-                    barriers.arrive(TURN_BARRIER, 2 * GROUP)
-            elif group == 0:
-                barriers.wait(TURN_BARRIER, 2 * GROUP)
+    def pingpong_init(self, wg_idx: Int32, is_start: bool) -> None:
+        """Lets MMA warpgroup 0 issue first; in the end it takes the last warpgroup's arrival, so that the barrier is
+        balanced.
+        """
+        if const_expr(self.pingpong):
+            if const_expr(is_start):
+                if wg_idx == self.num_mma_warpgroups - 1:
+                    barriers.arrive(PINGPONG_BARRIER, 2 * WARPGROUP_SIZE)
+            elif wg_idx == 0:
+                barriers.sync(PINGPONG_BARRIER, 2 * WARPGROUP_SIZE)
 
     @cute.jit
-    def attend(self, call: Call, room: Room, part: Part, p: Problem, place: Int32, phase: Int32) -> cute.Tensor:
-        """O of a warpgroup's rows; the log-sum-exp of a thread's."""
-        part, scale_output = self.descaled(call, part, p)
-        self.reset(part.state, call, p, part.thread)
-        part.acc.fill(0.0)
-        last = place + self.blocks(p)[3] - 1  # minus a block is how many were taken before it
-        begin, whole_begin, whole_end, end = self.own_blocks(p, part.group)
-        cute.arch.mbarrier_wait(room.q_full + part.group, phase)
+    def mainloop(
+        self,
+        params: Params,
+        storage: SharedStorage,
+        ctx: MmaContext,
+        info: TileInfo,
+        n_blocks_done: Int32,
+        q_phase: Int32,
+    ) -> cute.Tensor:
+        """O of the warpgroup's rows (in acc_O), and the LSE of a thread's rows."""
+        # (1) Initialize m = -inf, l = 0, O = 0 and wait for Q.
+        ctx, scale_output = self.descaled(params, ctx, info)
+        self.reset_softmax(ctx.softmax_state, params, info, ctx.thread)
+        ctx.acc_O.fill(0.0)
+        last_count = n_blocks_done + self.n_block_range(info)[3] - 1  # count of n_block n is last_count - n
+        begin, full_begin, full_end, end = self.warpgroup_n_block_range(info, ctx.wg_idx)
+        cute.arch.mbarrier_wait(storage.q_full + ctx.wg_idx, q_phase)
         if end > begin:
-            self.first(room, part, p, end - 1, last - end + 1)
-            start = end - 1
-            if const_expr(self.c.right):  # else no row sees less of these blocks than others do
-                start = cutlass.max(begin, cutlass.min(start, whole_end))
-                for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
-                    self.step(room, part, p, n, last - n, True)
-            middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(self.c.left) else begin
-            for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
-                self.step(room, part, p, n, last - n, False)
+            # (2) S and P of the last n_block, always masked: the sequence may end within it.
+            self.first_n_block(storage, ctx, info, end - 1, last_count - end + 1)
+            # (3) n_blocks at the causal (right) edge, masked.
+            masked_end = end - 1
+            if const_expr(self.c.right):  # without a right bound only the last n_block may be partial
+                masked_end = cutlass.max(begin, cutlass.min(masked_end, full_end))
+                for n in cutlass.range(end - 2, masked_end - 1, -1, unroll=1):
+                    self.mainloop_step(storage, ctx, info, n, last_count - n, True)
+            # (4) Full n_blocks, without a mask.
+            full_stop = cutlass.max(begin, cutlass.min(masked_end, full_begin)) if const_expr(self.c.left) else begin
+            for n in cutlass.range(masked_end - 1, full_stop - 1, -1, unroll=1):
+                self.mainloop_step(storage, ctx, info, n, last_count - n, False)
+            # (5) n_blocks at the left edge of the window, masked.
             if const_expr(self.c.left):
-                for n in cutlass.range(middle - 1, begin - 1, -1, unroll=1):
-                    self.step(room, part, p, n, last - n, True)
-        if const_expr(self.apart):
-            self.release(room.q_empty + part.group)
+                for n in cutlass.range(full_stop - 1, begin - 1, -1, unroll=1):
+                    self.mainloop_step(storage, ctx, info, n, last_count - n, True)
+        # (6) Release Q, unless O overwrites it, and issue the last O += P V.
+        if const_expr(self.separate_so):
+            self.consumer_release(storage.q_empty + ctx.wg_idx)
         if end > begin:
-            self.last(room, part, last - begin)
-        ends = [softmax.finish(part.state, self.score_rows, slot) for slot in range(2)]
-        self.correct(part.acc, [factor * scale_output for factor, _ in ends])
-        log_sums = cute.make_rmem_tensor(2, Float32)
+            self.last_mma_pv(storage, ctx, last_count - begin)
+        # (7) O /= l, LSE = m + log(l).
+        row_results = [softmax.finalize(ctx.softmax_state, self.score_rows, slot) for slot in range(2)]
+        self.rescale_o(ctx.acc_O, [inv_sum * scale_output for inv_sum, _ in row_results])
+        lse = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
-            log_sums[slot] = ends[slot][1]
-        return log_sums
+            lse[slot] = row_results[slot][1]
+        return lse
 
-    def descaled(self, call: Call, part: Part, p: Problem) -> tuple[Part, Float32]:
-        """What a tile's rows are computed with, and O's scale, where Q, K and V have descales."""
-        if call.descales is None:
-            return part, call.scale_output
-        q, k, v = (x[p.batch, p.key_head] for x in call.descales)
-        scale, state = call.scale, part.state
-        if part.cap_factor is None:
-            scale = cute.arch.fmax(scale * q * k, softmax.LEAST_SCALE)
+    def descaled(self, params: Params, ctx: MmaContext, info: TileInfo) -> tuple[MmaContext, Float32]:
+        """The context and O's scale with the fp8 descales of the tile's sequence and head folded in."""
+        if params.descales is None:
+            return ctx, params.output_scale
+        q, k, v = (x[info.batch, info.kv_head] for x in params.descales)
+        scale_log2, softmax_state = params.scale_log2, ctx.softmax_state
+        if ctx.softcap_scale is None:
+            scale_log2 = cute.arch.fmax(scale_log2 * q * k, softmax.MIN_FP8_SCALE)
         else:
-            part = replace(part, cap_factor=part.cap_factor * q * k)
-        return replace(part, state=replace(state, scale=scale, lift=softmax.LIFT / scale)), call.scale_output * v
+            ctx = replace(ctx, softcap_scale=ctx.softcap_scale * q * k)
+        return replace(
+            ctx,
+            softmax_state=replace(
+                softmax_state, scale_log2=scale_log2, fp8_max_offset=softmax.FP8_MAX_OFFSET / scale_log2
+            ),
+        ), params.output_scale * v
 
-    def multiply_keys(self, part: Part, stage: Int32) -> None:
-        """Issues Q K^T of a block."""
-        self.multiply_shared(part.scores, part.q, part.k, self.tile_n, self.c.head, stage)
+    def mma_qk(self, ctx: MmaContext, stage: Int32) -> None:
+        """Issues S = Q K^T of a stage."""
+        self.mma_ss(ctx.acc_S, ctx.tSrQ, ctx.tSrK, self.tile_n, self.c.head_dim, stage)
 
-    def multiply_values(self, part: Part, stage: Int32) -> None:
-        """Issues P V of a block."""
-        rounded = cute.recast_tensor(part.words, self.dtype)
-        self.add_product(part.acc, rounded, part.v, self.c.head_v, self.tile_n, stage)
+    def mma_pv(self, ctx: MmaContext, stage: Int32) -> None:
+        """Issues O += P V of a stage."""
+        tOrP = cute.recast_tensor(ctx.p_words, self.dtype)
+        self.mma_rs(ctx.acc_O, tOrP, ctx.tOrV, self.c.head_dim_v, self.tile_n, stage)
 
-    def first(self, room: Room, part: Part, p: Problem, n: Int32, place: Int32) -> None:
-        """The scores of the first block."""
-        stage, phase = self.at(place)
-        cute.arch.mbarrier_wait(room.k_ring.full + stage, phase)
-        self.multiply_keys(part, stage)
+    def first_n_block(
+        self, storage: SharedStorage, ctx: MmaContext, info: TileInfo, n_block: Int32, count: Int32
+    ) -> None:
+        """S and P of the first n_block: no PV GEMM overlaps it."""
+        stage, phase = self.pipeline_state(count)
+        cute.arch.mbarrier_wait(storage.k_pipeline.full + stage, phase)
+        self.mma_qk(ctx, stage)
         warpgroup.wait_group(0)
-        self.release(room.k_ring.empty + stage)
-        self.soften(part, p, n, True)
-        self.round(part)
+        self.consumer_release(storage.k_pipeline.empty + stage)
+        self.softmax_step(ctx, info, n_block, True)
+        self.convert_p(ctx)
 
-    def soften(self, part: Part, p: Problem, n: Int32, masked: bool) -> Any:
-        """The exponentials of a block, and what O is to be multiplied by."""
-        softmax.cap(part.scores, part.cap_factor)
+    def softmax_step(self, ctx: MmaContext, info: TileInfo, n_block: Int32, masked: bool) -> Any:
+        """Mask and online softmax of S; the row scales of O."""
+        softmax.apply_softcap(ctx.acc_S, ctx.softcap_scale)
         if masked:
-            self.hide(part.scores, p, p.row + part.group * ROWS, part.thread, n)
-        slack, chains = (softmax.SLACK, 2) if self.seldom and not self.turners else (0.0, 4)
-        return softmax.update(part.state, part.scores, self.score_rows, self.tile_n, slack, chains)
+            self.apply_mask(ctx.acc_S, info, info.row + ctx.wg_idx * WGMMA_M, ctx.thread, n_block)
+        rescale_threshold, chains = (
+            (softmax.RESCALE_THRESHOLD, 2) if self.lazy_rescale and not self.num_transpose_warps else (0.0, 4)
+        )
+        return softmax.online_softmax(
+            ctx.softmax_state, ctx.acc_S, self.score_rows, self.tile_n, rescale_threshold, chains
+        )
 
-    def step(self, room: Room, part: Part, p: Problem, n: Int32, place: Int32, masked: bool) -> None:
-        """Block n's scores, while the products of block n + 1 run.
-
-        Warpgroups take turns in issuing products, so that one computes a softmax while another's products run.
-        """
-        (stage, phase), (value_stage, value_phase) = self.at(place), self.at(place - 1)
-        cute.arch.mbarrier_wait(room.k_ring.full + stage, phase)
-        if const_expr(self.turns):
-            barriers.wait(TURN_BARRIER + part.group, 2 * GROUP)
-        self.multiply_keys(part, stage)
-        cute.arch.mbarrier_wait(room.values_ring.full + value_stage, value_phase)
-        self.multiply_values(part, value_stage)
-        if const_expr(self.turns):
-            after = select_(part.group == self.groups - 1, Int32(0), part.group + 1)
-            barriers.arrive(TURN_BARRIER + after, 2 * GROUP)
+    def mainloop_step(
+        self, storage: SharedStorage, ctx: MmaContext, info: TileInfo, n_block: Int32, count: Int32, masked: bool
+    ) -> None:
+        """One iteration: S and P of n_block n, overlapped with O += P V of n_block n + 1."""
+        (stage, phase), (v_stage, v_phase) = self.pipeline_state(count), self.pipeline_state(count - 1)
+        # (1) Wait for K(n) and, with ping-pong, until the other warpgroups have issued their GEMMs.
+        cute.arch.mbarrier_wait(storage.k_pipeline.full + stage, phase)
+        if const_expr(self.pingpong):
+            barriers.sync(PINGPONG_BARRIER + ctx.wg_idx, 2 * WARPGROUP_SIZE)
+        # (2) Issue S(n) = Q K(n)^T.
+        self.mma_qk(ctx, stage)
+        # (3) Wait for V(n + 1) and issue O += P(n + 1) V(n + 1).
+        cute.arch.mbarrier_wait(storage.vt_pipeline.full + v_stage, v_phase)
+        self.mma_pv(ctx, v_stage)
+        # (4) Let the next warpgroup issue: its GEMMs overlap this warpgroup's softmax.
+        if const_expr(self.pingpong):
+            next_wg = select_(ctx.wg_idx == self.num_mma_warpgroups - 1, Int32(0), ctx.wg_idx + 1)
+            barriers.arrive(PINGPONG_BARRIER + next_wg, 2 * WARPGROUP_SIZE)
+        # (5) Wait for S(n); O += P V stays in flight.
         warpgroup.wait_group(1)
-        guessed = const_expr(self.guesses and not masked)
-        if const_expr(not guessed):
-            self.release(room.k_ring.empty + stage)
-            corrections = self.soften(part, p, n, masked)
+        # (6) P(n) = exp2(scale S(n) - m): with a new row maximum m, or speculatively with the old one.
+        speculative = const_expr(self.speculative_max and not masked)
+        if const_expr(not speculative):
+            self.consumer_release(storage.k_pipeline.empty + stage)
+            row_scales = self.softmax_step(ctx, info, n_block, masked)
         else:
-            before = [part.state.sums[slot] for slot in range(2)]
-            softmax.cap(part.scores, part.cap_factor)
-            fits = softmax.guess(part.state, part.scores, self.score_rows, self.tile_n)
-            self.round(part)
+            row_sum_before = [ctx.softmax_state.row_sum[slot] for slot in range(2)]
+            softmax.apply_softcap(ctx.acc_S, ctx.softcap_scale)
+            in_range = softmax.speculative_softmax(ctx.softmax_state, ctx.acc_S, self.score_rows, self.tile_n)
+            self.convert_p(ctx)
+        # (7) Wait for O += P V and release V(n + 1).
         warpgroup.wait_group(0)
-        self.release(room.values_ring.empty + value_stage)
-        if const_expr(guessed):
-            self.unless(fits, part.group, lambda: self.repeat(part, p, n, stage, before))
-            self.release(room.k_ring.empty + stage)
+        self.consumer_release(storage.vt_pipeline.empty + v_stage)
+        # (8) Recompute S(n) if the speculative maximum was too small; K(n) is held until then.
+        if const_expr(speculative):
+            self.recompute_if_any(
+                in_range, ctx.wg_idx, lambda: self.recompute_with_max(ctx, info, n_block, stage, row_sum_before)
+            )
+            self.consumer_release(storage.k_pipeline.empty + stage)
             return
-        self.round(part)
-        if const_expr(self.seldom):
-            self.correct_where_needed(part.acc, *corrections)
+        # (9) Convert P(n) to the A operand of the next PV GEMM and rescale O to the new maximum.
+        self.convert_p(ctx)
+        if const_expr(self.lazy_rescale):
+            self.lazy_rescale_o(ctx.acc_O, *row_scales)
         else:
-            self.correct(part.acc, corrections)
+            self.rescale_o(ctx.acc_O, row_scales)
 
     @cute.jit
-    def unless(self, fits: Boolean, group: Int32, do: Any) -> None:
-        """Does something if a thread of the warpgroup has what does not fit."""
-        if barriers.any_of(GROUP_BARRIER + group, GROUP, Int32(select_(fits, Int32(0), Int32(1)))):
-            do()
+    def recompute_if_any(self, in_range: Boolean, wg_idx: Int32, recompute: Any) -> None:
+        """Calls ``recompute`` if a thread of the warpgroup is not ``in_range``: a barrier.red.or over the warpgroup."""
+        if barriers.sync_or(WARPGROUP_BARRIER + wg_idx, WARPGROUP_SIZE, Int32(select_(in_range, Int32(0), Int32(1)))):
+            recompute()
 
-    def repeat(self, part: Part, p: Problem, n: Int32, stage: Int32, sums: Sequence[Float32]) -> None:
-        """Block n once more, with maxima; ``sums`` are those before it."""
-        self.multiply_keys(part, stage)
+    def recompute_with_max(
+        self, ctx: MmaContext, info: TileInfo, n_block: Int32, stage: Int32, row_sum_before: Sequence[Float32]
+    ) -> None:
+        """Recomputes S and its softmax with the true maximum; ``row_sum_before`` are the sums without the n_block."""
+        self.mma_qk(ctx, stage)
         warpgroup.wait_group(0)
         for slot in range(2):
-            part.state.sums[slot] = sums[slot]
-        corrections = self.soften(part, p, n, False)
-        self.round(part)
-        self.correct(part.acc, corrections)
+            ctx.softmax_state.row_sum[slot] = row_sum_before[slot]
+        row_scales = self.softmax_step(ctx, info, n_block, False)
+        self.convert_p(ctx)
+        self.rescale_o(ctx.acc_O, row_scales)
 
-    def last(self, room: Room, part: Part, place: Int32) -> None:
-        """The products of the last block."""
-        stage, phase = self.at(place)
-        cute.arch.mbarrier_wait(room.values_ring.full + stage, phase)
-        self.multiply_values(part, stage)
+    def last_mma_pv(self, storage: SharedStorage, ctx: MmaContext, count: Int32) -> None:
+        """O += P V of the last n_block."""
+        stage, phase = self.pipeline_state(count)
+        cute.arch.mbarrier_wait(storage.vt_pipeline.full + stage, phase)
+        self.mma_pv(ctx, stage)
         warpgroup.wait_group(0)
-        self.release(room.values_ring.empty + stage)
+        self.consumer_release(storage.vt_pipeline.empty + stage)
 
-    def round(self, part: Part) -> None:
-        """P as the tensor cores take it: an accumulator's registers are an operand's, in the same order.
+    def convert_p(self, ctx: MmaContext) -> None:
+        """Converts P to the MMA's type: an accumulator fragment in 16 bits is an A operand fragment, in the same
+        register order.
 
-        Those of 8 bits are if a word has two pairs of a row, and V's keys are in the order that follows from that.
+        For fp8, a word holds two pairs of a row: registers are permuted, and V^T has its keys in the matching order.
         """
-        values = part.scores
-        if const_expr(self.turners > 0):
-            values = cute.make_rmem_tensor(part.scores.shape, Float32)
-            for i in range(cute.size(values)):
-                values[i] = part.scores[i // 8 * 8 + i % 2 + i // 2 % 2 * 4 + i // 4 % 2 * 2]
-        rounded = cute.make_rmem_tensor(part.scores.shape, self.dtype)
-        rounded.store(values.load().to(self.dtype))
-        words = cute.recast_tensor(rounded, Int32)
+        ordered = ctx.acc_S
+        if const_expr(self.num_transpose_warps > 0):
+            ordered = cute.make_rmem_tensor(ctx.acc_S.shape, Float32)
+            for i in range(cute.size(ordered)):
+                ordered[i] = ctx.acc_S[i // 8 * 8 + i % 2 + i // 2 % 2 * 4 + i // 4 % 2 * 2]
+        p_converted = cute.make_rmem_tensor(ctx.acc_S.shape, self.dtype)
+        p_converted.store(ordered.load().to(self.dtype))
+        words = cute.recast_tensor(p_converted, Int32)
         for i in range(cute.size(words)):
-            part.words[i] = words[i]
+            ctx.p_words[i] = words[i]
 
-    def correct(self, acc: cute.Tensor, factors: Any) -> None:
-        """Multiplies the rows of O."""
+    def rescale_o(self, acc_O: cute.Tensor, row_scales: Any) -> None:
+        """O *= row_scale, row by row."""
         for slot in range(2):
-            for i in self.score_rows.order(self.c.head_v, slot):
-                acc[i] = acc[i] * factors[slot]
+            for i in self.score_rows.order(self.c.head_dim_v, slot):
+                acc_O[i] = acc_O[i] * row_scales[slot]
 
     @cute.jit
-    def correct_where_needed(self, acc: cute.Tensor, upper: Float32, lower: Float32) -> None:
-        """Multiplies the rows of O, unless all of a warp's factors are 1."""
-        if cute.arch.vote_any_sync((upper != 1.0) | (lower != 1.0)):
-            self.correct(acc, [upper, lower])
+    def lazy_rescale_o(self, acc_O: cute.Tensor, scale_0: Float32, scale_1: Float32) -> None:
+        """Rescales O, unless all of a warp's scales are 1."""
+        if cute.arch.vote_any_sync((scale_0 != 1.0) | (scale_1 != 1.0)):
+            self.rescale_o(acc_O, [scale_0, scale_1])
 
     @cute.jit
-    def store(self, call: Call, room: Room, part: Part, p: Problem) -> None:
-        """O of a warpgroup's rows."""
-        group, thread = part.group, part.thread
-        rounded = cute.make_rmem_tensor(part.acc.shape, self.result)
-        rounded.store(part.acc.load().to(self.result))
-        sO = room.o[None, None, group]
-        if const_expr(self.apart):  # the tile before was read
+    def store_o(self, params: Params, storage: SharedStorage, ctx: MmaContext, info: TileInfo) -> None:
+        """Epilogue: converts O, writes it to shared memory (stmatrix) and issues the TMA store."""
+        wg_idx, thread = ctx.wg_idx, ctx.thread
+        tOrO = cute.make_rmem_tensor(ctx.acc_O.shape, self.out_dtype)
+        tOrO.store(ctx.acc_O.load().to(self.out_dtype))
+        sO = storage.sO[None, None, wg_idx]
+        if const_expr(self.separate_so):  # the TMA store of the previous tile has read sO
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            barriers.wait(GROUP_BARRIER + group, GROUP)
-        self.product(self.c.head_v).put(rounded, sO, thread)
+            barriers.sync(WARPGROUP_BARRIER + wg_idx, WARPGROUP_SIZE)
+        self.wgmma(self.c.head_dim_v).r2s(tOrO, sO, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        barriers.wait(GROUP_BARRIER + group, GROUP)
+        barriers.sync(WARPGROUP_BARRIER + wg_idx, WARPGROUP_SIZE)
         if thread < 32:
-            self.store_rows(call, sO, p, p.row + group * ROWS)
-            if const_expr(not self.apart):
+            self.tma_store_o(params, sO, info, info.row + wg_idx * WGMMA_M)
+            if const_expr(not self.separate_so):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(not self.apart):
-            self.release(room.q_empty + group)
+        if const_expr(not self.separate_so):
+            self.consumer_release(storage.q_empty + wg_idx)

@@ -1,7 +1,7 @@
-"""The gradients of native sparse attention's gates, window and compression, on Hopper.
+"""NSA gradients of gates, sliding window and compression, on Hopper.
 
-The products of rows with their branches are the gradients of gates, and what the kernels of both attentions need: one
-kernel reads all of it once. Both attentions add to the same float32 sums of dQ, which are rounded once.
+dPsum of each branch, dot(O_branch, d_out), is also the gradient of its gate: one preprocess kernel reads all branches
+once. The backward kernels of window and compression share one float32 dq_accum, which is converted once.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, select_
 
-from cudnn_kernels.attention import sequences
-from cudnn_kernels.attention.around import (
-    ROW_THREADS,
-    Grid,
-    QueryGradient,
-    RowProducts,
-    Values,
-    grid_of,
-    place_in,
-    values_of,
-    vector,
+from cudnn_kernels.attention import seqlen_info
+from cudnn_kernels.attention.flash_bwd_postprocess import ConvertDQ
+from cudnn_kernels.attention.flash_bwd_preprocess import (
+    PREPROCESS_THREADS,
+    BwdWorkspace,
+    FlashBwdPreprocess,
+    FlatGrid,
+    grid_coord,
+    make_grid,
+    make_workspace,
+    row_vector,
 )
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import BRANCHES, BranchGradientsConfiguration
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
-from cudnn_kernels.naming import name
+from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.sm90.attention_backward import AttentionBackward
 from cudnn_kernels.sm90.compression_backward import CompressionBackward
 
@@ -39,93 +39,109 @@ class BranchGradients(Kernel):
 
     c: BranchGradientsConfiguration
 
-    def launch(self, given: Mapping[str, Any]) -> None:
+    def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernels on arguments by name."""
         c, near = self.c, self.c.near
-        p, offsets, scale, stream = near.packed, given.get("cum_seqlen_q"), given["scale_softmax"], given["stream"]
-        dq = sequences.matrix(given["dq"], p)
-        of_near = {**given, "do": given["d_near"]}
-        of_compressed = {**given, "do": given["d_compressed"], "workspace": given["compressed_workspace"]}
-        of_compressed |= {x: given["compressed_" + x] for x in ("k", "v", "dk", "dv")}
-        if const_expr(p):
-            of_compressed["cum_seqlen_k"] = given["cum_seqlen_compressed"]
-        values, values_compressed = values_of(near, of_near), values_of(c.compressed, of_compressed)
-        sums = values_compressed.dq_sums = values.dq_sums
-        BranchRows(c).launch_on(given, values_compressed, values)
-        CompressionBackward(c.compressed).launch_passes(of_compressed, values_compressed)
-        AttentionBackward(near).launch_passes(of_near, values)
-        QueryGradient(near).launch(sums, None, dq, offsets, scale, stream)
+        is_varlen = near.varlen
+        cu_seqlens = arguments.get("cum_seqlen_q")
+        scale = arguments["scale_softmax"]
+        stream = arguments["stream"]
+        dq = seqlen_info.as_sdhb(arguments["dq"], is_varlen)
+        window_args = {**arguments, "do": arguments["d_near"]}
+        compressed_args = {**arguments, "do": arguments["d_compressed"], "workspace": arguments["compressed_workspace"]}
+        compressed_args |= {x: arguments["compressed_" + x] for x in ("k", "v", "dk", "dv")}
+        if const_expr(is_varlen):
+            compressed_args["cum_seqlen_k"] = arguments["cum_seqlen_compressed"]
+        window_workspace = make_workspace(near, window_args)
+        compressed_workspace = make_workspace(c.compressed, compressed_args)
+        dq_accum = compressed_workspace.dq_accum = window_workspace.dq_accum
+        BranchPreprocess(c).launch_on(arguments, compressed_workspace, window_workspace)
+        CompressionBackward(c.compressed).launch_main(compressed_args, compressed_workspace)
+        AttentionBackward(near).launch_main(window_args, window_workspace)
+        ConvertDQ(near).launch(dq_accum, None, dq, cu_seqlens, scale, stream)
 
 
-class BranchRows(RowProducts):
-    """The gradients of gates and branches, and what :class:`RowProducts` computes, for compression and the window."""
+class BranchPreprocess(FlashBwdPreprocess):
+    """Gradients of gates and branches, and :class:`FlashBwdPreprocess`'s row values of compression and window."""
 
     def __init__(self, configuration: BranchGradientsConfiguration) -> None:
         super().__init__(configuration.near)
-        self.gate_dtype, self.clears = DTYPES[configuration.gates], configuration.compressed.shared == "adds"
+        self.gate_dtype = DTYPES[configuration.gates]
+        self.zeroes_dq_accum = configuration.compressed.shared_dq_accum == "adds"
 
-    def launch_on(self, given: Mapping[str, Any], *values: Values) -> None:
-        """Of a call's arguments by name."""
-        p, stream = self.c.packed, given["stream"]
-        branches, changes = ([sequences.matrix(given[y + x], p) for x in BRANCHES] for y in ("", "d_"))
-        out, gates, d_gates = (sequences.matrix(given[x], p) for x in ("out", "gates", "d_gates"))
-        log_sums = [sequences.rows(given["compressed_lse"], p, False), sequences.rows(given["near_lse"], False)]
-        told, zeros = [(x.log_sums, x.products) for x in values], values[1].dq_sums
-        rows = values[1].products.shape
+    def launch_on(self, arguments: Mapping[str, Any], *workspaces: BwdWorkspace) -> None:
+        """On a call's arguments by name."""
+        is_varlen, stream = self.c.varlen, arguments["stream"]
+        branches, branch_grads = (
+            [seqlen_info.as_sdhb(arguments[y + x], is_varlen) for x in BRANCHES] for y in ("", "d_")
+        )
+        out, gates, d_gates = (seqlen_info.as_sdhb(arguments[x], is_varlen) for x in ("out", "gates", "d_gates"))
+        lse = [
+            seqlen_info.lse_view(arguments["compressed_lse"], is_varlen, False),
+            seqlen_info.lse_view(arguments["near_lse"], False),
+        ]
+        stats, dq_accum = [(x.lse_log2, x.dpsum) for x in workspaces], workspaces[1].dq_accum
+        rows = workspaces[1].dpsum.shape
         blocks = rows[0] // self.rows
-        zeros = cute.make_tensor(zeros.iterator, cute.make_layout((self.rows * self.c.head, blocks, *rows[1:])))
-        grid, shape = grid_of(blocks, out.shape[2], out.shape[3])
+        dq_accum = cute.make_tensor(
+            dq_accum.iterator, cute.make_layout((self.rows * self.c.head_dim, blocks, *rows[1:]))
+        )
+        grid, shape = make_grid(blocks, out.shape[2], out.shape[3])
         self.gradients(
-            out, branches, changes, gates, d_gates, log_sums, told, zeros, given.get("cum_seqlen_q"), grid
-        ).launch(grid=shape, block=[ROW_THREADS, 1, 1], stream=stream)
+            out, branches, branch_grads, gates, d_gates, lse, stats, dq_accum, arguments.get("cum_seqlen_q"), grid
+        ).launch(grid=shape, block=[PREPROCESS_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def gradients(
         self,
         out: cute.Tensor,
         branches: list,
-        changes: list,
+        branch_grads: list,
         gates: cute.Tensor,
         d_gates: cute.Tensor,
-        given: list,
-        told: list,
-        zeros: cute.Tensor,
-        offsets: Any,
-        grid: Grid,
+        lse: list,
+        stats: list,
+        dq_accum: cute.Tensor,
+        cu_seqlens: Any,
+        grid: FlatGrid,
     ) -> None:
-        """``out`` is the gradient of the sum, ``given`` the log-sum-exp of compression and of the window."""
+        """``out`` is the gradient of the gated sum, ``lse`` the LSE of compression and of the window."""
         c, lanes = self.c, self.lanes
         thread, _, _ = cute.arch.thread_idx()
-        block, head, batch = place_in(grid)
+        block, head, batch = grid_coord(grid)
         lane, sequence = thread % lanes, batch
-        mine, first, rows = self.rows_of(block, out.shape[0], offsets)
-        if const_expr(offsets is not None):
-            sequence, _ = sequences.find_block(offsets, block * self.rows // c.tile[0], c.tile[0])
-        parts = self.load((out, *branches), mine, first, rows, head, batch, thread)
-        if const_expr(self.clears):
-            self.clear(zeros[None, block, head, batch], thread)
+        row_begin, seq_offset, rows = self.rows_of(block, out.shape[0], cu_seqlens)
+        if const_expr(cu_seqlens is not None):
+            sequence, _ = seqlen_info.find_block(cu_seqlens, block * self.rows // c.tile[0], c.tile[0])
+        fragments = self.load((out, *branches), row_begin, seq_offset, rows, head, batch, thread)
+        if const_expr(self.zeroes_dq_accum):
+            self.clear(dq_accum[None, block, head, batch], thread)
         for i in cutlass.range_constexpr(self.passes):
-            row, place = mine + self.row(thread, i), block * self.rows + self.row(thread, i)
-            factors = [part.load().to(Float32) for part in parts[i]]
+            row, padded_row = row_begin + self.row(thread, i), block * self.rows + self.row(thread, i)
+            operands = [fragment.load().to(Float32) for fragment in fragments[i]]
             for j in cutlass.range_constexpr(len(BRANCHES)):
-                total, gate = (factors[0] * factors[1 + j]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0), Float32(0.0)
-                total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+                dot, gate = (operands[0] * operands[1 + j]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0), Float32(0.0)
+                dot = cute.arch.warp_reduction_sum(dot, threads_in_group=lanes)
                 if row < rows:
-                    gate = gates[first + row, j, head, batch].to(Float32)
-                    parts[i][1 + j].store((factors[0] * gate).to(out.element_type))
-                    cute.autovec_copy(parts[i][1 + j], vector(changes[j], first + row, head, batch, lane))
+                    gate = gates[seq_offset + row, j, head, batch].to(Float32)
+                    fragments[i][1 + j].store((operands[0] * gate).to(out.element_type))
+                    cute.autovec_copy(
+                        fragments[i][1 + j], row_vector(branch_grads[j], seq_offset + row, head, batch, lane)
+                    )
                     if lane == 0:
-                        d_gates[first + row, j, head, batch] = total.to(self.gate_dtype)
-                if const_expr(j != 1):  # selection's kernel has its own
-                    log_sum = Float32.inf
+                        d_gates[seq_offset + row, j, head, batch] = dot.to(self.gate_dtype)
+                if const_expr(j != 1):  # selection's backward computes its own
+                    row_lse = Float32.inf
                     if row < rows:
                         if const_expr(j == 0):
-                            log_sum = given[0][first + row, head, batch] * LOG2_E
+                            row_lse = lse[0][seq_offset + row, head, batch] * LOG2_E
                         else:
-                            log_sum = given[1][row, head, sequence] * LOG2_E
-                        log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
+                            row_lse = lse[1][row, head, sequence] * LOG2_E
+                        row_lse = Float32(select_(row_lse == -Float32.inf, Float32.inf, row_lse))
                     if lane == 0:
-                        told[j // 2][0][place, head, batch] = log_sum
-                        told[j // 2][1][place, head, batch] = Float32(select_(row < rows, gate * total, Float32(0.0)))
+                        stats[j // 2][0][padded_row, head, batch] = row_lse
+                        stats[j // 2][1][padded_row, head, batch] = Float32(
+                            select_(row < rows, gate * dot, Float32(0.0))
+                        )
 
-    name(gradients, "cudnn_nsa_branch_rows")
+    set_kernel_name(gradients, "cudnn_nsa_branch_preprocess")

@@ -1,12 +1,13 @@
-"""Attention to compressed keys, and the blocks of keys with the largest probabilities, in one pass, on Hopper.
+"""NSA compression attention fused with top-k block selection on Hopper: O, LSE and block lists in one pass.
 
-For sequences whose compressed keys are one tile: a row's scores are all in registers, so its probabilities are known
-once its maximum and its sum are. Q is read once, scores are computed once.
+For sequences whose compressed keys fit one tile: all scores of a row are in registers, so probabilities are known once
+row max and sum are. Q is loaded once, S computed once. MMA rows and head reduction are those of
+:mod:`cudnn_kernels.sm90.top_k`.
 
-A row of a product is a row of one head of Q, as in :mod:`cudnn_kernels.sm90.top_k`, whose sums over heads these are. A
-CTA has a head of K, and takes tiles of rows in turn; K and V stay in shared memory until the sequence ends. Each of its
-warpgroups has 64 rows of a tile, and rows of Q of its next tile on their way. While the product with V runs, the first
-of the warps that share a row of Q finds the row's blocks, the best one of those that are left at a time.
+Persistent CTAs, each with a head of K: K and V stay in shared memory while the sequence does not change. All warpgroups
+are MMA warpgroups of 64 rows; the first warp of each issues the TMA loads of its next Q (two stages, full/empty
+mbarriers per warpgroup). Per tile: (1) S = Q K^T, (2) softmax, (3) issue O = P V, (4) while it runs, sum P over heads
+and select the top-k blocks, (5) store O through shared memory.
 """
 
 from __future__ import annotations
@@ -19,298 +20,346 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import sequences, softmax
+from cudnn_kernels.attention import seqlen_info, softmax
 from cudnn_kernels.attention.mask import CompressedMask
 from cudnn_kernels.attention.sparse import CompressionTopKConfiguration
-from cudnn_kernels.kernel import here
-from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline.arrange import turned
-from cudnn_kernels.pipeline.copy import fetch, partition
+from cudnn_kernels.kernel import thread_block_idx
+from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline.scale_factor_atoms import transposed
+from cudnn_kernels.pipeline.tma import partition_tile, tma_load
 from cudnn_kernels.pipeline.vectors import VECTOR
-from cudnn_kernels.sm90.attention_forward import GROUP
-from cudnn_kernels.sm90.top_k import WARP, WARP_ROWS, Rows, TopK
-from cudnn_kernels.sm90.warpgroup_products import ROWS
+from cudnn_kernels.sm90.top_k import WARP_ROWS, QueryTile, TopK
+from cudnn_kernels.sm90.wgmma_utils import WGMMA_M
+from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 
-NEVER = -(1 << 31)  # less than the bits of any score
+EXCLUDED = -(1 << 31)  # less than the bits of any score: probabilities are not negative
 
 
 class CompressionTopK(TopK):
     """The kernel for one :class:`CompressionTopKConfiguration`."""
 
-    least_padded = 8  # heads that one copy fetches
-    buffers_of_rows = 2
+    min_padded_group = 8  # heads of a TMA box
+    q_stages = 2
 
     def __init__(self, configuration: CompressionTopKConfiguration) -> None:
         super().__init__(configuration)
-        self.groups = self.tile_m // ROWS
-        self.together = ROWS // self.padded  # rows of Q of a warpgroup
-        self.box = min(self.padded, WARP_ROWS)
-        self.blocks = -(-self.tile_n // self.share)
-        self.held = -(-self.blocks // WARP)  # blocks of a lane
-        self.widths = {"q": configuration.head, "k": configuration.head, "v": configuration.head_v}
+        self.num_mma_warpgroups = self.tile_m // WGMMA_M
+        self.queries_per_warpgroup = WGMMA_M // self.padded_group  # query rows of a warpgroup
+        self.head_box = min(self.padded_group, WARP_ROWS)
+        self.blocks_per_step = -(-self.tile_n // self.keys_per_block)
+        self.blocks_per_lane = -(-self.blocks_per_step // WARP_SIZE)  # blocks whose scores a lane has
+        self.head_dims = {"q": configuration.head_dim, "k": configuration.head_dim, "v": configuration.head_dim_v}
 
-    def launch(self, given: Mapping[str, Any]) -> None:
+    def launch(self, arguments: Mapping[str, Any]) -> None:
         c = self.c
-        o, indices = (sequences.matrix(given[x], True) for x in ("o", "topk_indices"))
-        results = o, sequences.rows(given["lse"], True, by_head=False), indices
-        offsets = given["cum_seqlen_q"], given["cum_seqlen_k"]
-        tiles = sequences.blocks_of(given["q"].shape[0], offsets[0].shape[0] - 1, self.queries, True)
-        ctas = cutlass.max(cutlass.min(given["multiprocessors"] // c.key_heads, tiles), 1)
+        o, indices = (seqlen_info.as_sdhb(arguments[x], True) for x in ("o", "topk_indices"))
+        results = o, seqlen_info.lse_view(arguments["lse"], True, by_head=False), indices
+        cu_seqlens = arguments["cum_seqlen_q"], arguments["cum_seqlen_k"]
+        tiles = seqlen_info.num_blocks(arguments["q"].shape[0], cu_seqlens[0].shape[0] - 1, self.rows_per_tile, True)
+        ctas_per_head = cutlass.max(cutlass.min(arguments["num_sms"] // c.key_heads, tiles), 1)
         self.kernel(
-            self.atoms(given, self.box, self.tile_n), results, offsets, tiles, given["scale_softmax"] * softmax.LOG2_E
+            self.make_tma_atoms(arguments, self.head_box, self.tile_n),
+            results,
+            cu_seqlens,
+            tiles,
+            arguments["scale_softmax"] * softmax.LOG2_E,
         ).launch(
-            grid=[ctas * c.key_heads, 1, 1],
-            block=[self.warps * WARP, 1, 1],
-            stream=given["stream"],
+            grid=[ctas_per_head * c.key_heads, 1, 1],
+            block=[self.num_mma_warps * WARP_SIZE, 1, 1],
+            stream=arguments["stream"],
             min_blocks_per_mp=1,
         )
 
     @cute.kernel
-    def kernel(self, atoms: Any, results: Any, offsets: Any, tiles: Int32, scale: Float32) -> None:
-        """A CTA, with every so many tiles of a head of K. ``results``: O, LSE and the lists."""
-        c, smem, (thread, index) = self.c, SmemAllocator(), here()
-        ctas, _, _ = cute.arch.grid_dim()
-        warp_index = cute.arch.make_warp_uniform(thread // WARP)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
+    def kernel(self, tma_atoms: Any, results: Any, cu_seqlens: Any, tiles: Int32, scale_log2: Float32) -> None:
+        """A persistent CTA: tiles of one head of K, with a stride. ``results``: O, LSE and the lists."""
+        c, allocator, (thread, cta) = self.c, SmemAllocator(), thread_block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        wg_idx = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE)
         shapes = {
-            "q": (self.tile_m, c.head, self.buffers_of_rows),
-            "k": (self.tile_n, c.head, 1),
-            "v": (self.tile_n, c.head_v, 1),
-            "o": (self.tile_m, c.head_v, 1),
+            "q": (self.tile_m, c.head_dim, self.q_stages),
+            "k": (self.tile_n, c.head_dim, 1),
+            "v": (self.tile_n, c.head_dim_v, 1),
+            "o": (self.tile_m, c.head_dim_v, 1),
         }
-        buffers = self.buffers(smem, shapes)
-        layout = cute.make_layout((self.tile_n, self.warp_queries, self.warps, self.sum_buffers))
-        sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        full, empty = (smem.allocate_array(cutlass.Int64, self.groups * self.buffers_of_rows) for _ in range(2))
-        keys_full = smem.allocate_array(cutlass.Int64, 1)
+        smem = self.allocate_smem(allocator, shapes)
+        layout = cute.make_layout((self.tile_n, self.queries_per_warp, self.num_mma_warps, self.sum_stages))
+        sums = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+        q_full, q_empty = (
+            allocator.allocate_array(cutlass.Int64, self.num_mma_warpgroups * self.q_stages) for _ in range(2)
+        )
+        kv_full = allocator.allocate_array(cutlass.Int64, 1)
         if thread == 0:
-            for each in cutlass.range_constexpr(self.groups * self.buffers_of_rows):
-                cute.arch.mbarrier_init(full + each, 1)
-                cute.arch.mbarrier_init(empty + each, GROUP // WARP)
-            cute.arch.mbarrier_init(keys_full, 1)
+            for i in cutlass.range_constexpr(self.num_mma_warpgroups * self.q_stages):
+                cute.arch.mbarrier_init(q_full + i, 1)
+                cute.arch.mbarrier_init(q_empty + i, WARPGROUP_SIZE // WARP_SIZE)
+            cute.arch.mbarrier_init(kv_full, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        head, first, every = index % c.key_heads, index // c.key_heads, ctas // c.key_heads
-        leads = warp_index % (GROUP // WARP) == 0
-        mine = (full + group * self.buffers_of_rows, empty + group * self.buffers_of_rows)
-        for ahead in cutlass.range_constexpr(self.buffers_of_rows):
-            if leads & (first + ahead * every < tiles):
-                self.fetch_queries(
-                    atoms, buffers["q"], mine, self.rows_of(offsets, first + ahead * every, head), group, Int32(ahead)
+        head, first_tile, tile_stride = cta % c.key_heads, cta // c.key_heads, num_ctas // c.key_heads
+        is_leader = warp_index % (WARPGROUP_SIZE // WARP_SIZE) == 0
+        q_mbarriers = (q_full + wg_idx * self.q_stages, q_empty + wg_idx * self.q_stages)
+        for i in cutlass.range_constexpr(self.q_stages):
+            if is_leader & (first_tile + i * tile_stride < tiles):
+                self.load_q(
+                    tma_atoms,
+                    smem["q"],
+                    q_mbarriers,
+                    self.query_tile(cu_seqlens, first_tile + i * tile_stride, head),
+                    wg_idx,
+                    Int32(i),
                 )
-        number, sequence, changes = Int32(0), Int32(-1), Int32(0)
-        for tile in cutlass.range(first, tiles, every, unroll=1):
-            rows = self.rows_of(offsets, tile, head)
-            if rows.sequence.batch != sequence:
-                cute.arch.sync_threads()  # all are done with the keys of the sequence before
+        tiles_done, loaded_seq, kv_loads = Int32(0), Int32(-1), Int32(0)
+        for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
+            q_tile = self.query_tile(cu_seqlens, tile, head)
+            if q_tile.seqlen.batch != loaded_seq:
+                cute.arch.sync_threads()  # all warps are done with the previous sequence's K and V
                 if warp_index == 0:
-                    self.fetch_keys(atoms, buffers, keys_full, rows)
-                cute.arch.mbarrier_wait(keys_full, changes % 2)
-                sequence = rows.sequence.batch
-                changes += 1
-            given = (buffers, sums, mine, results, rows, scale, number, thread)
-            if self.mask(rows).end(rows.first + (group + 1) * self.together - 1) <= self.tile_n // 2:
-                self.attend(*given, self.tile_n // 2)
+                    self.load_kv(tma_atoms, smem, kv_full, q_tile)
+                cute.arch.mbarrier_wait(kv_full, kv_loads % 2)
+                loaded_seq = q_tile.seqlen.batch
+                kv_loads += 1
+            compute_args = (smem, sums, q_mbarriers, results, q_tile, scale_log2, tiles_done, thread)
+            if (
+                self.mask(q_tile).end(q_tile.row_begin + (wg_idx + 1) * self.queries_per_warpgroup - 1)
+                <= self.tile_n // 2
+            ):
+                self.compute_tile(*compute_args, self.tile_n // 2)
             else:
-                self.attend(*given, self.tile_n)
-            behind = tile + self.buffers_of_rows * every
-            if leads & (behind < tiles):
-                cute.arch.mbarrier_wait(mine[1] + number % self.buffers_of_rows, number // self.buffers_of_rows % 2)
-                self.fetch_queries(
-                    atoms, buffers["q"], mine, self.rows_of(offsets, behind, head), group, number % self.buffers_of_rows
+                self.compute_tile(*compute_args, self.tile_n)
+            next_tile = tile + self.q_stages * tile_stride
+            if is_leader & (next_tile < tiles):
+                cute.arch.mbarrier_wait(q_mbarriers[1] + tiles_done % self.q_stages, tiles_done // self.q_stages % 2)
+                self.load_q(
+                    tma_atoms,
+                    smem["q"],
+                    q_mbarriers,
+                    self.query_tile(cu_seqlens, next_tile, head),
+                    wg_idx,
+                    tiles_done % self.q_stages,
                 )
-            number += 1
+            tiles_done += 1
 
-    name(kernel, "cudnn_attention_compression_top_k")
+    set_kernel_name(kernel, "cudnn_attention_compression_top_k")
 
     @cute.jit
-    def rows_of(self, offsets: Any, tile: Int32, head: Int32) -> Rows:
-        """A tile's rows of Q."""
-        batch, own = sequences.find_block(offsets[0], tile, self.queries)
-        return Rows(sequences.packed(offsets[0], offsets[1], batch), own * self.queries, head, 0)
+    def query_tile(self, cu_seqlens: Any, tile: Int32, head: Int32) -> QueryTile:
+        """The query rows of a tile."""
+        batch, tile_in_seq = seqlen_info.find_block(cu_seqlens[0], tile, self.rows_per_tile)
+        return QueryTile(
+            seqlen_info.varlen_seqlen_info(cu_seqlens[0], cu_seqlens[1], batch),
+            tile_in_seq * self.rows_per_tile,
+            head,
+            0,
+        )
 
-    def fetch_queries(
-        self, atoms: Any, buffers: cute.Tensor, barriers: Any, rows: Rows, group: Int32, buffer: Int32
+    def load_q(
+        self, tma_atoms: Any, sQ: cute.Tensor, q_mbarriers: Any, q_tile: QueryTile, wg_idx: Int32, stage: Int32
     ) -> None:
-        """One warp: starts copies of a warpgroup's rows of Q, and of zeros where there are none."""
-        c, s, full, (atom, tensor) = self.c, rows.sequence, barriers[0] + buffer, atoms["q"]
-        box = (self.box, c.head)
-        source = cute.local_tile(cute.domain_offset((rows.head * c.group, 0, 0), tensor), box, (None, 0, None))
-        own = cute.local_tile(buffers[None, None, buffer], (ROWS, c.head), (group, 0))
-        to, of = partition(atom, cute.local_tile(own, box, (None, 0)), source)
+        """One warp issues the TMA loads of a warpgroup's query rows; rows that do not exist are 0."""
+        c, seqlen, q_full, (atom, tensor) = self.c, q_tile.seqlen, q_mbarriers[0] + stage, tma_atoms["q"]
+        q_box = (self.head_box, c.head_dim)
+        source = cute.local_tile(cute.domain_offset((q_tile.head * c.group, 0, 0), tensor), q_box, (None, 0, None))
+        sQ_wg = cute.local_tile(sQ[None, None, stage], (WGMMA_M, c.head_dim), (wg_idx, 0))
+        tQsQ, tQgQ = partition_tile(atom, cute.local_tile(sQ_wg, q_box, (None, 0)), source)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, ROWS * c.head * self.dtype.width // 8)
-        for row in range(0, ROWS, self.box):
-            query, member = rows.first + group * self.together + row // self.padded, row % self.padded
-            exists = query < s.queries if member < c.group else Boolean(False)
-            some = Int32(select_(exists, Int32(member // self.box), Int32(c.heads)))  # beyond the last head: zeros
-            place = s.first_query + cutlass.max(cutlass.min(query, s.queries - 1), 0)
-            cute.copy(atom, of[None, some, place], to[None, row // self.box], tma_bar_ptr=full)
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, WGMMA_M * c.head_dim * self.dtype.width // 8)
+        for row in range(0, WGMMA_M, self.head_box):
+            query = q_tile.row_begin + wg_idx * self.queries_per_warpgroup + row // self.padded_group
+            head_in_group = row % self.padded_group
+            exists = query < seqlen.seqlen_q if head_in_group < c.group else Boolean(False)
+            # A head out of range: TMA fills zeros.
+            head_box_idx = Int32(select_(exists, Int32(head_in_group // self.head_box), Int32(c.heads)))
+            q_row = seqlen.offset_q + cutlass.max(cutlass.min(query, seqlen.seqlen_q - 1), 0)
+            cute.copy(atom, tQgQ[None, head_box_idx, q_row], tQsQ[None, row // self.head_box], tma_bar_ptr=q_full)
 
-    def fetch_keys(self, atoms: Any, buffers: Any, full: Any, rows: Rows) -> None:
-        """One warp: starts copies of K and V of a sequence, with zeros behind its end."""
-        s = rows.sequence
+    def load_kv(self, tma_atoms: Any, smem: Any, kv_full: Any, q_tile: QueryTile) -> None:
+        """One warp issues the TMA loads of K and V of a sequence; rows beyond its end are 0."""
+        seqlen = q_tile.seqlen
         with cute.arch.elect_one():
-            elements = self.tile_n * (self.widths["k"] + self.widths["v"])
-            cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.dtype.width // 8)
+            elements = self.tile_n * (self.head_dims["k"] + self.head_dims["v"])
+            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, elements * self.dtype.width // 8)
         for x in ("k", "v"):
-            atom, tensor = atoms[x]
-            keys = sequences.copied_rows(tensor, rows.head, Int32(0), s.first_key, s.keys)
-            box = cute.local_tile(keys, (self.tile_n, self.widths[x]), (0, 0))
-            fetch(atom, box, buffers[x][None, None, 0], full)
+            atom, tensor = tma_atoms[x]
+            keys = seqlen_info.tma_rows(tensor, q_tile.head, Int32(0), seqlen.offset_k, seqlen.seqlen_k)
+            kv_tile = cute.local_tile(keys, (self.tile_n, self.head_dims[x]), (0, 0))
+            tma_load(atom, kv_tile, smem[x][None, None, 0], kv_full)
 
     @cute.jit
-    def attend(
+    def compute_tile(
         self,
-        buffers: Any,
+        smem: Any,
         sums: cute.Tensor,
-        barriers: Any,
+        q_mbarriers: Any,
         results: Any,
-        rows: Rows,
-        scale: Float32,
-        number: Int32,
+        q_tile: QueryTile,
+        scale_log2: Float32,
+        tiles_done: Int32,
         thread: Int32,
-        width: int,
+        num_keys: int,
     ) -> None:
-        """A warpgroup's rows of a tile, before which it had so many: of which none sees more than ``width`` keys."""
-        c, (o, lse, indices) = self.c, results
-        group, member = cute.arch.make_warp_uniform(thread // GROUP), thread % GROUP
-        warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
-        leader = warp_index // self.team * self.team
-        buffer, phase = number % self.buffers_of_rows, number // self.buffers_of_rows % 2
-        own = self.left(cute.local_tile(buffers["q"][None, None, buffer], (ROWS, c.head), (group, 0)), member)
-        few = cute.local_tile(buffers["k"], (width, c.head, 1), (0, 0, 0))
-        keys, values = self.right(few, member), self.right(turned(buffers["v"]), member, True)
-        scores, acc = self.accumulator(width), self.accumulator(c.head_v)
-        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
-        cute.arch.mbarrier_wait(barriers[0] + buffer, phase)
-        self.multiply_shared(scores, own, keys, width, c.head, 0)
-        self.finish(0)
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barriers[1] + buffer)
-        factors = self.soften(scores, lse, rows, scale, thread, width)
-        rounded.store(scores.load().to(self.dtype))
-        shared = sums[None, None, None, number % self.sum_buffers]
-        weights = [factors[1, slot] for slot in range(2)]
-        found = [[scores[i] * weights[slot] for i in self.rows.order(width, slot)] for slot in range(2)]
-        self.add_product(acc, rounded, values, c.head_v, width, 0, adds=False)
-        self.add_heads(found, shared[None, None, warp_index], member)
-        self.meet(warp_index)
-        if warp_index == leader:
-            for slot in cutlass.range_constexpr(self.warp_queries):
-                query = rows.first + warp_index // self.team * self.warp_queries + slot
-                self.list_best(shared, slot, indices, leader, rows, query, width)
-        self.finish(0)
-        self.store(acc, factors, buffers["o"][None, None, 0], o, rows, thread)
-
-    @cute.jit
-    def soften(
-        self, scores: cute.Tensor, lse: cute.Tensor, rows: Rows, scale: Float32, thread: Int32, width: int
-    ) -> cute.Tensor:
-        """The exponentials of scores, in place; by a thread's rows, what makes them probabilities, and the same with 0
-        for rows that there are not.
+        """A warpgroup's rows of a tile, none of which sees more than ``num_keys`` keys. ``tiles_done``: its tiles
+        before.
         """
-        s, group, member = rows.sequence, thread // GROUP, thread % GROUP
-        mask = self.mask(rows)
-        for slot in cutlass.range_constexpr(2):
-            query, _, _ = self.row_of(rows, group, self.rows.row(member, slot))
-            end = mask.end(query)
-            for place, i in enumerate(self.rows.order(width, slot)):
-                scores[i] = Float32(select_(self.rows.column(member, place) < end, scores[i], -Float32.inf))
-        state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
-        softmax.reset(state)
-        softmax.update(state, scores, self.rows, width, slack=0.0, chains=4)
-        factors = cute.make_rmem_tensor((2, 2), Float32)
-        for slot in cutlass.range_constexpr(2):
-            query, head, exists = self.row_of(rows, group, self.rows.row(member, slot))
-            factor, log_sum = softmax.finish(state, self.rows, slot)
-            factors[0, slot], factors[1, slot] = factor, Float32(select_(exists, factor, Float32(0.0)))
-            if exists & (member % 4 == 0):
-                lse[s.first_query + query, head, 0] = log_sum
-        return factors
-
-    def mask(self, rows: Rows) -> CompressedMask:
-        """Which keys a row of Q sees."""
-        s = rows.sequence
-        ratio = cutlass.max(s.queries // cutlass.max(s.keys, 1), 1)
-        return CompressedMask(s.queries, s.keys, Int32(0), None, None, ratio)
-
-    def row_of(self, rows: Rows, group: Int32, number: Int32) -> tuple[Int32, Int32, Boolean]:
-        """What a row of a warpgroup's product is: a row of Q in its sequence, a head, and whether there is one."""
-        query, member = rows.first + group * self.together + number // self.padded, number % self.padded
-        exists = (query < rows.sequence.queries) & (member < self.c.group)
-        return query, rows.head * self.c.group + member, exists
+        c, (o, lse, indices) = self.c, results
+        wg_idx, wg_thread = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE), thread % WARPGROUP_SIZE
+        warp_index, lane = cute.arch.make_warp_uniform(thread // WARP_SIZE), cute.arch.lane_idx()
+        leader = warp_index // self.warps_per_query * self.warps_per_query
+        stage, phase = tiles_done % self.q_stages, tiles_done // self.q_stages % 2
+        tSrQ = self.operand_a(
+            cute.local_tile(smem["q"][None, None, stage], (WGMMA_M, c.head_dim), (wg_idx, 0)), wg_thread
+        )
+        sK = cute.local_tile(smem["k"], (num_keys, c.head_dim, 1), (0, 0, 0))
+        tSrK, tOrV = self.operand_b(sK, wg_thread), self.operand_b(transposed(smem["v"]), wg_thread, True)
+        acc_S, acc_O = self.accumulator(num_keys), self.accumulator(c.head_dim_v)
+        tOrP = cute.make_rmem_tensor(acc_S.shape, self.dtype)
+        # (1) S = Q K^T; release Q.
+        cute.arch.mbarrier_wait(q_mbarriers[0] + stage, phase)
+        self.mma_ss(acc_S, tSrQ, tSrK, num_keys, c.head_dim, 0)
+        self.wait_mma(0)
+        if lane == 0:
+            cute.arch.mbarrier_arrive(q_mbarriers[1] + stage)
+        # (2) Softmax.
+        inv_sums = self.softmax(acc_S, lse, q_tile, scale_log2, thread, num_keys)
+        tOrP.store(acc_S.load().to(self.dtype))
+        smem_sums = sums[None, None, None, tiles_done % self.sum_stages]
+        masked_inv_sums = [inv_sums[1, slot] for slot in range(2)]
+        probs = [[acc_S[i] * masked_inv_sums[slot] for i in self.acc_rows.order(num_keys, slot)] for slot in range(2)]
+        # (3) Issue O = P V.
+        self.mma_rs(acc_O, tOrP, tOrV, c.head_dim_v, num_keys, 0, accumulate=False)
+        # (4) While it runs: P summed over heads, top-k block selection.
+        self.reduce_heads(probs, smem_sums[None, None, warp_index], wg_thread)
+        self.sync_query_warps(warp_index)
+        if warp_index == leader:
+            for slot in cutlass.range_constexpr(self.queries_per_warp):
+                query = q_tile.row_begin + warp_index // self.warps_per_query * self.queries_per_warp + slot
+                self.select_top_k(smem_sums, slot, indices, leader, q_tile, query, num_keys)
+        # (5) O.
+        self.wait_mma(0)
+        self.store_o(acc_O, inv_sums, smem["o"][None, None, 0], o, q_tile, thread)
 
     @cute.jit
-    def list_best(
+    def softmax(
+        self, acc_S: cute.Tensor, lse: cute.Tensor, q_tile: QueryTile, scale_log2: Float32, thread: Int32, num_keys: int
+    ) -> cute.Tensor:
+        """Softmax of S in place, LSE; each row's 1 / row_sum, and the same with 0 for rows that do not exist."""
+        seqlen, wg_idx, wg_thread = q_tile.seqlen, thread // WARPGROUP_SIZE, thread % WARPGROUP_SIZE
+        mask = self.mask(q_tile)
+        for slot in cutlass.range_constexpr(2):
+            query, _, _ = self.row_coord(q_tile, wg_idx, self.acc_rows.row(wg_thread, slot))
+            end = mask.end(query)
+            for position, i in enumerate(self.acc_rows.order(num_keys, slot)):
+                acc_S[i] = Float32(select_(self.acc_rows.column(wg_thread, position) < end, acc_S[i], -Float32.inf))
+        softmax_state = softmax.OnlineSoftmax(
+            cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale_log2
+        )
+        softmax.reset(softmax_state)
+        softmax.online_softmax(softmax_state, acc_S, self.acc_rows, num_keys, rescale_threshold=0.0, chains=4)
+        inv_sums = cute.make_rmem_tensor((2, 2), Float32)
+        for slot in cutlass.range_constexpr(2):
+            query, head, exists = self.row_coord(q_tile, wg_idx, self.acc_rows.row(wg_thread, slot))
+            inv_sum, row_lse = softmax.finalize(softmax_state, self.acc_rows, slot)
+            inv_sums[0, slot], inv_sums[1, slot] = inv_sum, Float32(select_(exists, inv_sum, Float32(0.0)))
+            if exists & (wg_thread % 4 == 0):
+                lse[seqlen.offset_q + query, head, 0] = row_lse
+        return inv_sums
+
+    def mask(self, q_tile: QueryTile) -> CompressedMask:
+        """The mask of compressed keys."""
+        seqlen = q_tile.seqlen
+        ratio = cutlass.max(seqlen.seqlen_q // cutlass.max(seqlen.seqlen_k, 1), 1)
+        return CompressedMask(seqlen.seqlen_q, seqlen.seqlen_k, Int32(0), None, None, ratio)
+
+    def row_coord(self, q_tile: QueryTile, wg_idx: Int32, mma_row: Int32) -> tuple[Int32, Int32, Boolean]:
+        """The query row and the head of an MMA row, and whether they exist."""
+        query = q_tile.row_begin + wg_idx * self.queries_per_warpgroup + mma_row // self.padded_group
+        head_in_group = mma_row % self.padded_group
+        exists = (query < q_tile.seqlen.seqlen_q) & (head_in_group < self.c.group)
+        return query, q_tile.head * self.c.group + head_in_group, exists
+
+    @cute.jit
+    def select_top_k(
         self,
         sums: cute.Tensor,
         slot: int,
         indices: cute.Tensor,
         leader: Int32,
-        rows: Rows,
+        q_tile: QueryTile,
         query: Int32,
-        width: int,
+        num_keys: int,
     ) -> None:
-        """One warp: the list of a row of Q, from sums of so many keys. A lane has some scores, as bits."""
-        s, lane = rows.sequence, cute.arch.lane_idx()
-        end = cutlass.min(self.candidates(s, query), self.blocks)  # none behind the tile's keys
-        bits, chosen = cute.make_rmem_tensor(self.held, Int32), cute.make_rmem_tensor(self.halves, Int32)
-        chosen.fill(-1)
-        for each in cutlass.range_constexpr(self.held):
-            block, found = each * WARP + lane, Int32(NEVER)
-            if (block > 0) & (block < end):
+        """One warp: the list of a query row, from the probability sums of ``num_keys`` keys. A lane has some blocks'
+        scores as bits.
+        """
+        seqlen, lane = q_tile.seqlen, cute.arch.lane_idx()
+        # No blocks beyond the tile's keys.
+        num_candidates = cutlass.min(self.num_candidates(seqlen, query), self.blocks_per_step)
+        score_bits = cute.make_rmem_tensor(self.blocks_per_lane, Int32)
+        selected = cute.make_rmem_tensor(self.entries_per_lane, Int32)
+        selected.fill(-1)
+        for i in cutlass.range_constexpr(self.blocks_per_lane):
+            block, bits = i * WARP_SIZE + lane, Int32(EXCLUDED)
+            if (block > 0) & (block < num_candidates):
                 score = Float32(0.0)
-                for x in cutlass.range_constexpr(self.share):
-                    if block * self.share + x < cutlass.min(s.keys, width):
-                        for member in cutlass.range_constexpr(self.team):
-                            score += sums[block * self.share + x, slot, leader + member]
-                found = score.bitcast(Int32)
-            bits[each] = found
-        for place in cutlass.range(cutlass.min(end - 1, self.c.count), unroll=1):
-            best = bits[0]
-            for each in cutlass.range_constexpr(1, self.held):
-                best = cutlass.max(best, bits[each])
+                for x in cutlass.range_constexpr(self.keys_per_block):
+                    if block * self.keys_per_block + x < cutlass.min(seqlen.seqlen_k, num_keys):
+                        for warp in cutlass.range_constexpr(self.warps_per_query):
+                            score += sums[block * self.keys_per_block + x, slot, leader + warp]
+                bits = score.bitcast(Int32)
+            score_bits[i] = bits
+        for rank in cutlass.range(cutlass.min(num_candidates - 1, self.c.count), unroll=1):
+            best = score_bits[0]
+            for i in cutlass.range_constexpr(1, self.blocks_per_lane):
+                best = cutlass.max(best, score_bits[i])
             best = cute.arch.warp_redux_sync(best, "max")
-            lowest = Int32(self.blocks)
-            for each in cutlass.range_constexpr(self.held - 1, -1, -1):
-                lowest = Int32(select_(bits[each] == best, each * WARP + lane, lowest))
+            lowest = Int32(self.blocks_per_step)
+            for i in cutlass.range_constexpr(self.blocks_per_lane - 1, -1, -1):
+                lowest = Int32(select_(score_bits[i] == best, i * WARP_SIZE + lane, lowest))
             lowest = cute.arch.warp_redux_sync(lowest, "min")
-            for each in cutlass.range_constexpr(self.held):
-                bits[each] = Int32(select_(each * WARP + lane == lowest, Int32(NEVER), bits[each]))
-            for half in cutlass.range_constexpr(self.halves):
-                chosen[half] = Int32(select_(half * WARP + lane == place, lowest, chosen[half]))
-        for half in cutlass.range_constexpr(self.halves):
-            listed = half * WARP + lane
-            if (query < s.queries) & (listed < self.c.count):
-                indices[s.first_query + query, self.c.before + listed, rows.head, 0] = chosen[half]
-        self.write_always(indices, rows, query, query < s.queries)
+            for i in cutlass.range_constexpr(self.blocks_per_lane):
+                score_bits[i] = Int32(select_(i * WARP_SIZE + lane == lowest, Int32(EXCLUDED), score_bits[i]))
+            for list_half in cutlass.range_constexpr(self.entries_per_lane):
+                selected[list_half] = Int32(select_(list_half * WARP_SIZE + lane == rank, lowest, selected[list_half]))
+        for list_half in cutlass.range_constexpr(self.entries_per_lane):
+            entry = list_half * WARP_SIZE + lane
+            if (query < seqlen.seqlen_q) & (entry < self.c.count):
+                indices[seqlen.offset_q + query, self.c.num_fixed + entry, q_tile.head, 0] = selected[list_half]
+        self.store_fixed_blocks(indices, q_tile, query, query < seqlen.seqlen_q)
 
     @cute.jit
-    def store(
-        self, acc: cute.Tensor, factors: cute.Tensor, sO: cute.Tensor, o: cute.Tensor, rows: Rows, thread: Int32
+    def store_o(
+        self,
+        acc_O: cute.Tensor,
+        inv_sums: cute.Tensor,
+        sO: cute.Tensor,
+        o: cute.Tensor,
+        q_tile: QueryTile,
+        thread: Int32,
     ) -> None:
-        """O of a warp's rows, by way of shared memory, so that threads next to each other write what follows.
+        """O of a warp's rows, through shared memory, for coalesced stores.
 
-        Before a warp writes there again, it meets for the sums of its next rows.
+        Before a warp writes to shared memory again, it synchronizes for the sums of its next rows.
         """
-        c, s, group, member = self.c, rows.sequence, thread // GROUP, thread % GROUP
+        c, seqlen, wg_idx, wg_thread = self.c, q_tile.seqlen, thread // WARPGROUP_SIZE, thread % WARPGROUP_SIZE
         pair = cute.make_rmem_tensor(2, self.dtype)
         for slot in cutlass.range_constexpr(2):
-            line = sO[group * ROWS + self.rows.row(member, slot), None]
-            order = self.rows.order(c.head_v, slot)
-            for place in cutlass.range_constexpr(0, len(order), 2):
+            sO_row = sO[wg_idx * WGMMA_M + self.acc_rows.row(wg_thread, slot), None]
+            order = self.acc_rows.order(c.head_dim_v, slot)
+            for position in cutlass.range_constexpr(0, len(order), 2):
                 for i in cutlass.range_constexpr(2):
-                    pair[i] = (acc[order[place + i]] * factors[0, slot]).to(self.dtype)
-                cute.autovec_copy(pair, cute.local_tile(line, (2,), (self.rows.column(member, place) // 2,)))
+                    pair[i] = (acc_O[order[position + i]] * inv_sums[0, slot]).to(self.dtype)
+                cute.autovec_copy(
+                    pair, cute.local_tile(sO_row, (2,), (self.acc_rows.column(wg_thread, position) // 2,))
+                )
         cute.arch.sync_warp()
-        columns = c.head_v // VECTOR
+        columns = c.head_dim_v // VECTOR
         values = cute.make_rmem_tensor(VECTOR, self.dtype)
-        for i in cutlass.range_constexpr(WARP_ROWS * columns // WARP):
-            vector = member % WARP + i * WARP
-            row, column = member // WARP * WARP_ROWS + vector // columns, vector % columns
-            query, head, exists = self.row_of(rows, group, row)
-            cute.autovec_copy(cute.local_tile(sO[group * ROWS + row, None], (VECTOR,), (column,)), values)
+        for i in cutlass.range_constexpr(WARP_ROWS * columns // WARP_SIZE):
+            vector = wg_thread % WARP_SIZE + i * WARP_SIZE
+            row, column = wg_thread // WARP_SIZE * WARP_ROWS + vector // columns, vector % columns
+            query, head, exists = self.row_coord(q_tile, wg_idx, row)
+            cute.autovec_copy(cute.local_tile(sO[wg_idx * WGMMA_M + row, None], (VECTOR,), (column,)), values)
             if exists:
-                out = o[s.first_query + query, None, head, 0]
+                out = o[seqlen.offset_q + query, None, head, 0]
                 cute.autovec_copy(values, cute.local_tile(out, (VECTOR,), (column,)))

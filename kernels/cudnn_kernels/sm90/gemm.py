@@ -1,16 +1,18 @@
-"""The GEMM mainloop of Hopper: D[m, n, l] = epilogue(sum over k of A[m, k, l] B[n, k, l]).
+"""The persistent, warp-specialized GEMM of Hopper: D[m, n, l] = epilogue(sum over k of A[m, k, l] B[n, k, l]).
 
-A CTA has three warpgroups. One thread of the first lets the copy engine fill a ring of buffers in shared memory with
-tiles of A and B; CTAs of a cluster that need the same tile fetch a share each and send it to all. The other two
-warpgroups multiply with wgmma, accumulate in registers and run the epilogue. CTAs stay on their SM and take every
-n-th tile of the schedule, of n clusters, so that the next tile's operands arrive during the epilogue.
+Warp roles: a CTA has three warpgroups. Warp 0 of the producer warpgroup issues the TMA loads of A and B, with multicast
+to the CTAs of a cluster that share a tile; warp 1 is the scheduler warp, if tiles need a search; warps 2 and 3 load
+fp32 scale factors, or gather rows. The two MMA warpgroups issue wgmma, accumulate in registers and run the epilogue.
 
-Cooperative: both warpgroups share a tile, each has half of its rows. Ping-pong: each has tiles of its own; they take
-turns in multiplying, so that one's epilogue is hidden behind the other's products.
+Pipelines: operands pass through up to eight stages (full and empty mbarriers); scale factors and the scheduler's work
+tiles have pipelines of their own. CTAs are persistent: the loads of the next tile overlap with the epilogue.
 
-e4m3 and e5m2 products are accumulated by the tensor cores with fewer bits than float32 has, so each ``k`` tile's sum
-is added to float32 registers. Where operands have factors of sums, it is multiplied by them then, which further warps
-of the first warpgroup bring to shared memory. The same warps start the copies of lines by number.
+Cooperative: both MMA warpgroups share a tile, half of its rows each. Ping-pong: each has its own tiles; named barriers
+order their mainloops, so that the epilogue of one overlaps with the MMAs of the other.
+
+fp8: the tensor cores accumulate with fewer bits than float32 has, so the accumulator of each k tile, or of each group
+of k tiles that share a scale factor, is promoted: added to float32 registers, times its fp32 scale factors if there are
+any.
 """
 
 from __future__ import annotations
@@ -25,99 +27,103 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
-from cudnn_kernels.epilogue import MultiplyGroup, Scale, needs_of
+from cudnn_kernels.epilogue import MultiplyGroup, Scale, traits_of
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Tile
-from cudnn_kernels.naming import name
+from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
-from cudnn_kernels.pipeline.cluster import Cluster, meet, release
-from cudnn_kernels.pipeline.copy import address
-from cudnn_kernels.pipeline.factors import Factors
-from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
-from cudnn_kernels.pipeline.gather import Boxes, Gather, Lines, boxes_of
+from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync, consumer_release
+from cudnn_kernels.pipeline.gather import GATHER_WARPS, CpAsyncGather, GatherProducer, TmaRowGather, tma_row_view
 from cudnn_kernels.pipeline.mainloop import Mainloop
-from cudnn_kernels.pipeline.operand import prepare
+from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers, producer_acquire
+from cudnn_kernels.pipeline.prepare_operand import prepare
 from cudnn_kernels.pipeline.projection import ViewedProjection
-from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
+from cudnn_kernels.pipeline.scale_factors import ScaleFactorPipeline
+from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
-from cudnn_kernels.schedule.feed import Feed
-from cudnn_kernels.sm90.heuristics import promotes
+from cudnn_kernels.schedule.tile_scheduler import TileScheduler
+from cudnn_kernels.sm90.heuristics import needs_promotion
 from cudnn_kernels.sm90.tile_operand import TileOperand
+from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 
-GROUP = 128  # threads of a warpgroup
-WARPS = GROUP // 32
-CONSUMERS = 2  # warpgroups that multiply
-REGISTERS, COPY_REGISTERS = (24, 240), (40, 232)  # of the first warpgroup and of others, where threads copy more
-LOAD_WARP, FEED_WARP, MORE_WARPS = 0, 1, (2, 3)  # of the first warpgroup; the last ones copy factors, or gather
-SUMS = 192  # columns of the widest sums beside 64 rows of accumulators, as registers allow
+WARPS_PER_WARPGROUP = WARPGROUP_SIZE // WARP_SIZE
+MMA_WARPGROUPS = 2
+NUM_REGS = (24, 240)  # of a thread of the producer warpgroup and of an MMA warpgroup, by setmaxnreg
+NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands or scale factors
+LOAD_WARP, SCHEDULER_WARP, COPY_WARPS = 0, 1, (2, 3)  # of the producer warpgroup
+MAX_PARTIAL_N = 192  # columns of a partial accumulator of 64 rows that registers hold next to the accumulators
 
 
 class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
-    splits_sums, group_barrier, overhead = True, Barrier.GROUP, 896
-    threads = GROUP * (1 + CONSUMERS)
+    promotes_k_groups, epilogue_barrier, overhead = True, Barrier.EPILOGUE, 896
+    threads = WARPGROUP_SIZE * (1 + MMA_WARPGROUPS)
 
     def __init__(self, configuration: Configuration) -> None:
         c = configuration
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
         super().__init__(c, self.tile_m)
-        clips = self.tiles.clips_k
-        self.operands = [TileOperand(c, side, clips, alike=side) for side in range(2)]
-        self.sideways = [TileOperand(c, side, clips, alike=1 - side) for side in range(2) if c.schedule.sideways]
-        self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
-        self.lacks_rows = self.tiles.clips_rows and self.tiles.rows > self.group_rows  # whether a warpgroup may
-        self.promotes = promotes(c)
-        self.together = c.a.scale.vector // self.tile_k if c.scales_sums else 1  # k tiles whose sum is promoted
-        self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
-        if self.together > 1 and len(self.portions(0)) > 1:  # which have one set of sums in turn
+        ragged_k = self.tile_map.ragged_k
+        self.operands = [TileOperand(c, i, ragged_k, multicast_dim=i) for i in range(2)]
+        self.tail_operands = [
+            TileOperand(c, i, ragged_k, multicast_dim=1 - i) for i in range(2) if c.schedule.split_tail_n
+        ]
+        self.wg_rows = self.tile_m if c.pingpong else self.tile_m // MMA_WARPGROUPS
+        self.may_lack_rows = self.tile_map.ragged_m and self.tile_map.rows > self.wg_rows  # a warpgroup, of a tail tile
+        self.promotion = needs_promotion(c)
+        self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
+        self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2  # of a partial accumulator
+        if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:  # which use one partial accumulator in sequence
             vector = c.a.scale.vector
-            allowed = f"k tiles of {vector}, or 128 rows and {SUMS} columns at most, with such factors of sums"
+            allowed = f"k tiles of {vector}, or at most 128 rows and {MAX_PARTIAL_N} columns, with such scale factors"
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
-        self.boxes = bool(c.gathers) and not self.tiles.clips_k  # whether the copy engine gathers
-        self.threads_copy = bool(c.gathers) and not self.boxes
-        self.registers = COPY_REGISTERS if self.sides or self.threads_copy or c.schedule.sideways else REGISTERS
-        self.copied = [x for x in self.operands if not x.operand.index]  # by the copy engine
+        self.gathers_by_tma = bool(c.gathers) and not ragged_k
+        self.gathers_by_threads = bool(c.gathers) and not self.gathers_by_tma
+        copies = self.operand_scales or self.gathers_by_threads or c.schedule.split_tail_n
+        self.num_regs = NUM_REGS_COPY if copies else NUM_REGS
+        self.tiled_operands = [x for x in self.operands if not x.operand.index]  # loaded by tiled TMA
         self.epilogue = self.epilogue_of(
-            rows=self.group_rows,
-            groups=CONSUMERS,
-            threads=GROUP,
-            layout=WgmmaRows(slots=2 * (self.group_rows // 64)),
+            rows=self.wg_rows,
+            num_warpgroups=MMA_WARPGROUPS,
+            threads=WARPGROUP_SIZE,
+            layout=WgmmaRows(slots=2 * (self.wg_rows // 64)),
             tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
             fragment=self.fragment,
-            early=self.computes_early(),
+            overlaps_stores=self.overlaps_stores(),
         )
 
-    def launch(self, given: Mapping[str, Any]) -> None:
-        super().launch(prepare(self.c, given) if self.c.prepared else given)
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        super().launch(prepare(self.c, arguments) if self.c.prepared else arguments)
 
-    def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        copied = [*self.copied, *self.sideways]
-        made = [operand.descriptor(operand.view(arguments[operand.name])) for operand in copied]
+    def tma_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        operands = [*self.tiled_operands, *self.tail_operands]
+        tma = [operand.tma_atom(operand.view(arguments[operand.name])) for operand in operands]
         pointers = arguments["b_ptrs"] if self.c.b.pointers else None  # a prepared operand is a tensor
-        return [atom for atom, _ in made], [tensor for _, tensor in made], pointers
+        return [atom for atom, _ in tma], [tensor for _, tensor in tma], pointers
 
-    def lines(self, tensor: cute.Tensor) -> Any:
-        return boxes_of(tensor) if self.boxes else tensor
+    def gather_source(self, tensor: cute.Tensor) -> Any:
+        return tma_row_view(tensor) if self.gathers_by_tma else tensor
 
     def tiled_mma(self, width: int) -> cute.TiledMma:
-        """One warpgroup's product with ``width`` columns."""
+        """One warpgroup's wgmma with ``width`` columns."""
         a, b = self.operands
         return cute.make_tiled_mma(cute.make_mma_atom(mma_operation(a.element, b.element, width, a.major, b.major)))
 
     def fragment(self, dtype: Any, width: int, rows: int = 0) -> cute.Tensor:
-        """Registers for ``width`` columns of a warpgroup's rows, or of so many, in the accumulator's order."""
-        return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.group_rows, width)), dtype)
+        """Registers for ``width`` columns of a warpgroup's rows, or of ``rows`` rows, in the accumulator's order."""
+        return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.wg_rows, width)), dtype)
 
-    def computes_early(self) -> bool:
-        """Whether parts of a tile are computed while others are stored: where both warpgroups share the tile, so that
-        nothing else hides the stores, registers suffice, and there is a factor, see ``Scale``.
+    def overlaps_stores(self) -> bool:
+        """Whether a subtile is computed while the one before is stored: if both warpgroups share the tile, so that
+        nothing else overlaps with the stores, registers suffice, and the accumulator is scaled (see ``Scale``).
         """
-        needs, scaled = needs_of(self.c.epilogue), any(isinstance(o, (Scale, MultiplyGroup)) for o in self.c.epilogue)
-        return scaled and not (self.c.pingpong or self.promotes or needs.registers or needs.width > 1)
+        traits = traits_of(self.c.epilogue)
+        scaled = any(isinstance(o, (Scale, MultiplyGroup)) for o in self.c.epilogue)
+        return scaled and not (self.c.pingpong or self.promotion or traits.extra_registers or traits.width > 1)
 
     def stage_bytes(self) -> int:
         return sum(operand.bits() for operand in self.operands) // 8
@@ -129,155 +135,169 @@ class Gemm(Mainloop):
         tensors: list,
         pointers: cute.Tensor | None,
         gathered: Any,
-        factors: Any,
+        scales: Any,
         scheduled: Any,
         parameters: Any,
     ) -> None:
-        """The roles of the warpgroups."""
+        """Sets up shared memory and dispatches the warp roles."""
         stages = self.stages()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
+        wg_idx = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE)
 
         smem = SmemAllocator()
-        self.buffers = [operand.allocate(smem, stages) for operand in self.operands]
-        self.epilogue.enter(parameters, smem)
-        ring = self.ring = Ring.allocate(smem, stages)
-        gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
-        readers = 1 + max(len(self.sides), gatherers) + CONSUMERS * WARPS
-        counter = scheduled[-1] if self.c.draws else None
-        self.feed = Feed(self.tiles, scheduled, readers, smem, self.c.pingpong, counter, self.cluster)
-        if const_expr(self.sides):
-            self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
+        self.smem_operands = [operand.allocate(smem, stages) for operand in self.operands]
+        self.epilogue.setup_smem(parameters, smem)
+        pipeline = self.pipeline = MbarrierPipeline.allocate(smem, stages)
+        gather_warps = const_expr(GATHER_WARPS if self.c.gathers else 0)
+        mma_warps = MMA_WARPGROUPS * WARPS_PER_WARPGROUP
+        scheduler_readers = 1 + max(len(self.operand_scales), gather_warps) + mma_warps
+        semaphore = scheduled[-1] if self.c.dynamic_scheduler else None
+        self.scheduler = TileScheduler(
+            self.tile_map, scheduled, scheduler_readers, smem, self.c.pingpong, semaphore, self.cluster
+        )
+        if const_expr(self.operand_scales):
+            self.scale_pipeline = ScaleFactorPipeline(
+                self.operand_scales, scales, self.scheduler, len(self.operand_scales), mma_warps, smem
+            )
         if thread == 0:
-            fillers = const_expr(1 + GATHER_WARPS * 32 * self.threads_copy)
-            initialise(ring, fillers, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
-            self.ready(atoms)
+            producers = const_expr(1 + GATHER_WARPS * 32 * self.gathers_by_threads)
+            consumer_wgs = 1 if self.c.pingpong else MMA_WARPGROUPS
+            init_mbarriers(pipeline, producers, self.cluster.consumer_ctas * WARPS_PER_WARPGROUP * consumer_wgs)
+            self.init_barriers(atoms)
         cute.arch.mbarrier_init_fence()
-        meet(self.cluster)
+        cluster_sync(self.cluster)
 
-        if const_expr(gatherers):
-            self.gathers = self.gather(gathered, smem)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(self.registers[0])
+        if const_expr(gather_warps):
+            self.gather_producer = self.make_gather_producer(gathered, smem)
+        if wg_idx == 0:
+            cute.arch.setmaxregister_decrease(self.num_regs[0])
             if warp == LOAD_WARP:
-                self.produce(atoms, tensors, pointers)
-            if const_expr(self.feed.broadcast):
-                if warp == FEED_WARP:
-                    self.feed.serve()
-            if const_expr(len(self.sides) > gatherers):
-                for side in cutlass.range_constexpr(len(self.sides)):
-                    if warp == MORE_WARPS[side]:
-                        self.factor_ring.serve(self.begins, self.tile_k, (side,))
-            if const_expr(gatherers):
-                if warp >= MORE_WARPS[0]:
-                    self.gathers.serve(warp - MORE_WARPS[0], self.begins)
+                self.load(atoms, tensors, pointers)
+            if const_expr(self.scheduler.has_scheduler_warp):
+                if warp == SCHEDULER_WARP:
+                    self.scheduler.run_scheduler_warp()
+            if const_expr(len(self.operand_scales) > gather_warps):
+                for i in cutlass.range_constexpr(len(self.operand_scales)):
+                    if warp == COPY_WARPS[i]:
+                        self.scale_pipeline.run(self.tile_origin, self.tile_k, (i,))
+            if const_expr(gather_warps):
+                if warp >= COPY_WARPS[0]:
+                    self.gather_producer.run(warp - COPY_WARPS[0], self.tile_origin)
         else:
-            cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(group - 1, thread % GROUP)
+            cute.arch.setmaxregister_increase(self.num_regs[1])
+            self.mma_warpgroup(wg_idx - 1, thread % WARPGROUP_SIZE)
         if const_expr(self.cluster.size > 1):
-            meet(self.cluster)  # a CTA's shared memory lives until no other one writes or signals there
+            cluster_sync(self.cluster)  # no CTA exits while others write to its shared memory or mbarriers
 
-    name(kernel, "cudnn_gemm_sm90")
+    set_kernel_name(kernel, "cudnn_gemm_sm90")
 
     @cute.jit
-    def produce(self, atoms: list, tensors: list, pointers: cute.Tensor | None) -> None:
-        """One warp: fills the ring with the operands of all tiles of this CTA that the copy engine brings."""
-        ring, sharers = self.ring, [self.cluster.sharing(side) for side in range(2)]
-        counted = const_expr(self.operands if self.boxes else self.copied)  # whose bytes a buffer's barrier awaits
+    def load(self, atoms: list, tensors: list, pointers: cute.Tensor | None) -> None:
+        """The load warp: issues the TMA loads of all tiles of this CTA."""
+        pipeline, multicast = self.pipeline, [self.cluster.multicast(i) for i in range(2)]
+        tma_operands = const_expr(self.operands if self.gathers_by_tma else self.tiled_operands)
         stage, phase = Int32(0), Int32(1)
-        cursor = self.feed.first()
-        while self.feed.more(cursor):
-            work = self.feed.work(cursor)
-            last_a, last_b, _ = self.tiles.last(work.group)
-            last, starts = (last_a, address(pointers, last_b)), self.begins(work)
+        cursor = self.scheduler.initial_work()
+        while self.scheduler.is_valid(cursor):
+            work = self.scheduler.work_tile(cursor)
+            batch_a, batch_b, _ = self.tile_map.batch_coords(work.group)
+            batch, origin = (batch_a, ptr_array_coord(pointers, batch_b)), self.tile_origin(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
-                expect(ring, stage, phase, sum(x.bits() for x in counted) // 8)
-                full = ring.full + stage
+                # (1) Wait for an empty stage; expect the bytes of all TMA loads, gathered rows included.
+                producer_acquire(pipeline, stage, phase, sum(x.bits() for x in tma_operands) // 8)
+                full = pipeline.full + stage
                 first = work.k + k * self.tile_k
-                place = (starts, first, work.k_end, last)
-                if const_expr(self.sideways):
+                coord = (origin, first, work.k_end, batch)
+                # (2) Issue the loads of A and B.
+                if const_expr(self.tail_operands):
                     if work.valid == 2:
-                        self.fetch(self.sideways, atoms[2:], tensors[2:], place, sharers, stage, full)
+                        self.load_k_tile(self.tail_operands, atoms[2:], tensors[2:], coord, multicast, stage, full)
                     else:
-                        self.fetch(self.copied, atoms[:2], tensors[:2], place, sharers, stage, full)
+                        self.load_k_tile(self.tiled_operands, atoms[:2], tensors[:2], coord, multicast, stage, full)
                 else:
-                    self.fetch(self.copied, atoms, tensors, place, sharers, stage, full)
-                stage, phase = advanced(ring, stage, phase)
-            cursor = self.feed.next(cursor)
+                    self.load_k_tile(self.tiled_operands, atoms, tensors, coord, multicast, stage, full)
+                stage, phase = advance(pipeline, stage, phase)
+            cursor = self.scheduler.advance_to_next_work(cursor)
 
-    def fetch(
+    def load_k_tile(
         self,
         operands: Sequence[TileOperand],
         atoms: list,
         tensors: list,
-        place: tuple[Any, ...],
-        sharers: list,
+        coord: tuple[Any, ...],
+        multicast: list,
         stage: Int32,
         full: Any,
     ) -> None:
-        """Starts the copies of the operands' k tile at a place: first row and column, k, its end, last indices."""
-        starts, first, end, last = place
+        """Issues the loads of a k tile at ``coord``: (first row and column), k, end of k, batch coordinates."""
+        origin, first, end, batch = coord
         for operand, atom, tensor in zip(operands, atoms, tensors, strict=True):
-            side = operand.side
-            tile = operand.part(tensor, starts[side], first, end, last[side])
-            operand.fetch(atom, tile, self.buffers[side], stage, full, sharers[operand.alike])
+            i = operand.operand_index
+            tile = operand.tile_at(tensor, origin[i], first, end, batch[i])
+            operand.load(atom, tile, self.smem_operands[i], stage, full, multicast[operand.multicast_dim])
 
-    def gather(self, gathered: Any, smem: Any) -> Gather:
-        """What brings the other operands: tensors and numbers."""
-        lines: list[Lines] = []
-        for operand, given in zip([x for x in self.operands if x not in self.copied], gathered, strict=True):
-            shape, ours = (self.c.tile[operand.side], self.tile_k), self.buffers[operand.side]
-            if self.boxes:
-                share = (operand.share, *self.cluster.sharing(operand.side))
-                lines.append(Boxes(*given, ours, shape, operand.place, smem, self.ring, share))
+    def make_gather_producer(self, gathered: Any, smem: Any) -> GatherProducer:
+        """The producer of gathered operands, from their tensors and index tensors."""
+        sources: list[CpAsyncGather] = []
+        operands = [x for x in self.operands if x not in self.tiled_operands]
+        for operand, tensors in zip(operands, gathered, strict=True):
+            i = operand.operand_index
+            shape, stages = (self.c.tile[i], self.tile_k), self.smem_operands[i]
+            if self.gathers_by_tma:
+                multicast = (operand.num_multicast, *self.cluster.multicast(i))
+                source = TmaRowGather(*tensors, stages, shape, operand.smem_offset, smem, self.pipeline, multicast)
+                sources.append(source)
             else:
-                lines.append(Lines(operand.side, True, *given, ours, shape, operand.place, smem))
-        factors = self.factor_ring if self.sides else None
-        return Gather(tuple(lines), self.ring, self.feed, self.tile_k, None, factors)
+                sources.append(CpAsyncGather(i, True, *tensors, stages, shape, operand.smem_offset, smem))
+        scales = self.scale_pipeline if self.operand_scales else None
+        return GatherProducer(tuple(sources), self.pipeline, self.scheduler, self.tile_k, None, scales)
 
     @cute.jit
-    def consume(self, group: Int32, thread: Int32) -> None:
-        """A warpgroup: multiplies, then runs the epilogue, for each of its tiles."""
-        c, (sA, sB), place = self.c, self.buffers, self.cluster.place()
+    def mma_warpgroup(self, wg_idx: Int32, thread: Int32) -> None:
+        """An MMA warpgroup: mainloop and epilogue of each of its tiles."""
+        c, (sA, sB), cta_coord = self.c, self.smem_operands, self.cluster.cta_coord()
         mma = self.tiled_mma(self.tile_n)
-        part = mma.get_slice(thread)
-        share = const_expr(0) if const_expr(c.pingpong) else group
-        sA_group = cute.local_tile(sA, (self.group_rows, self.tile_k), (share, 0, None))
-        tCrA = mma.make_fragment_A(part.partition_A(sA_group))
-        tCrB = mma.make_fragment_B(part.partition_B(sB))
+        thr_mma = mma.get_slice(thread)
+        wg_in_tile = const_expr(0) if const_expr(c.pingpong) else wg_idx
+        sA_wg = cute.local_tile(sA, (self.wg_rows, self.tile_k), (wg_in_tile, 0, None))
+        tCrA = mma.make_fragment_A(thr_mma.partition_A(sA_wg))
+        tCrB = mma.make_fragment_B(thr_mma.partition_B(sB))
         acc = self.fragment(Float32, self.tile_n)
-        count, position = Int32(0), Int32(0)  # in the ring, of the next tile's operands
+        iteration, position = Int32(0), Int32(0)  # tiles so far; the pipeline position of the tile's first k tile
         if const_expr(c.pingpong):
-            cursor, first = self.feed.in_turn(group)
-            position = group * first.k_tiles(self.tile_k)
-            if group == 1 and first.valid != 0:
-                barriers.arrive(Barrier.TURN, CONSUMERS * GROUP)
+            cursor, first = self.scheduler.initial_work_pingpong(wg_idx)
+            position = wg_idx * first.k_tiles(self.tile_k)
+            if wg_idx == 1 and first.valid != 0:
+                barriers.arrive(Barrier.PINGPONG, MMA_WARPGROUPS * WARPGROUP_SIZE)
         else:
-            cursor = self.feed.first()
-        while self.feed.more(cursor):
-            work = self.feed.work(cursor)
-            tile = self.tile(work, place, share, count, thread, group)
+            cursor = self.scheduler.initial_work()
+        while self.scheduler.is_valid(cursor):
+            work = self.scheduler.work_tile(cursor)
+            tile = self.tile(work, cta_coord, wg_in_tile, iteration, thread, wg_idx)
             k_tiles = work.k_tiles(self.tile_k)
-            self.epilogue.begin(tile)
+            self.epilogue.begin_tile(tile)
+            # (1) Ping-pong: wait until the other warpgroup has issued the MMAs of its tile.
             if const_expr(c.pingpong):
-                cursor = self.feed.next(cursor)  # the other warpgroup's
-                self.take_turn(group)
+                cursor = self.scheduler.advance_to_next_work(cursor)  # the other warpgroup's tile
+                self.pingpong_barrier_sync(wg_idx)
             has_rows = cutlass.Boolean(True)
-            if const_expr(self.lacks_rows):
+            if const_expr(self.may_lack_rows):
                 has_rows = cute.arch.make_warp_uniform(tile.row) < work.end
-            self.products(mma, acc, tCrA, tCrB, position, k_tiles, share, thread, group, cursor, has_rows)
+            # (2) Mainloop over the k tiles; it signals the other warpgroup.
+            self.mma_tile(mma, acc, tCrA, tCrB, position, k_tiles, wg_in_tile, thread, wg_idx, cursor, has_rows)
             position += k_tiles
             if const_expr(c.pingpong):
-                if self.feed.more(cursor):
-                    position += self.feed.work(cursor).k_tiles(self.tile_k)
-            self.finish(acc, tile)
-            count += 1
-            cursor = self.feed.next(cursor)
-        self.epilogue.drain(thread)
+                if self.scheduler.is_valid(cursor):
+                    position += self.scheduler.work_tile(cursor).k_tiles(self.tile_k)
+            # (3) Epilogue.
+            self.run_epilogue(acc, tile)
+            iteration += 1
+            cursor = self.scheduler.advance_to_next_work(cursor)
+        self.epilogue.store_tail(thread)
 
     @cute.jit
-    def products(
+    def mma_tile(
         self,
         mma: cute.TiledMma,
         acc: cute.Tensor,
@@ -285,45 +305,45 @@ class Gemm(Mainloop):
         tCrB: cute.Tensor,
         position: Int32,
         k_tiles: Int32,
-        share: Any,
+        wg_in_tile: Any,
         thread: Int32,
-        group: Int32,
+        wg_idx: Int32,
         cursor: Any,
         has_rows: cutlass.Boolean,
     ) -> None:
-        """The products of a tile, if the warpgroup has rows of it, and the turn of the other warpgroup."""
-        if const_expr(self.promotes):
+        """The MMAs of a tile, if the warpgroup has rows of it; then lets the other warpgroup start (ping-pong)."""
+        if const_expr(self.promotion):
             if has_rows:
-                self.promote(acc, position, k_tiles, share, thread)
+                self.mainloop_with_promotion(acc, position, k_tiles, wg_in_tile, thread)
             else:
-                self.pass_over(position, k_tiles)
-            self.give_turn(group, cursor)
+                self.skip_tile(position, k_tiles)
+            self.pingpong_barrier_arrive(wg_idx, cursor)
         else:
             count = k_tiles
-            if const_expr(self.lacks_rows):  # with a branch, ptxas had each product wait for the one before
+            if const_expr(self.may_lack_rows):  # inside a branch, ptxas makes each wgmma wait for the one before
                 count = Int32(select_(has_rows, k_tiles, 0))
-            self.multiply(mma, acc, tCrA, tCrB, position, count)
-            if const_expr(self.lacks_rows):
-                self.pass_over(position + count, k_tiles - count)
-            self.give_turn(group, cursor)
-            self.settle(position, count)
+            self.mainloop(mma, acc, tCrA, tCrB, position, count)
+            if const_expr(self.may_lack_rows):
+                self.skip_tile(position + count, k_tiles - count)
+            self.pingpong_barrier_arrive(wg_idx, cursor)
+            self.wait_last_mma(position, count)
 
     @cute.jit
-    def take_turn(self, group: Int32) -> None:
-        """Waits until the other warpgroup has issued its products."""
-        barriers.wait(Barrier.TURN + group, CONSUMERS * GROUP)
+    def pingpong_barrier_sync(self, wg_idx: Int32) -> None:
+        """Waits until the other warpgroup has issued its MMAs."""
+        barriers.sync(Barrier.PINGPONG + wg_idx, MMA_WARPGROUPS * WARPGROUP_SIZE)
 
     @cute.jit
-    def give_turn(self, group: Int32, cursor: Any) -> None:
-        """Lets the other warpgroup multiply, if it has a tile, at the cursor: the tensor cores still have the last
-        products of this one before them.
+    def pingpong_barrier_arrive(self, wg_idx: Int32, cursor: Any) -> None:
+        """Lets the other warpgroup start its mainloop, if it has a tile at the cursor. The tensor cores still have the
+        last MMAs of this warpgroup in their queue.
         """
         if const_expr(self.c.pingpong):
-            if self.feed.more(cursor):
-                barriers.arrive(Barrier.TURN + 1 - group, CONSUMERS * GROUP)
+            if self.scheduler.is_valid(cursor):
+                barriers.arrive(Barrier.PINGPONG + 1 - wg_idx, MMA_WARPGROUPS * WARPGROUP_SIZE)
 
     @cute.jit
-    def multiply(
+    def mainloop(
         self,
         mma: cute.TiledMma,
         acc: cute.Tensor,
@@ -332,198 +352,216 @@ class Gemm(Mainloop):
         position: Int32,
         k_tiles: Int32,
     ) -> None:
-        """Issues the products of a tile. One k tile's are in flight while the next one's are issued, and at the end."""
-        ring = self.ring
-        stage, phase = position % ring.stages, position // ring.stages % 2
+        """Issues the MMAs of a tile. Those of one k tile stay in flight while the next are issued, and at the end."""
+        pipeline = self.pipeline
+        stage, phase = position % pipeline.stages, position // pipeline.stages % 2
         last = stage
-        if const_expr(self.tiles.clips_k):
+        if const_expr(self.tile_map.ragged_k):
             if k_tiles == 0:
                 acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            if const_expr(self.threads_copy):
-                cute.arch.fence_proxy("async.shared", space="cta")  # copied by threads, read by the tensor cores
+            # (1) Wait for the operands of the k tile.
+            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            if const_expr(self.gathers_by_threads):
+                cute.arch.fence_proxy("async.shared", space="cta")  # cp.async writes, wgmma reads by the async proxy
+            # (2) Issue acc += A B^T.
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                 cute.gemm(mma, acc, tCrA[None, None, block, stage], tCrB[None, None, block, stage], acc)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
+            # (3) Wait for the MMAs of the k tile before and release its stage.
             warpgroup.wait_group(1)
             if k > 0:
-                release(self.cluster, ring.empty + last)
+                consumer_release(self.cluster, pipeline.empty + last)
             last = stage
-            stage, phase = advanced(ring, stage, phase)
+            stage, phase = advance(pipeline, stage, phase)
 
     @cute.jit
-    def settle(self, position: Int32, k_tiles: Int32) -> None:
-        """Waits for the products of a tile's last k tile, and releases its operands."""
+    def wait_last_mma(self, position: Int32, k_tiles: Int32) -> None:
+        """Waits for the MMAs of the last k tile and releases its stage."""
         warpgroup.wait_group(0)
-        if const_expr(self.tiles.clips_k or self.lacks_rows):
+        if const_expr(self.tile_map.ragged_k or self.may_lack_rows):
             if k_tiles > 0:
-                release(self.cluster, self.ring.empty + (position + k_tiles - 1) % self.ring.stages)
+                consumer_release(self.cluster, self.pipeline.empty + (position + k_tiles - 1) % self.pipeline.stages)
         else:
-            release(self.cluster, self.ring.empty + (position + k_tiles - 1) % self.ring.stages)
+            consumer_release(self.cluster, self.pipeline.empty + (position + k_tiles - 1) % self.pipeline.stages)
 
     @cute.jit
-    def pass_over(self, position: Int32, k_tiles: Int32) -> None:
-        """Releases the operands of a tile of which this warpgroup has no rows: the other one multiplies faster then."""
-        ring = self.ring
-        stage, phase = position % ring.stages, position // ring.stages % 2
-        for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            release(self.cluster, ring.empty + stage)
-            if const_expr(self.sides):
-                self.factor_ring.wait(position + k)
-                self.factor_ring.release(position + k)
-            stage, phase = advanced(ring, stage, phase)
-
-    @cute.jit
-    def promote(self, acc: cute.Tensor, position: Int32, k_tiles: Int32, share: Any, thread: Int32) -> None:
-        """The products of a tile, in portions; every ``together`` k tiles, their sum is added to float32 registers.
-
-        Meanwhile the other warpgroup multiplies.
+    def skip_tile(self, position: Int32, k_tiles: Int32) -> None:
+        """Releases the stages of a tile of which this warpgroup has no rows, which leaves the tensor cores to the other
+        warpgroup.
         """
-        ring, mma = self.ring, self.tiled_mma(self.summed)
-        part = mma.get_slice(thread)
-        portions = self.portions(share)
-        operands = [self.portion_operands(mma, part, portion) for portion in portions]
-        sums = self.fragment(Float32, self.summed, 64)
-        stage, phase = position % ring.stages, position // ring.stages % 2
-        begun = const_expr(self.together == 1 and not self.tiles.clips_k)  # else there may be no k tile
-        if const_expr(begun):
+        pipeline = self.pipeline
+        stage, phase = position % pipeline.stages, position // pipeline.stages % 2
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            consumer_release(self.cluster, pipeline.empty + stage)
+            if const_expr(self.operand_scales):
+                self.scale_pipeline.consumer_wait(position + k)
+                self.scale_pipeline.consumer_release(position + k)
+            stage, phase = advance(pipeline, stage, phase)
+
+    @cute.jit
+    def mainloop_with_promotion(
+        self, acc: cute.Tensor, position: Int32, k_tiles: Int32, wg_in_tile: Any, thread: Int32
+    ) -> None:
+        """The MMAs of a tile, M64 x N sub-accumulator by sub-accumulator; every ``promotion_interval`` k tiles, the
+        partial accumulator is added to float32 registers. Meanwhile the other warpgroup's MMAs run.
+        """
+        pipeline, mma = self.pipeline, self.tiled_mma(self.partial_n)
+        thr_mma = mma.get_slice(thread)
+        acc_tiles = self.acc_tiles(wg_in_tile)
+        operands = [self.acc_tile_operands(mma, thr_mma, acc_tile) for acc_tile in acc_tiles]
+        partial = self.fragment(Float32, self.partial_n, 64)
+        stage, phase = position % pipeline.stages, position // pipeline.stages % 2
+        peeled = const_expr(self.promotion_interval == 1 and not self.tile_map.ragged_k)  # else k_tiles may be 0
+        if const_expr(peeled):
             first = (Int32(0), k_tiles, stage, phase, True)
-            self.promote_k_tile(mma, acc, sums, portions, operands, position, thread, first)
-            stage, phase = advanced(ring, stage, phase)
+            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, position, thread, first)
+            stage, phase = advance(pipeline, stage, phase)
         else:
             acc.fill(0.0)
-        for k in cutlass.range(int(begun), k_tiles, unroll=1):
-            now = (k, k_tiles, stage, phase, False)
-            self.promote_k_tile(mma, acc, sums, portions, operands, position, thread, now)
-            stage, phase = advanced(ring, stage, phase)
+        for k in cutlass.range(int(peeled), k_tiles, unroll=1):
+            state = (k, k_tiles, stage, phase, False)
+            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, position, thread, state)
+            stage, phase = advance(pipeline, stage, phase)
 
     def promote_k_tile(
         self,
         mma: cute.TiledMma,
         acc: cute.Tensor,
-        sums: cute.Tensor,
-        portions: Sequence[tuple[Any, int]],
+        partial: cute.Tensor,
+        acc_tiles: Sequence[tuple[Any, int]],
         operands: Sequence[tuple[Any, Any]],
         position: Int32,
         thread: Int32,
-        now: tuple[Any, ...],
+        state: tuple[Any, ...],
     ) -> None:
-        """The products of a k tile: its number, that of all, its buffer and phase, and whether it is the first one."""
-        together, ring, (k, k_tiles, stage, phase, first) = self.together, self.ring, now
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        """The MMAs of a k tile; ``state`` is (k tile, number of k tiles, stage, phase, whether it is the first)."""
+        interval, pipeline, (k, k_tiles, stage, phase, first) = self.promotion_interval, self.pipeline, state
+        # (1) Wait for the operands of the k tile.
+        cute.arch.mbarrier_wait(pipeline.full + stage, phase)
         for i, (tCrA, tCrB) in enumerate(operands):
-            mma.set(warpgroup.Field.ACCUMULATE, k % together != 0)
+            # (2) Issue partial (+)= A B^T.
+            mma.set(warpgroup.Field.ACCUMULATE, k % interval != 0)
             warpgroup.fence()
             for block in range(cute.size(tCrA, mode=[2])):
-                cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
+                cute.gemm(mma, partial, tCrA[None, None, block, stage], tCrB[None, None, block, stage], partial)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
+            # (3) Read the scale factors while the MMAs run, then wait and release the stage.
             if i == 0:
-                factors = self.portion_factors(portions, position + k, thread)
+                scales = self.acc_tile_scales(acc_tiles, position + k, thread)
             warpgroup.wait_group(0)
-            if i == len(portions) - 1:
-                release(self.cluster, ring.empty + stage)
-            if together == 1:
-                self.add(i, acc, sums, factors[i], first)
+            if i == len(acc_tiles) - 1:
+                consumer_release(self.cluster, pipeline.empty + stage)
+            # (4) acc += scale * partial.
+            if interval == 1:
+                self.promote_acc(i, acc, partial, scales[i], first)
             else:
-                self.add_at_last(i, acc, sums, factors[i], k, k_tiles)
-        if self.sides:
-            self.factor_ring.release(position + k)
+                self.promote_at_interval_end(i, acc, partial, scales[i], k, k_tiles)
+        if self.operand_scales:
+            self.scale_pipeline.consumer_release(position + k)
 
     @cute.jit
-    def add_at_last(
+    def promote_at_interval_end(
         self,
         i: cutlass.Constexpr[int],
         acc: cute.Tensor,
-        sums: cute.Tensor,
-        factors: cutlass.Constexpr[Any],
+        partial: cute.Tensor,
+        scales: cutlass.Constexpr[Any],
         k: Int32,
         k_tiles: Int32,
     ) -> None:
-        """The same once the k tiles that are promoted together have been multiplied."""
-        if k % self.together == self.together - 1 or k == k_tiles - 1:
-            self.add(i, acc, sums, factors)
+        """:meth:`promote_acc` after the last k tile of a promotion interval, or of the tile."""
+        if k % self.promotion_interval == self.promotion_interval - 1 or k == k_tiles - 1:
+            self.promote_acc(i, acc, partial, scales)
 
-    def portions(self, share: Any) -> list[tuple[Any, int]]:
-        """Of a warpgroup's share of a tile, in the accumulators' order: 64 rows and columns, by number in the CTA."""
-        rows = self.group_rows // 64
-        return [(share * rows + row, column) for row in range(rows) for column in range(self.tile_n // self.summed)]
-
-    def portion_operands(self, mma: Any, part: Any, portion: tuple[Any, int]) -> tuple[Any, Any]:
-        """A's rows and B's columns of a portion, in shared memory."""
-        sizes = zip(self.buffers, (64, self.summed), portion, strict=True)
-        a, b = (cute.local_tile(x, (size, self.tile_k), (place, 0, None)) for x, size, place in sizes)
-        return mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))
-
-    def portion_factors(self, portions: Sequence[tuple[Any, int]], position: Int32, thread: Int32) -> list[Any]:
-        """What the sums of each portion are multiplied by: functions of the row slot and the column in the portion.
-
-        They are read together: products that were issued after a load would wait for it.
+    def acc_tiles(self, wg_in_tile: Any) -> list[tuple[Any, int]]:
+        """The M64 x N sub-accumulators of a warpgroup, in the accumulator's order: (M64 block, N block) of the CTA's
+        tile.
         """
-        if not self.sides:
-            return [None] * len(portions)
-        ring, layout, granule = self.factor_ring, self.epilogue.plan.layout, self.sides[1].granule
-        ring.wait(position)
-        wide = self.tile_n // self.summed
+        blocks = self.wg_rows // 64
+        return [
+            (wg_in_tile * blocks + block, column)
+            for block in range(blocks)
+            for column in range(self.tile_n // self.partial_n)
+        ]
+
+    def acc_tile_operands(self, mma: Any, thr_mma: Any, acc_tile: tuple[Any, int]) -> tuple[Any, Any]:
+        """The MMA operands of a sub-accumulator, in shared memory."""
+        sizes = zip(self.smem_operands, (64, self.partial_n), acc_tile, strict=True)
+        a, b = (cute.local_tile(x, (size, self.tile_k), (block, 0, None)) for x, size, block in sizes)
+        return mma.make_fragment_A(thr_mma.partition_A(a)), mma.make_fragment_B(thr_mma.partition_B(b))
+
+    def acc_tile_scales(self, acc_tiles: Sequence[tuple[Any, int]], k_tile: Int32, thread: Int32) -> list[Any]:
+        """The products SFA * SFB of each sub-accumulator: functions of row slot and position in the row.
+
+        All are loaded at once: a wgmma issued after a load would wait for it.
+        """
+        if not self.operand_scales:
+            return [None] * len(acc_tiles)
+        scales, layout, granule = self.scale_pipeline, self.epilogue.params.layout, self.operand_scales[1].granule
+        scales.consumer_wait(k_tile)
+        blocks_n = self.tile_n // self.partial_n
         rows = [
-            [ring.row(position, row * 64 + layout.row(thread, slot)) for slot in range(2)]
-            for row, _ in portions[::wide]
+            [scales.row(k_tile, row * 64 + layout.row(thread, slot)) for slot in range(2)]
+            for row, _ in acc_tiles[::blocks_n]
         ]
         columns: dict[int, Any] = {}
         if granule > 1:
-            columns = {column: ring.column(position, column) for column in range(0, self.tile_n, granule)}
+            columns = {column: scales.column(k_tile, column) for column in range(0, self.tile_n, granule)}
 
-        def of(i: int) -> Callable[[int, int], Float32]:
-            mine, first = rows[i // wide], portions[i][1] * self.summed
-            if granule == 1:  # too many to be read while the products are in flight
+        def scale_of(i: int) -> Callable[[int, int], Float32]:
+            sfa, first = rows[i // blocks_n], acc_tiles[i][1] * self.partial_n
+            if granule == 1:  # too many values to load while the MMAs run
 
-                def product(slot: int, place: int) -> Float32:
-                    if first + place not in columns:
-                        columns[first + place] = ring.column(position, first + layout.column(thread, place))
-                    return mine[slot] * columns[first + place]
+                def scale(slot: int, position: int) -> Float32:
+                    if first + position not in columns:
+                        columns[first + position] = scales.column(k_tile, first + layout.column(thread, position))
+                    return sfa[slot] * columns[first + position]
 
-                return product
-            products = [[row * columns[first + column] for column in range(0, self.summed, granule)] for row in mine]
-            return lambda slot, place: products[slot][place // layout.run * layout.run * layout.neighbours // granule]
+                return scale
+            per_row = [[row * columns[first + column] for column in range(0, self.partial_n, granule)] for row in sfa]
+            return lambda slot, position: per_row[slot][
+                position // layout.run * layout.run * layout.lanes_per_row // granule
+            ]
 
-        return [of(i) for i in range(len(portions))]
+        return [scale_of(i) for i in range(len(acc_tiles))]
 
-    def add(self, i: int, acc: cute.Tensor, sums: cute.Tensor, factors: Any, first: bool = False) -> None:
-        """Adds a portion's sums, times their factors, to its accumulators, which are 0 at ``first``."""
+    def promote_acc(self, i: int, acc: cute.Tensor, partial: cute.Tensor, scales: Any, first: bool = False) -> None:
+        """Adds the partial accumulator, scaled, to sub-accumulator i, which is overwritten at ``first``."""
         for slot in range(2):
-            for place, index in enumerate(self.epilogue.plan.layout.order(self.summed, slot)):
-                target = i * (self.summed // 2) + index
+            for position, index in enumerate(self.epilogue.params.layout.order(self.partial_n, slot)):
+                target = i * (self.partial_n // 2) + index
                 if first:
-                    acc[target] = sums[index] if factors is None else sums[index] * factors(slot, place)
-                elif factors is None:
-                    acc[target] = acc[target] + sums[index]
+                    acc[target] = partial[index] if scales is None else partial[index] * scales(slot, position)
+                elif scales is None:
+                    acc[target] = acc[target] + partial[index]
                 else:
-                    acc[target] = fma(sums[index], factors(slot, place), acc[target])
+                    acc[target] = fma(partial[index], scales(slot, position), acc[target])
 
-    def finish(self, acc: cute.Tensor, tile: Tile) -> None:
-        """The epilogue of a tile, part by part."""
-        plan = self.epilogue.plan
-        half = plan.width // 2  # values of a part, for each 64 rows
-        share = half // plan.pieces
-        self.epilogue.clear(tile, 0, Fragment(acc, self.tile_n, plan.layout))
-        for part, act in self.epilogue.steps():
-            values = self.fragment(Float32, plan.width)
-            for atom in range(self.group_rows // 64):
-                for which in range(plan.pieces):
-                    first = plan.piece(part, which) * share + atom * (self.tile_n // 2)
-                    for i in range(share):
-                        values[i + which * share + atom * half] = acc[i + first]
-            fragment = Fragment(values, plan.width, plan.layout)
-            act(tile, part, fragment)
-        self.epilogue.end(tile)
+    def run_epilogue(self, acc: cute.Tensor, tile: Tile) -> None:
+        """The epilogue of a tile, subtile by subtile."""
+        params = self.epilogue.params
+        half = params.width // 2  # values of a subtile in each M64 block
+        segment = half // params.num_segments
+        self.epilogue.zero_out_of_bounds(tile, 0, Fragment(acc, self.tile_n, params.layout))
+        for subtile, process in self.epilogue.subtile_passes():
+            values = self.fragment(Float32, params.width)
+            for atom in range(self.wg_rows // 64):
+                for which in range(params.num_segments):
+                    first = params.segment(subtile, which) * segment + atom * (self.tile_n // 2)
+                    for i in range(segment):
+                        values[i + which * segment + atom * half] = acc[i + first]
+            fragment = Fragment(values, params.width, params.layout)
+            process(tile, subtile, fragment)
+        self.epilogue.end_tile(tile)
 
 
 class Projection(ViewedProjection):
-    """The projection of queries, around this GEMM."""
+    """The projection of queries around this GEMM."""
 
     gemm = Gemm

@@ -1,13 +1,16 @@
-"""Attention of each row to blocks of keys of its own choice, on Hopper, backward.
+"""NSA selection attention on Hopper, backward.
 
-    P = exp(scale Q K^T - LSE)   dP = dO V^T   dS = P (dP - D)   D = the sum of O dO over a row
-    dQ = scale dS K              dV = P^T dO   dK = scale dS^T Q
+    S = Q K^T, P = exp(scale S - LSE), dP = dO V^T, dS = P * (dP - dPsum), dPsum = rowsum(dO * O)
+    dQ = scale dS K, dV = P^T dO, dK = scale dS^T Q
 
-Two kernels. For dQ, a CTA has neighbouring rows, as :mod:`cudnn_kernels.sm90.selected_rows` says. For dK and dV, a CTA
-has a block of keys and goes through a part of the list of rows that chose it: four rows of 16 heads make a step's 64
-columns of S^T, so the tensor cores multiply nothing in vain. Heads above 128 elements have steps of 32 columns, for
-registers are few, and of 256 two warpgroups, with half of dK's and dV's columns each. Every sum has one order: results
-do not change from call to call.
+Three kernels, all deterministic:
+
+(1) dQ: query-stationary, see :mod:`cudnn_kernels.sm90.sparse_query_tile`; also writes LSE * log2(e) and dPsum.
+(2) dK and dV: KV-stationary. A CTA has up to 64 keys of a block and a chunk of its list of query rows: 4 rows of 16
+    heads are the 64 columns of a step's S^T = K Q^T, so no MMA column is wasted. Warp 0 of warpgroup 0 gathers Q, dO
+    and row values by TMA into a pipeline of STAGES; one or two MMA warpgroups (head_dim 256: half of the columns of dK
+    and dV each) have P^T and dS^T as register operands. With head_dim + head_dim_v above 256 a step has 32 columns.
+(3) The reduction of blocks whose lists have several chunks, in order.
 """
 
 from __future__ import annotations
@@ -20,399 +23,450 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention import seqlen_info
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
-from cudnn_kernels.kernel import here
-from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline import arrange, vectors
-from cudnn_kernels.pipeline.copy import copy_bytes, fetch, partition
-from cudnn_kernels.pipeline.regions import divided
-from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
+from cudnn_kernels.kernel import thread_block_idx
+from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline import scale_factor_atoms, vectors
+from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers
+from cudnn_kernels.pipeline.tma import cp_async_bulk, partition_tile, tma_load
 from cudnn_kernels.pipeline.vectors import VECTOR
-from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
-from cudnn_kernels.sm90.chosen_rows import Chosen, ChosenRows
-from cudnn_kernels.sm90.selected_rows import WARP, Choices, Part, Tile, Warpgroup
+from cudnn_kernels.pipeline.workspace import workspace_pointers
+from cudnn_kernels.sm90.attention_forward import WGMMA_M
+from cudnn_kernels.sm90.sparse_block_union import BlockLists, TileInfo
+from cudnn_kernels.sm90.sparse_kv_block import KVBlockTile, SparseKVBlock
+from cudnn_kernels.sm90.sparse_query_tile import MainloopState, WarpgroupContext
+from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 
-STAGES = 2  # of the rows that chose a block
-FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread, for dK and dV
+STAGES = 2  # of Q and dO
+NUM_REGS_LOAD, NUM_REGS_MMA = 24, 232  # setmaxnreg of the dK/dV kernel
 
 
-class SelectionBackward(ChosenRows):
+class SelectionBackward(SparseKVBlock):
     """The kernels for one :class:`SelectionBackwardConfiguration`."""
 
-    of_rows, own_values = ("q", "do"), 2
+    q_operands, num_row_stats = ("q", "do"), 2
 
     def __init__(self, configuration: SelectionBackwardConfiguration) -> None:
         super().__init__(configuration)
         self.b = configuration
-        self.padded = configuration.padded
-        self.slots, self.split = configuration.rows_of_step, configuration.split
-        self.columns = self.slots * self.padded
+        self.padded = configuration.padded_group
+        self.queries_per_step, self.num_dkv_warpgroups = configuration.rows_of_step, configuration.num_dkv_warpgroups
+        self.step_columns = self.queries_per_step * self.padded
 
-    def launch(self, given: Mapping[str, Any]) -> None:
-        s, q = self.b, given["q"]
-        choices, ends = given["choosing"].shape[0], given["choosing_ends"]
-        per_block, sums_of_thread = -(-s.block // ROWS), (s.head + s.head_v) // (2 * s.split)
-        pointers = divided(s.slots(), given, s.regions())
-        values, sums = (
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        s, q = self.b, arguments["q"]
+        num_entries, list_ends = arguments["choosing"].shape[0], arguments["choosing_ends"]
+        tiles_per_block = -(-s.block // WGMMA_M)
+        partials_per_thread = (s.head_dim + s.head_dim_v) // (2 * s.num_dkv_warpgroups)
+        pointers = workspace_pointers(s.slots(), arguments, s.regions())
+        row_stats, partials = (
             cute.make_tensor(cute.recast_ptr(pointers[x], dtype=Float32), cute.make_layout(shape))
             for x, shape in (
                 ("head_values", (self.padded, 2, s.key_heads, q.shape[0] + 1)),
-                ("part_sums", (GROUP * s.split, sums_of_thread, per_block, choices * 2 // s.part)),
+                (
+                    "part_sums",
+                    (
+                        WARPGROUP_SIZE * s.num_dkv_warpgroups,
+                        partials_per_thread,
+                        tiles_per_block,
+                        num_entries * 2 // s.list_chunk,
+                    ),
+                ),
             )
         )
-        offsets, scale = given["cum_seqlen_q"], given["scale_softmax"]
-        tensors = (given["o"], given["do"], given["lse"], given["dq"], values)
-        self.launch_rows(self.by_rows, given, tensors, scale)
-        self.by_blocks(
-            self.atoms(given, self.padded, ROWS),
-            given["dk"],
-            given["dv"],
-            values,
-            sums,
-            given["choosing"],
-            ends,
-            offsets,
+        cu_seqlens, scale = arguments["cum_seqlen_q"], arguments["scale_softmax"]
+        tensors = (arguments["o"], arguments["do"], arguments["lse"], arguments["dq"], row_stats)
+        self.launch_query_tiles(self.dq_kernel, arguments, tensors, scale)
+        self.dkv_kernel(
+            self.make_tma_atoms(arguments, self.padded, WGMMA_M),
+            arguments["dk"],
+            arguments["dv"],
+            row_stats,
+            partials,
+            arguments["choosing"],
+            list_ends,
+            cu_seqlens,
             q.shape[0],
             scale,
         ).launch(
-            grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1],
-            block=[(1 + s.split) * GROUP, 1, 1],
-            stream=given["stream"],
-            min_blocks_per_mp=3 - s.split,
+            grid=[(num_entries // s.list_chunk + list_ends.shape[0]) * tiles_per_block, 1, 1],
+            block=[(1 + s.num_dkv_warpgroups) * WARPGROUP_SIZE, 1, 1],
+            stream=arguments["stream"],
+            min_blocks_per_mp=3 - s.num_dkv_warpgroups,
             preferred_smem_carveout=100,
         )
-        self.add_parts(sums, given["dk"], given["dv"], ends, offsets, scale).launch(
-            grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[s.split * GROUP, 1, 1], stream=given["stream"]
+        self.reduce_partials(partials, arguments["dk"], arguments["dv"], list_ends, cu_seqlens, scale).launch(
+            grid=[(list_ends.shape[0] - 1) * tiles_per_block, 1, 1],
+            block=[s.num_dkv_warpgroups * WARPGROUP_SIZE, 1, 1],
+            stream=arguments["stream"],
         )
 
-    # dQ, and what dK and dV need of every row.
+    # Kernel (1): dQ and row values.
 
     @cute.kernel
-    def by_rows(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
-        """``tensors``: O, dO, LSE, dQ, and the values of rows that the other kernel needs."""
-        self.roles(atoms, tensors, choices, scale)
+    def dq_kernel(self, atoms: Any, tensors: Any, block_lists: BlockLists, scale: Float32) -> None:
+        """``tensors``: O, dO, LSE, dQ, and the row values that the dK/dV kernel needs."""
+        self.kernel_body(atoms, tensors, block_lists, scale)
 
-    name(by_rows, "cudnn_attention_selection_backward_rows")
+    set_kernel_name(dq_kernel, "cudnn_attention_selection_backward_dq")
 
     @cute.jit
-    def begin(self, tensors: Any, cta: Int32, thread: Int32) -> None:
-        """Writes what stands in for rows at the end of a list."""
-        values = tensors[4]
+    def prologue(self, tensors: Any, cta: Int32, thread: Int32) -> None:
+        """Writes the row values of the padding row, which fills the last step of a list: P is 0."""
+        row_stats = tensors[4]
         if cta == 0:
             if thread < self.padded:
                 for head in cutlass.range_constexpr(self.s.key_heads):
-                    values[thread, 0, head, values.shape[3] - 1] = Float32.inf
-                    values[thread, 1, head, values.shape[3] - 1] = Float32(0.0)
+                    row_stats[thread, 0, head, row_stats.shape[3] - 1] = Float32.inf
+                    row_stats[thread, 1, head, row_stats.shape[3] - 1] = Float32(0.0)
 
     @cute.jit
-    def prepare(self, w: Warpgroup, mine: Tile) -> None:
-        """LSE * log2(e) and D of a warpgroup's rows, for this CTA and for the other kernel. Where there is no head, or
-        no key, they make P 0. Eight threads have a head, and load all of theirs before they add.
+    def load_row_stats(self, ctx: WarpgroupContext, tile: TileInfo) -> None:
+        """LSE * log2(e) and dPsum of a warpgroup's rows, for this kernel and the next one. LSE is inf where P must be
+        0.
+
+        Eight threads per head; all loads are issued before the reductions.
         """
-        (o, do, lse, _, values), own, group, thread = w.tensors, w.own, w.group, w.thread
-        firsts, columns, places, parts = range(0, ROWS, GROUP // 8), self.s.head_v // (8 * VECTOR), [], []
-        for first in firsts:
-            number = first + thread // 8
-            query, head = group * self.s.together + number // self.padded, number % self.padded
-            exists = (query < mine.rows) & (number < self.s.together * self.padded)
-            found = exists & (head < mine.heads)
-            row, column = mine.row + Int32(select_(found, query, 0)), mine.first_head + Int32(select_(found, head, 0))
-            places.append((query, head, exists, found, lse[row, column] * LOG2_E))
-            parts.append(
-                [[vectors.load(x[row, column, None], thread % 8 + 8 * i) for i in range(columns)] for x in (o, do)]
+        (o, do, lse, _, row_stats), smem_stats, wg_idx, thread = ctx.tensors, ctx.row_stats, ctx.wg_idx, ctx.thread
+        row_begins = range(0, WGMMA_M, WARPGROUP_SIZE // 8)
+        num_vectors = self.s.head_dim_v // (8 * VECTOR)
+        coords = []
+        fragments = []
+        for begin in row_begins:
+            mma_row = begin + thread // 8
+            query, head = wg_idx * self.s.queries_per_warpgroup + mma_row // self.padded, mma_row % self.padded
+            exists = (query < tile.num_rows) & (mma_row < self.s.queries_per_warpgroup * self.padded)
+            is_head = exists & (head < tile.num_heads)
+            row = tile.row + Int32(select_(is_head, query, 0))
+            column = tile.head_begin + Int32(select_(is_head, head, 0))
+            coords.append((query, head, exists, is_head, lse[row, column] * LOG2_E))
+            fragments.append(
+                [[vectors.load(x[row, column, None], thread % 8 + 8 * i) for i in range(num_vectors)] for x in (o, do)]
             )
-        for first in cutlass.range_constexpr(len(firsts)):
-            number, (query, head, exists, found, log_sum) = firsts[first] + thread // 8, places[first]
-            total = Float32(0.0)
-            for i in cutlass.range_constexpr(columns):
-                a, b = (x[i].load().to(Float32) for x in parts[first])
-                total += (a * b).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        for begin in cutlass.range_constexpr(len(row_begins)):
+            mma_row, (query, head, exists, is_head, row_lse) = row_begins[begin] + thread // 8, coords[begin]
+            dpsum = Float32(0.0)
+            for i in cutlass.range_constexpr(num_vectors):
+                o_frag, do_frag = (x[i].load().to(Float32) for x in fragments[begin])
+                dpsum += (o_frag * do_frag).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             for distance in (1, 2, 4):
-                total += cute.arch.shuffle_sync_bfly(total, distance)
-            total = Float32(select_(found, total, Float32(0.0)))
-            log_sum = Float32(select_(found & (log_sum != -Float32.inf), log_sum, Float32.inf))
+                dpsum += cute.arch.shuffle_sync_bfly(dpsum, distance)
+            dpsum = Float32(select_(is_head, dpsum, Float32(0.0)))
+            row_lse = Float32(select_(is_head & (row_lse != -Float32.inf), row_lse, Float32.inf))
             if thread % 8 == 0:
-                own[number, 0], own[number, 1] = log_sum, total
+                smem_stats[mma_row, 0], smem_stats[mma_row, 1] = row_lse, dpsum
                 if exists:
-                    values[head, 0, mine.key_head, mine.row + query] = log_sum
-                    values[head, 1, mine.key_head, mine.row + query] = total
-        self.meet_group(group)
+                    row_stats[head, 0, tile.kv_head, tile.row + query] = row_lse
+                    row_stats[head, 1, tile.kv_head, tile.row + query] = dpsum
+        self.sync_warpgroup(wg_idx)
 
     @cute.jit
-    def attend(self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """dQ of a tile's rows, from a step and its phase on; those behind it."""
-        s, buffers, thread, dq = self.s, w.buffers, w.thread, w.tensors[3]
-        own_q, own_do = (
-            self.left(cute.local_tile(buffers[x][None, None, 0], (ROWS, width), (w.group, 0)), thread)
-            for x, width in (("q", s.head), ("do", s.head_v))
+    def compute_tile(
+        self, ctx: WarpgroupContext, tile_idx: Int32, tile: TileInfo, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """dQ of a tile's rows, from a stage and its phase on; those after it."""
+        s, smem, thread, dq = self.s, ctx.smem, ctx.thread, ctx.tensors[3]
+        tSrQ, tPrdO = (
+            self.operand_a(cute.local_tile(smem[x][None, None, 0], (WGMMA_M, head_dim), (ctx.wg_idx, 0)), thread)
+            for x, head_dim in (("q", s.head_dim), ("do", s.head_dim_v))
         )
-        keys, values = (self.right(buffers[x], thread) for x in "kv")
-        turned = self.right(arrange.turned(buffers["k"]), thread, True)
-        scores, gradients, acc = self.accumulator(self.tile_n), self.accumulator(self.tile_n), self.accumulator(s.head)
-        acc.fill(0.0)
-        shifts, products = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        tSrK, tPrV = (self.operand_b(smem[x], thread) for x in "kv")
+        tQrK = self.operand_b(scale_factor_atoms.transposed(smem["k"]), thread, True)
+        acc_S = self.accumulator(self.tile_n)
+        acc_dP = self.accumulator(self.tile_n)
+        acc_dQ = self.accumulator(s.head_dim)
+        acc_dQ.fill(0.0)
+        lse_log2, dpsum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = self.score_rows.row(thread, slot)
-            shifts[slot], products[slot] = w.own[row, 0], w.own[row, 1]
-        self.meet_group(w.group)  # the next tile's may be written
-        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
-        pairs = ((scores, own_q, keys, s.head), (gradients, own_do, values, s.head_v))
-        part = Part(mine, pairs, rounded, acc, turned, s.head, (shifts, products))
-        stage, phase = self.take(w, part, stage, phase)
+            lse_log2[slot], dpsum[slot] = ctx.row_stats[row, 0], ctx.row_stats[row, 1]
+        self.sync_warpgroup(ctx.wg_idx)  # all have read them before the next tile's are written
+        tQrdS = cute.make_rmem_tensor(acc_S.shape, self.dtype)
+        score_mmas = ((acc_S, tSrQ, tSrK, s.head_dim), (acc_dP, tPrdO, tPrV, s.head_dim_v))
+        state = MainloopState(tile, score_mmas, tQrdS, acc_dQ, tQrK, s.head_dim, (lse_log2, dpsum))
+        stage, phase = self.mainloop(ctx, state, stage, phase)
         for slot in cutlass.range_constexpr(2):
-            row, head, exists = self.head_of(mine, w.group, self.score_rows.row(thread, slot))
+            row, head, exists = self.row_coord(tile, ctx.wg_idx, self.score_rows.row(thread, slot))
             if exists:
-                self.write_row(dq[row, head, None], acc, s.head, slot, w.scale, thread)
-        return advanced(w.steps.ring, stage, phase)
+                self.store_row(dq[row, head, None], acc_dQ, s.head_dim, slot, ctx.scale, thread)
+        return advance(ctx.storage.kv_pipeline, stage, phase)
 
     @cute.jit
-    def weigh(self, w: Warpgroup, part: Part, stage: Int32, seen: Any, again: cutlass.Constexpr[bool]) -> None:
-        """Scores become dS."""
-        ((scores, *_), (gradients, *_)), (shifts, products) = part.products, part.row_values
-        spans, some, every = seen
-        if some:
-            self.hide_unchosen(scores, spans, every, w.thread)
+    def softmax_step(
+        self, ctx: WarpgroupContext, state: MainloopState, stage: Int32, visible: Any, is_later: cutlass.Constexpr[bool]
+    ) -> None:
+        """S becomes dS."""
+        ((acc_S, *_), (acc_dP, *_)), (lse_log2, dpsum) = state.score_mmas, state.row_state
+        spans, any_visible, all_visible = visible
+        if any_visible:
+            self.apply_selection_mask(acc_S, spans, all_visible, ctx.thread)
             for slot in cutlass.range_constexpr(2):
                 for i in self.score_rows.order(self.tile_n, slot):
-                    p = cute.math.exp2(scores[i] * (w.scale * LOG2_E) - shifts[slot], fastmath=True)
-                    scores[i] = p * (gradients[i] - products[slot])
+                    p = cute.math.exp2(acc_S[i] * (ctx.scale * LOG2_E) - lse_log2[slot], fastmath=True)
+                    acc_S[i] = p * (acc_dP[i] - dpsum[slot])
 
-    # dK and dV.
+    # Kernels (2) and (3): dK and dV.
 
     @cute.kernel
-    def by_blocks(
+    def dkv_kernel(
         self,
-        atoms: Any,
+        tma_atoms: Any,
         dk: cute.Tensor,
         dv: cute.Tensor,
-        values: cute.Tensor,
-        sums: cute.Tensor,
-        choosing: cute.Tensor,
-        ends: cute.Tensor,
-        offsets: cute.Tensor,
-        rows: Int32,
+        row_stats: cute.Tensor,
+        partials: cute.Tensor,
+        query_list: cute.Tensor,
+        list_ends: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        num_rows: Int32,
         scale: Float32,
     ) -> None:
-        """A CTA has up to 64 keys of a block and a part of the block's list."""
+        """A CTA has up to 64 keys of a block and a chunk of the block's list."""
         s = self.s
-        thread, index = here()
-        warp_index = cute.arch.make_warp_uniform(thread // WARP)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
-        smem = SmemAllocator()
-        buffers = self.buffers(
-            smem,
+        thread, cta = thread_block_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        wg_idx = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE)
+        allocator = SmemAllocator()
+        smem = self.allocate_smem(
+            allocator,
             {
-                "k": (ROWS, s.head, 1),
-                "v": (ROWS, s.head_v, 1),
-                "q": (ROWS, s.head, STAGES),
-                "do": (ROWS, s.head_v, STAGES),
+                "k": (WGMMA_M, s.head_dim, 1),
+                "v": (WGMMA_M, s.head_dim_v, 1),
+                "q": (WGMMA_M, s.head_dim, STAGES),
+                "do": (WGMMA_M, s.head_dim_v, STAGES),
             },
         )
-        layout = cute.make_layout((self.padded, 2, self.slots, STAGES))
-        buffers["values"] = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        buffers["places"] = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
-        once, ring = smem.allocate_array(cutlass.Int64, 1), Ring.allocate(smem, STAGES)
+        layout = cute.make_layout((self.padded, 2, self.queries_per_step, STAGES))
+        smem["row_stats"] = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+        smem["query_positions"] = allocator.allocate_tensor(
+            Int32, cute.make_layout((self.queries_per_step, STAGES)), byte_alignment=16
+        )
+        kv_mbar, q_pipeline = allocator.allocate_array(cutlass.Int64, 1), MbarrierPipeline.allocate(allocator, STAGES)
         if thread == 0:
-            cute.arch.mbarrier_init(once, 1)
-            initialise(ring, 1, self.split * (GROUP // WARP))
+            cute.arch.mbarrier_init(kv_mbar, 1)
+            init_mbarriers(q_pipeline, 1, self.num_dkv_warpgroups * (WARPGROUP_SIZE // WARP_SIZE))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        per_block = -(-s.block // ROWS)
-        mine = self.part(index // per_block, index % per_block, ends, offsets)
-        if mine.keys > 0:
-            if group == 0:
-                cute.arch.setmaxregister_decrease(FEW)
+        tiles_per_block = -(-s.block // WGMMA_M)
+        kv_tile = self.list_chunk_tile(cta // tiles_per_block, cta % tiles_per_block, list_ends, cu_seqlens)
+        if kv_tile.num_keys > 0:
+            if wg_idx == 0:
+                cute.arch.setmaxregister_decrease(NUM_REGS_LOAD)
                 if warp_index == 0:
-                    self.fetch_for_block(atoms, buffers, once, ring, values, choosing, mine, rows)
+                    self.load(tma_atoms, smem, kv_mbar, q_pipeline, row_stats, query_list, kv_tile, num_rows)
             else:
-                cute.arch.setmaxregister_increase(MANY)
-                own_sums = sums[None, None, index % per_block, mine.slot]
-                self.differentiate_block((dk, dv, own_sums), buffers, once, ring, mine, scale, thread - GROUP)
+                cute.arch.setmaxregister_increase(NUM_REGS_MMA)
+                cta_partials = partials[None, None, cta % tiles_per_block, kv_tile.partial_slot]
+                self.compute_dkv(
+                    (dk, dv, cta_partials), smem, kv_mbar, q_pipeline, kv_tile, scale, thread - WARPGROUP_SIZE
+                )
 
-    name(by_blocks, "cudnn_attention_selection_backward_blocks")
+    set_kernel_name(dkv_kernel, "cudnn_attention_selection_backward_dkv")
 
     @cute.jit
-    def fetch_for_block(
+    def load(
         self,
-        atoms: Any,
-        buffers: Any,
-        once: Any,
-        ring: Ring,
-        values: cute.Tensor,
-        choosing: cute.Tensor,
-        mine: Chosen,
-        rows: Int32,
+        tma_atoms: Any,
+        smem: Any,
+        kv_mbar: Any,
+        q_pipeline: MbarrierPipeline,
+        row_stats: cute.Tensor,
+        query_list: cute.Tensor,
+        kv_tile: KVBlockTile,
+        num_rows: Int32,
     ) -> None:
-        """One warp: fetches K and V, then Q, dO and what belongs to them of the rows of the list."""
-        s, lane, places = self.s, cute.arch.lane_idx(), buffers["places"]
-        loads = self.loads(atoms, buffers)
-        keys_of = (mine.head, Int32(0), mine.first, mine.key + mine.keys)
+        """Load warp: K and V, then Q, dO and row values of the list's rows."""
+        s, lane, query_positions = self.s, cute.arch.lane_idx(), smem["query_positions"]
+        loads = self.tma_loads(tma_atoms, smem)
+        kv_coord = (kv_tile.head, Int32(0), kv_tile.offset_k, kv_tile.key_begin + kv_tile.num_keys)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(ROWS, s.head + s.head_v))
-        for atom, tensor, buffer, width in loads[2:]:
-            source = cute.domain_offset((mine.key, 0), sequences.copied_rows(tensor, *keys_of))
-            tile = cute.local_tile(source, (ROWS, width), (0, 0))
-            fetch(atom, tile, buffer[None, None, 0], once)
-        sides = []
-        for atom, tensor, buffer, width in loads[:2]:
-            box = (self.padded, width)
-            source = cute.domain_offset((mine.head * s.group, 0, 0), tensor)
-            target = cute.local_tile(buffer, (*box, STAGES), (None, 0, 0))
-            sides.append((atom, *partition(atom, target, cute.local_tile(source, box, (0, 0, None)))))
-        count = mine.end - mine.begin
-        size = self.bytes(self.columns, s.head + s.head_v) + self.columns * 8
-        held = Int32(rows)
-        for step in cutlass.range(cute.ceil_div(count, self.slots), unroll=1):
+            cute.arch.mbarrier_arrive_and_expect_tx(kv_mbar, self.tile_bytes(WGMMA_M, s.head_dim + s.head_dim_v))
+        for atom, tensor, buffer, head_dim in loads[2:]:
+            source = cute.domain_offset((kv_tile.key_begin, 0), seqlen_info.tma_rows(tensor, *kv_coord))
+            tile = cute.local_tile(source, (WGMMA_M, head_dim), (0, 0))
+            tma_load(atom, tile, buffer[None, None, 0], kv_mbar)
+        q_copies = []
+        for atom, tensor, buffer, head_dim in loads[:2]:
+            head_box = (self.padded, head_dim)
+            source = cute.domain_offset((kv_tile.head * s.group, 0, 0), tensor)
+            target = cute.local_tile(buffer, (*head_box, STAGES), (None, 0, 0))
+            q_copies.append((atom, *partition_tile(atom, target, cute.local_tile(source, head_box, (0, 0, None)))))
+        list_len = kv_tile.end - kv_tile.begin
+        tx_bytes = self.tile_bytes(self.step_columns, s.head_dim + s.head_dim_v) + self.step_columns * 8
+        lane_rows = Int32(num_rows)
+        for step in cutlass.range(cute.ceil_div(list_len, self.queries_per_step), unroll=1):
             stage, phase = step % STAGES, step // STAGES % 2
-            if step * self.slots % WARP == 0:
-                held = Int32(rows)  # no row: zeros, and P is 0
-                if step * self.slots + lane < count:
-                    held = choosing[mine.begin + step * self.slots + lane]
-            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
-            for slot in cutlass.range_constexpr(self.slots):
-                row = cute.arch.shuffle_sync(held, (step * self.slots + slot) % WARP)
+            if step * self.queries_per_step % WARP_SIZE == 0:
+                lane_rows = Int32(num_rows)  # padding row: Q is 0, LSE inf
+                if step * self.queries_per_step + lane < list_len:
+                    lane_rows = query_list[kv_tile.begin + step * self.queries_per_step + lane]
+            cute.arch.mbarrier_wait(q_pipeline.empty + stage, phase ^ 1)
+            for query in cutlass.range_constexpr(self.queries_per_step):
+                q_row = cute.arch.shuffle_sync(lane_rows, (step * self.queries_per_step + query) % WARP_SIZE)
                 with cute.arch.elect_one():
-                    places[slot, stage] = row - mine.first - mine.key
+                    query_positions[query, stage] = q_row - kv_tile.offset_k - kv_tile.key_begin
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, size)
-            for slot in cutlass.range_constexpr(self.slots):
-                row = cute.arch.shuffle_sync(held, (step * self.slots + slot) % WARP)
-                for copy, to, of in sides:
-                    cute.copy(copy, of[None, row], to[None, stage, slot], tma_bar_ptr=ring.full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(q_pipeline.full + stage, tx_bytes)
+            for query in cutlass.range_constexpr(self.queries_per_step):
+                q_row = cute.arch.shuffle_sync(lane_rows, (step * self.queries_per_step + query) % WARP_SIZE)
+                for copy, tQsQ, tQgQ in q_copies:
+                    cute.copy(copy, tQgQ[None, q_row], tQsQ[None, stage, query], tma_bar_ptr=q_pipeline.full + stage)
                 with cute.arch.elect_one():
-                    of_row, of_slot = values[None, None, mine.head, row], buffers["values"][None, None, slot, stage]
-                    copy_bytes(of_row.iterator, of_slot.iterator, self.padded * 8, ring.full + stage)
+                    gmem_stats = row_stats[None, None, kv_tile.head, q_row]
+                    smem_stats = smem["row_stats"][None, None, query, stage]
+                    cp_async_bulk(gmem_stats.iterator, smem_stats.iterator, self.padded * 8, q_pipeline.full + stage)
 
     @cute.jit
-    def differentiate_block(
-        self, outs: Any, buffers: Any, once: Any, ring: Ring, mine: Chosen, scale: Float32, number: Int32
+    def compute_dkv(
+        self,
+        outs: Any,
+        smem: Any,
+        kv_mbar: Any,
+        q_pipeline: MbarrierPipeline,
+        kv_tile: KVBlockTile,
+        scale: Float32,
+        mma_thread: Int32,
     ) -> None:
-        """A warpgroup: its columns of dK and dV. S^T and dP^T have keys in rows, and go on from registers.
+        """An MMA warpgroup: its columns of dK and dV.
 
-        ``outs``: dK and dV, and the memory for their sums over a part of a list.
+        ``outs``: dK, dV, and the memory of their partial sums.
         """
-        s, m, (part, member) = self.s, self.columns, (number // GROUP, number % GROUP)
-        some_q, some_do = (
-            cute.local_tile(buffers[x], (m, width, STAGES), (0, 0, 0)) for x, width in (("q", s.head), ("do", s.head_v))
+        s, m, (wg_idx, thread) = self.s, self.step_columns, (mma_thread // WARPGROUP_SIZE, mma_thread % WARPGROUP_SIZE)
+        sQ, sdO = (
+            cute.local_tile(smem[x], (m, width, STAGES), (0, 0, 0))
+            for x, width in (("q", s.head_dim), ("do", s.head_dim_v))
         )
-        keys, values = (self.left(buffers[x][None, None, 0], member) for x in "kv")
-        of_q, of_do = self.right(some_q, member), self.right(some_do, member)
-        width, width_v = s.head // self.split, s.head_v // self.split
-        turned_q, turned_do = (
-            self.right(cute.local_tile(arrange.turned(x), (own, m, STAGES), (part, 0, 0)), member, True)
-            for x, own in ((some_q, width), (some_do, width_v))
+        tSrK, tPrV = (self.operand_a(smem[x][None, None, 0], thread) for x in "kv")
+        tSrQ, tPrdO = self.operand_b(sQ, thread), self.operand_b(sdO, thread)
+        width, width_v = s.head_dim // self.num_dkv_warpgroups, s.head_dim_v // self.num_dkv_warpgroups
+        tKrQ, tVrdO = (
+            self.operand_b(
+                cute.local_tile(scale_factor_atoms.transposed(x), (wg_width, m, STAGES), (wg_idx, 0, 0)), thread, True
+            )
+            for x, wg_width in ((sQ, width), (sdO, width_v))
         )
-        scores, gradients = self.accumulator(m), self.accumulator(m)
-        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
+        acc_S, acc_dP = self.accumulator(m), self.accumulator(m)
+        converted = cute.make_rmem_tensor(acc_S.shape, self.dtype)
         acc_dk, acc_dv = self.accumulator(width), self.accumulator(width_v)
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
-        cute.arch.mbarrier_wait(once, 0)
-        for step in cutlass.range(cute.ceil_div(mine.end - mine.begin, self.slots), unroll=1):
+        cute.arch.mbarrier_wait(kv_mbar, 0)
+        for step in cutlass.range(cute.ceil_div(kv_tile.end - kv_tile.begin, self.queries_per_step), unroll=1):
             stage, phase = step % STAGES, step // STAGES % 2
-            shared = buffers["values"][None, None, None, stage]
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            self.multiply_shared(scores, keys, of_q, m, s.head, stage)
-            self.multiply_shared(gradients, values, of_do, m, s.head_v, stage)
-            self.finish(1)
+            smem_stats = smem["row_stats"][None, None, None, stage]
+            # (1) S^T = K Q^T and dP^T = V dO^T.
+            cute.arch.mbarrier_wait(q_pipeline.full + stage, phase)
+            self.mma_ss(acc_S, tSrK, tSrQ, m, s.head_dim, stage)
+            self.mma_ss(acc_dP, tPrV, tPrdO, m, s.head_dim_v, stage)
+            # (2) P = exp2(scale S - LSE), while dP^T is computed.
+            self.wait_mma(1)
             if const_expr(s.causal):
-                self.hide_later(scores, buffers["places"][None, stage], member)
-            for i, value in self.by_columns(shared, 0, member):
-                scores[i] = cute.math.exp2(scores[i] * (scale * LOG2_E) - value, fastmath=True)
-            rounded.store(scores.load().to(self.dtype))
-            self.add_product(acc_dv, rounded, turned_do, width_v, m, stage)
-            self.finish(1)
-            for i, value in self.by_columns(shared, 1, member):
-                gradients[i] = scores[i] * (gradients[i] - value)
-            self.finish(0)
-            rounded.store(gradients.load().to(self.dtype))
-            self.add_product(acc_dk, rounded, turned_q, width, m, stage)
-            self.finish(0)
-            self.release(ring.empty + stage)
-        (*out, sums), accs = outs, (acc_dk, acc_dv)
-        if mine.parts == 1:
-            self.write_keys(out, accs, mine, scale, number)
+                self.apply_causal_mask(acc_S, smem["query_positions"][None, stage], thread)
+            for i, stat in self.column_stats(smem_stats, 0, thread):
+                acc_S[i] = cute.math.exp2(acc_S[i] * (scale * LOG2_E) - stat, fastmath=True)
+            # (3) dV += P^T dO, P^T from registers.
+            converted.store(acc_S.load().to(self.dtype))
+            self.mma_rs(acc_dv, converted, tVrdO, width_v, m, stage)
+            # (4) dS = P * (dP - dPsum).
+            self.wait_mma(1)
+            for i, stat in self.column_stats(smem_stats, 1, thread):
+                acc_dP[i] = acc_S[i] * (acc_dP[i] - stat)
+            # (5) dK += dS^T Q, dS^T from registers; release Q and dO.
+            self.wait_mma(0)
+            converted.store(acc_dP.load().to(self.dtype))
+            self.mma_rs(acc_dk, converted, tKrQ, width, m, stage)
+            self.wait_mma(0)
+            self.consumer_release(q_pipeline.empty + stage)
+        (*results, partials), accs = outs, (acc_dk, acc_dv)
+        if kv_tile.num_chunks == 1:
+            self.store_dkv(results, accs, kv_tile, scale, mma_thread)
         else:
-            for place, value in enumerate([acc[i] for acc in accs for i in range(cute.size(acc))]):
-                sums[number, place] = value
+            for position, stat in enumerate([acc[i] for acc in accs for i in range(cute.size(acc))]):
+                partials[mma_thread, position] = stat
 
     @cute.jit
-    def write_keys(self, outs: Any, accs: Any, mine: Chosen, scale: Float32, number: Int32) -> None:
+    def store_dkv(self, outs: Any, accs: Any, kv_tile: KVBlockTile, scale: Float32, mma_thread: Int32) -> None:
         """A warpgroup's columns of dK and dV."""
-        part, member = number // GROUP, number % GROUP
+        wg_idx, thread = mma_thread // WARPGROUP_SIZE, mma_thread % WARPGROUP_SIZE
         for slot in cutlass.range_constexpr(2):
-            row = self.score_rows.row(member, slot)
-            if row < mine.keys:
-                for out, acc, factor in zip(outs, accs, (scale, Float32(1.0)), strict=True):
-                    width = out.shape[2] // self.split
-                    own = cute.local_tile(out[mine.first + mine.key + row, mine.head, None], (width,), (part,))
-                    self.write_row(own, acc, width, slot, factor, member)
+            key_row = self.score_rows.row(thread, slot)
+            if key_row < kv_tile.num_keys:
+                for out, acc, grad_scale in zip(outs, accs, (scale, Float32(1.0)), strict=True):
+                    width = out.shape[2] // self.num_dkv_warpgroups
+                    gmem_row = cute.local_tile(
+                        out[kv_tile.offset_k + kv_tile.key_begin + key_row, kv_tile.head, None], (width,), (wg_idx,)
+                    )
+                    self.store_row(gmem_row, acc, width, slot, grad_scale, thread)
 
     @cute.jit
-    def write_row(
-        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
+    def store_row(
+        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, grad_scale: Float32, thread: Int32
     ) -> None:
-        """A thread's values of a row, times a factor, maybe added to what is there."""
+        """A thread's values of a row, scaled, and added to the old ones if ``adds``."""
         if const_expr(self.b.adds):
             order = self.score_rows.order(width, slot)
-            held = [cute.make_rmem_tensor(2, self.dtype) for _ in range(0, len(order), 2)]
-            for i, pair in enumerate(held):
+            old_pairs = [cute.make_rmem_tensor(2, self.dtype) for _ in range(0, len(order), 2)]
+            for i, pair in enumerate(old_pairs):
                 cute.autovec_copy(cute.local_tile(out, (2,), (self.score_rows.column(thread, 2 * i) // 2,)), pair)
-            for place, i in enumerate(order):
-                acc[i] = acc[i] * factor + held[place // 2][place % 2].to(Float32)
-            factor = Float32(1.0)
-        self.score_rows.store(acc, slot, out, thread, factor)
+            for position, i in enumerate(order):
+                acc[i] = acc[i] * grad_scale + old_pairs[position // 2][position % 2].to(Float32)
+            grad_scale = Float32(1.0)
+        self.score_rows.store(acc, slot, out, thread, grad_scale)
 
     @cute.kernel
-    def add_parts(
+    def reduce_partials(
         self,
-        sums: cute.Tensor,
+        partials: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
-        ends: cute.Tensor,
-        offsets: cute.Tensor,
+        list_ends: cute.Tensor,
+        cu_seqlens: cute.Tensor,
         scale: Float32,
     ) -> None:
-        """dK and dV of blocks whose lists have several parts, in the order of the parts."""
+        """dK and dV of blocks whose lists have several chunks: the sum of the partials, in order."""
         s = self.s
-        thread, index = here()
-        per_block = -(-s.block // ROWS)
-        tile = index % per_block
-        mine = self.chosen(index // per_block, tile, ends, offsets)
-        if (mine.parts > 1) & (mine.keys > 0):
-            accs = [cute.make_rmem_tensor(x // (2 * self.split), Float32) for x in (s.head, s.head_v)]
+        thread, cta = thread_block_idx()
+        tiles_per_block = -(-s.block // WGMMA_M)
+        key_tile = cta % tiles_per_block
+        kv_tile = self.kv_block_tile(cta // tiles_per_block, key_tile, list_ends, cu_seqlens)
+        if (kv_tile.num_chunks > 1) & (kv_tile.num_keys > 0):
+            accs = [
+                cute.make_rmem_tensor(x // (2 * self.num_dkv_warpgroups), Float32) for x in (s.head_dim, s.head_dim_v)
+            ]
             for acc in accs:
                 acc.fill(0.0)
-            places = [(which, i) for which, acc in enumerate(accs) for i in range(cute.size(acc))]
-            for part in cutlass.range(mine.parts, unroll=1):
-                some = sums[None, None, tile, mine.slot + part]
-                for place, (which, i) in enumerate(places):
-                    accs[which][i] = accs[which][i] + some[thread, place]
-            self.write_keys((dk, dv), accs, mine, scale, thread)
+            elements = [(which, i) for which, acc in enumerate(accs) for i in range(cute.size(acc))]
+            for chunk in cutlass.range(kv_tile.num_chunks, unroll=1):
+                chunk_partials = partials[None, None, key_tile, kv_tile.partial_slot + chunk]
+                for position, (which, i) in enumerate(elements):
+                    accs[which][i] = accs[which][i] + chunk_partials[thread, position]
+            self.store_dkv((dk, dv), accs, kv_tile, scale, thread)
 
-    name(add_parts, "cudnn_attention_selection_backward_parts")
+    set_kernel_name(reduce_partials, "cudnn_attention_selection_backward_reduce")
 
-    def by_columns(self, values: cute.Tensor, which: int, thread: Int32) -> Iterator[tuple[int, Float32]]:
-        """The places of a thread's sums, each with one of the two values of its column, a head of a row. Columns are in
-        pairs: few registers have values.
+    def column_stats(self, smem_stats: cute.Tensor, stat_idx: int, thread: Int32) -> Iterator[tuple[int, Float32]]:
+        """A thread's elements, each with a row value (LSE or dPsum) of its column, a head of a query row. Pairwise, to
+        save registers.
         """
-        orders = [self.score_rows.order(self.columns, slot) for slot in range(2)]
-        for i in range(self.columns // 8):
+        orders = [self.score_rows.order(self.step_columns, slot) for slot in range(2)]
+        for i in range(self.step_columns // 8):
             head, row = i * 8 % self.padded, i * 8 // self.padded
             pair = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(cute.local_tile(values[None, which, row], (2,), (head // 2 + thread % 4,)), pair)
+            cute.autovec_copy(cute.local_tile(smem_stats[None, stat_idx, row], (2,), (head // 2 + thread % 4,)), pair)
             for order in orders:
                 for j in range(2):
                     yield order[2 * i + j], pair[j]
 
     @cute.jit
-    def hide_later(self, scores: cute.Tensor, places: cute.Tensor, thread: Int32) -> None:
-        """Makes scores of keys behind a row's own place -inf. The list rises: the first row tells if there are any."""
-        if places[0] < ROWS - 1:
+    def apply_causal_mask(self, acc_S: cute.Tensor, query_positions: cute.Tensor, thread: Int32) -> None:
+        """Sets scores of keys after the query row to -inf. Lists ascend: the first row tells whether the step needs a
+        mask.
+        """
+        if query_positions[0] < WGMMA_M - 1:
             for slot in cutlass.range_constexpr(2):
                 key = self.score_rows.row(thread, slot)
-                for place, i in enumerate(self.score_rows.order(self.columns, slot)):
-                    of_row = places[place // 2 * 8 // self.padded]
-                    scores[i] = Float32(select_(key <= of_row, scores[i], -Float32.inf))
+                for position, i in enumerate(self.score_rows.order(self.step_columns, slot)):
+                    query_position = query_positions[position // 2 * 8 // self.padded]
+                    acc_S[i] = Float32(select_(key <= query_position, acc_S[i], -Float32.inf))

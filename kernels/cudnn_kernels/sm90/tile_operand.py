@@ -1,4 +1,4 @@
-"""A and B on Hopper, on their way from global to shared memory, tile by tile."""
+"""TMA loads of A and B on Hopper, with multicast."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from cudnn_kernels.pipeline import tile_operand
 
 
 class TileOperand(tile_operand.TileOperand):
-    """An operand of which the CTAs of a cluster's row, or column, fetch a part of each tile and send it to all.
+    """An operand of which each CTA of a cluster's row, or column, loads a slice of the tile and multicasts it.
 
-    ``alike``: the side that all these CTAs have in common, so 0 in a row.
+    ``multicast_dim``: 0 for the CTAs of a row of the cluster (the tile of A), 1 for those of a column (of B).
     """
 
-    def __init__(self, c: GemmConfiguration, side: int, clips: bool, alike: int) -> None:
-        super().__init__(c, side, clips)
-        self.alike, self.share = alike, c.cluster[1 - alike]
+    def __init__(self, c: GemmConfiguration, operand_index: int, ragged_k: bool, multicast_dim: int) -> None:
+        super().__init__(c, operand_index, ragged_k)
+        self.multicast_dim, self.num_multicast = multicast_dim, c.cluster[1 - multicast_dim]
         self.major = OperandMajorMode.K if self.operand.major == "k" else OperandMajorMode.MN
 
     def layout(self, stages: int) -> Any:
         order = LayoutEnum.ROW_MAJOR if self.operand.major == "k" else LayoutEnum.COL_MAJOR
-        make = (sm90.make_smem_layout_a, sm90.make_smem_layout_b)[self.side]
+        make = (sm90.make_smem_layout_a, sm90.make_smem_layout_b)[self.operand_index]
         return make(order, self.c.tile, self.element, stages)
 
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = cpasync.CopyBulkTensorTileG2SOp() if self.share == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        layout, shape = cute.slice_(self.layout(1), (None, None, 0)), (self.rows, self.depth)
-        return cpasync.make_tiled_tma_atom(op, tensor, layout, shape, num_multicast=self.share, internal_type=self.kind)
+    def tma_atom(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        multicast = self.num_multicast > 1
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
+        layout, shape = cute.slice_(self.layout(1), (None, None, 0)), (self.rows, self.tile_k)
+        return cpasync.make_tiled_tma_atom(
+            op, tensor, layout, shape, num_multicast=self.num_multicast, internal_type=self.tma_dtype
+        )
 
     def bits(self) -> int:
-        return self.c.tile[self.side] * self.depth * self.element.width
+        return self.c.tile[self.operand_index] * self.tile_k * self.element.width
 
-    def place(self, row: int, k: int) -> int:
+    def smem_offset(self, row: int, k: int) -> int:
         return cute.crd2idx((row, k, 0), self.layout(1).outer)
 
-    def fetch(
-        self, atom: Any, tile: cute.Tensor, ring: cute.Tensor, stage: Int32, full: Any, sharers: tuple[Int32, Int32]
+    def load(
+        self, atom: Any, tile: cute.Tensor, smem: cute.Tensor, stage: Int32, full: Any, multicast: tuple[Int32, Int32]
     ) -> None:
-        """Starts the copy of this CTA's part of a tile to all that share it, into a buffer."""
-        number, mask = sharers
+        """Issues the TMA load of this CTA's slice of a tile to a stage of all CTAs that share it."""
+        rank, mask = multicast
         target, source = cpasync.tma_partition(
-            atom, number, cute.make_layout(self.share), cute.group_modes(ring, 0, 2), cute.group_modes(tile, 0, 2)
+            atom, rank, cute.make_layout(self.num_multicast), cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2)
         )
-        cute.copy(atom, source, target[None, stage], tma_bar_ptr=full, mcast_mask=mask if self.share > 1 else None)
+        mcast_mask = mask if self.num_multicast > 1 else None
+        cute.copy(atom, source, target[None, stage], tma_bar_ptr=full, mcast_mask=mcast_mask)

@@ -1,10 +1,15 @@
-"""The blocks of keys with the largest probabilities, for every row, on Hopper.
+"""NSA top-k block selection on Hopper: the KV blocks with the largest softmax probability, for every query row.
 
-A row of the product is a row of one head of Q. The heads that share a head of K follow each other, padded to a power of
-two, so that a warp's 16 rows of the accumulator are all heads of 16, 8, 4, 2 rows of Q, or of one, or some of one's.
-A warp adds up the probabilities of heads, in registers and by shuffles, and those of a block's keys, through shared
-memory, where a team of warps that share a row of Q meets. The first of a team keeps the best blocks of each row of Q in
-its lanes, sorted: few candidates ever beat the least of them.
+    P = exp(scale Q K_cmp^T - LSE) of compressed keys, summed over the heads of a GQA group and the keys of a block;
+    then the ``count`` blocks with the largest sums, ties to the lower block
+
+The MMA's rows are the heads of query rows, padded to a power of 2 per query: a warp's 16 rows are all heads of 16, 8, 4
+or 2 query rows or of one, or some heads of one. Warps: warps 0 to tile_m / 16 - 1 are MMA warps (4 per warpgroup), one
+more warp issues the TMA loads of K into a pipeline of ``stages``. Q is loaded once, by all threads.
+
+Per step of tile_n keys: (1) S = Q K^T, (2) P = exp2, (3) the sum over heads, in registers and by shuffles, to shared
+memory, (4) the warps of a query synchronize (a named barrier per query), (5) the first of them sums the keys of each
+block and inserts candidates that beat the list's last score: the sorted list is distributed over its lanes.
 """
 
 from __future__ import annotations
@@ -20,78 +25,76 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import sequences, softmax
-from cudnn_kernels.attention.sequences import Sequence
+from cudnn_kernels.attention import seqlen_info, softmax
+from cudnn_kernels.attention.seqlen_info import SeqlenInfo
 from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.kernel import Kernel, here
-from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline.copy import fetch
-from cudnn_kernels.pipeline.ring import Ring, expect, initialise
+from cudnn_kernels.kernel import Kernel, thread_block_idx
+from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, init_mbarriers, producer_acquire
+from cudnn_kernels.pipeline.tma import tma_load
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
-from cudnn_kernels.sm90.attention_forward import GROUP
-from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
+from cudnn_kernels.sm90.wgmma_utils import WGMMA_M, WgmmaMixin
+from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 
-WARP = 32
-WARP_ROWS = 16  # of an accumulator
-VECTOR = 8  # elements of 16 bits that a thread loads at once
+WARP_ROWS = 16  # MMA rows of a warp
+VECTOR = 8  # 16-bit elements of a 16-byte load
 
 
 @dataclass
-class Rows:
-    """A CTA's rows of Q, from ``first`` of their sequence on, a head of K, and the index of tensors' last dimension."""
+class QueryTile:
+    """A CTA's query rows, from ``row_begin`` of their sequence on, a head of K, and the batch index of tensors."""
 
-    sequence: Sequence
-    first: Int32
+    seqlen: SeqlenInfo
+    row_begin: Int32
     head: Int32
     batch: Any
 
 
 @dataclass
-class Best:
-    """The best blocks so far of each of a warp's rows of Q: lane i has the i-th best score and its block, and those 32
-    places behind.
-    """
+class TopKList:
+    """The sorted top-k list of each of a warp's query rows: lane i has entry i, and i + 32."""
 
     scores: cute.Tensor
     blocks: cute.Tensor
 
 
-class TopK(WarpgroupProducts, Kernel):
+class TopK(WgmmaMixin, Kernel):
     """The kernel for one :class:`TopKConfiguration`."""
 
-    least_padded = 1
+    min_padded_group = 1
 
     def __init__(self, configuration: TopKConfiguration) -> None:
         super().__init__(configuration)
         c = configuration
         self.dtype = DTYPES[c.dtype]
         self.tile_m, self.tile_n = c.tile
-        self.padded = max(1 << (c.group - 1).bit_length(), self.least_padded)  # heads of a row of Q, and some not there
-        self.queries = self.tile_m // self.padded
-        self.team = -(-self.padded // WARP_ROWS)  # warps that share a row of Q
-        self.warp_queries = WARP_ROWS * self.team // self.padded
-        self.sum_buffers = 2 if self.team > 1 else 1  # of sums: one is read while the other is written
-        self.halves = -(-c.count // WARP)  # places of a list that a lane has
-        self.warps = self.tile_m // WARP_ROWS
-        self.share = c.block // c.stride  # keys of a block
-        self.blocks = self.tile_n // self.share  # of a step
-        self.rows = WgmmaRows(slots=2)
+        # Heads of a query row, padded to a power of 2.
+        self.padded_group = max(1 << (c.group - 1).bit_length(), self.min_padded_group)
+        self.rows_per_tile = self.tile_m // self.padded_group
+        self.warps_per_query = -(-self.padded_group // WARP_ROWS)  # warps that share a query row
+        self.queries_per_warp = WARP_ROWS * self.warps_per_query // self.padded_group
+        self.sum_stages = 2 if self.warps_per_query > 1 else 1  # of the sums: one is read while the other is written
+        self.entries_per_lane = -(-c.count // WARP_SIZE)  # list entries of a lane
+        self.num_mma_warps = self.tile_m // WARP_ROWS
+        self.keys_per_block = c.block // c.stride  # compressed keys of a block
+        self.blocks_per_step = self.tile_n // self.keys_per_block
+        self.acc_rows = WgmmaRows(slots=2)
 
-    def launch(self, given: Mapping[str, Any]) -> None:
+    def launch(self, arguments: Mapping[str, Any]) -> None:
         c = self.c
         q, k, scores, indices = (
-            sequences.matrix(given[x], c.packed) for x in ("q", "k", "topk_scores", "topk_indices")
+            seqlen_info.as_sdhb(arguments[x], c.varlen) for x in ("q", "k", "topk_scores", "topk_indices")
         )
-        lse = sequences.rows(given["lse"], c.packed, by_head=False)
-        offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
-        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        tiles = sequences.blocks_of(q.shape[0], batches, self.queries, c.packed)
-        heads = c.key_heads if const_expr(c.packed) else c.key_heads * q.shape[3]
-        box = (self.tile_n, c.head)
-        layout = cute.slice_(self.layout(*box), (None, None, 0))
-        atom, mK = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), k, layout, box)
+        lse = seqlen_info.lse_view(arguments["lse"], c.varlen, by_head=False)
+        cu_seqlens_q, cu_seqlens_k = arguments.get("cum_seqlen_q"), arguments.get("cum_seqlen_k")
+        batches = cu_seqlens_q.shape[0] - 1 if const_expr(c.varlen) else q.shape[3]
+        tiles = seqlen_info.num_blocks(q.shape[0], batches, self.rows_per_tile, c.varlen)
+        total_heads = c.key_heads if const_expr(c.varlen) else c.key_heads * q.shape[3]
+        k_box = (self.tile_n, c.head_dim)
+        layout = cute.slice_(self.smem_layout(*k_box), (None, None, 0))
+        atom, mK = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), k, layout, k_box)
         self.kernel(
             atom,
             mK,
@@ -99,15 +102,15 @@ class TopK(WarpgroupProducts, Kernel):
             lse,
             scores,
             indices,
-            offsets_q,
-            offsets_k,
+            cu_seqlens_q,
+            cu_seqlens_k,
             tiles,
-            heads,
-            given["scale_softmax"] * softmax.LOG2_E,
+            total_heads,
+            arguments["scale_softmax"] * softmax.LOG2_E,
         ).launch(
-            grid=[tiles * heads, 1, 1],
-            block=[self.warps * WARP + WARP, 1, 1],
-            stream=given["stream"],
+            grid=[tiles * total_heads, 1, 1],
+            block=[self.num_mma_warps * WARP_SIZE + WARP_SIZE, 1, 1],
+            stream=arguments["stream"],
             min_blocks_per_mp=c.ctas,
             preferred_smem_carveout=100 if const_expr(c.ctas > 1) else None,
         )
@@ -115,226 +118,258 @@ class TopK(WarpgroupProducts, Kernel):
     @cute.kernel
     def kernel(
         self,
-        atom: Any,
+        tma_atom: Any,
         mK: cute.Tensor,
         q: cute.Tensor,
         lse: cute.Tensor,
         scores: cute.Tensor,
         indices: cute.Tensor,
-        offsets_q: Any,
-        offsets_k: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
         tiles: Int32,
-        all_heads: Int32,
-        scale: Float32,
+        total_heads: Int32,
+        scale_log2: Float32,
     ) -> None:
-        """The roles of the warps. The last rows come first: they have the most candidates."""
-        c, (thread, index) = self.c, here()
-        warp_index = cute.arch.make_warp_uniform(thread // WARP)
-        smem = SmemAllocator()
-        buffers = self.buffers(smem, {"q": (self.tile_m, c.head, 1), "k": (self.tile_n, c.head, c.stages)})
-        sQ, sK = buffers["q"][None, None, 0], buffers["k"]
-        layout = cute.make_layout((self.tile_n, self.warp_queries, self.warps, self.sum_buffers))
-        sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        ring = Ring.allocate(smem, c.stages)
+        """Dispatches the warps to their roles. The last rows come first (LPT): they have the most candidates."""
+        c, (thread, cta) = self.c, thread_block_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        allocator = SmemAllocator()
+        smem = self.allocate_smem(
+            allocator, {"q": (self.tile_m, c.head_dim, 1), "k": (self.tile_n, c.head_dim, c.stages)}
+        )
+        sQ, sK = smem["q"][None, None, 0], smem["k"]
+        layout = cute.make_layout((self.tile_n, self.queries_per_warp, self.num_mma_warps, self.sum_stages))
+        sums = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+        k_pipeline = MbarrierPipeline.allocate(allocator, c.stages)
         if thread == 0:
-            initialise(ring, 1, self.warps)
+            init_mbarriers(k_pipeline, 1, self.num_mma_warps)
         cute.arch.mbarrier_init_fence()
-        tile, head = tiles - 1 - index // all_heads, index % all_heads
+        tile, head = tiles - 1 - cta // total_heads, cta % total_heads
         batch, head = head // c.key_heads, head % c.key_heads
-        s = Sequence(batch, q.shape[0], mK.shape[0], Int32(0), Int32(0))
-        if const_expr(c.packed):
-            batch, tile = sequences.find_block(offsets_q, tile, self.queries)
-            s = sequences.packed(offsets_q, offsets_k, batch)
-        rows = Rows(s, tile * self.queries, head, 0 if const_expr(c.packed) else s.batch)
-        self.load_queries(q, sQ, rows, thread)
+        seqlen = SeqlenInfo(batch, q.shape[0], mK.shape[0], Int32(0), Int32(0))
+        if const_expr(c.varlen):
+            batch, tile = seqlen_info.find_block(cu_seqlens_q, tile, self.rows_per_tile)
+            seqlen = seqlen_info.varlen_seqlen_info(cu_seqlens_q, cu_seqlens_k, batch)
+        q_tile = QueryTile(seqlen, tile * self.rows_per_tile, head, 0 if const_expr(c.varlen) else seqlen.batch)
+        self.load_q_rows(q, sQ, q_tile, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        last = cutlass.min(rows.first + self.queries, s.queries) - 1
-        steps = cute.ceil_div(self.candidates(s, last), self.blocks)
-        steps = Int32(select_(rows.first < s.queries, steps, Int32(0)))
-        if warp_index == self.warps:
-            self.fetch(atom, cute.domain_offset((s.first_key, 0), mK[None, None, head, rows.batch]), sK, ring, steps)
+        last_row = cutlass.min(q_tile.row_begin + self.rows_per_tile, seqlen.seqlen_q) - 1
+        num_steps = cute.ceil_div(self.num_candidates(seqlen, last_row), self.blocks_per_step)
+        num_steps = Int32(select_(q_tile.row_begin < seqlen.seqlen_q, num_steps, Int32(0)))
+        if warp_index == self.num_mma_warps:
+            self.load_k(
+                tma_atom,
+                cute.domain_offset((seqlen.offset_k, 0), mK[None, None, head, q_tile.batch]),
+                sK,
+                k_pipeline,
+                num_steps,
+            )
         else:
-            self.choose(lse, (scores, indices), sQ, sK, sums, ring, rows, scale, steps, thread)
+            self.score_and_select(
+                lse, (scores, indices), sQ, sK, sums, k_pipeline, q_tile, scale_log2, num_steps, thread
+            )
 
-    name(kernel, "cudnn_attention_top_k")
+    set_kernel_name(kernel, "cudnn_attention_top_k")
 
-    def candidates(self, s: Sequence, query: Any) -> Int32:
-        """One more than a row's last candidate: not the newest two blocks, and none without a key; 0 or less: none."""
-        return cutlass.min((query + 1) // self.c.block - 2, cute.ceil_div(s.keys, self.share))
+    def num_candidates(self, seqlen: SeqlenInfo, q_row: Any) -> Int32:
+        """One past a row's last candidate block: the newest two blocks are always selected. 0 or less: none."""
+        return cutlass.min((q_row + 1) // self.c.block - 2, cute.ceil_div(seqlen.seqlen_k, self.keys_per_block))
 
     @cute.jit
-    def load_queries(self, q: cute.Tensor, sQ: cute.Tensor, rows: Rows, thread: Int32) -> None:
-        """The rows of Q of all heads that share one of K; zeros where there are none."""
-        c, s = self.c, rows.sequence
-        columns, threads = c.head // VECTOR, self.warps * WARP
+    def load_q_rows(self, q: cute.Tensor, sQ: cute.Tensor, q_tile: QueryTile, thread: Int32) -> None:
+        """Loads the query rows of all heads of the GQA group; rows that do not exist are 0."""
+        c, seqlen = self.c, q_tile.seqlen
+        columns, threads = c.head_dim // VECTOR, self.num_mma_warps * WARP_SIZE
         if thread < threads:
             for i in cutlass.range_constexpr(self.tile_m * columns // threads):
                 vector = thread + i * threads
                 row, column = vector // columns, vector % columns
-                query, member = rows.first + row // self.padded, row % self.padded
+                query, head_in_group = q_tile.row_begin + row // self.padded_group, row % self.padded_group
                 values = cute.make_rmem_tensor(VECTOR, self.dtype)
                 values.fill(0.0)
-                if (query < s.queries) & (member < c.group):
-                    source = q[s.first_query + query, None, rows.head * c.group + member, rows.batch]
+                if (query < seqlen.seqlen_q) & (head_in_group < c.group):
+                    source = q[seqlen.offset_q + query, None, q_tile.head * c.group + head_in_group, q_tile.batch]
                     cute.autovec_copy(cute.local_tile(source, (VECTOR,), (column,)), values)
                 cute.autovec_copy(values, cute.local_tile(sQ[row, None], (VECTOR,), (column,)))
 
     @cute.jit
-    def fetch(self, atom: Any, gK: cute.Tensor, sK: cute.Tensor, ring: Ring, steps: Int32) -> None:
-        """One warp: fetches K. A step has whole blocks, which may be fewer keys than the tile."""
+    def load_k(
+        self, tma_atom: Any, gK: cute.Tensor, sK: cute.Tensor, k_pipeline: MbarrierPipeline, num_steps: Int32
+    ) -> None:
+        """Load warp: K. A step has whole blocks, which may be fewer keys than the tile."""
         c = self.c
-        for step in cutlass.range(steps, unroll=1):
+        for step in cutlass.range(num_steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
-            expect(ring, stage, phase ^ 1, self.tile_n * c.head * self.dtype.width // 8)
-            keys = cute.domain_offset((step * self.blocks * self.share, 0), gK)
-            tile = cute.local_tile(keys, (self.tile_n, c.head), (0, 0))
-            fetch(atom, tile, sK[None, None, stage], ring.full + stage)
+            producer_acquire(k_pipeline, stage, phase ^ 1, self.tile_n * c.head_dim * self.dtype.width // 8)
+            gK_step = cute.domain_offset((step * self.blocks_per_step * self.keys_per_block, 0), gK)
+            tile = cute.local_tile(gK_step, (self.tile_n, c.head_dim), (0, 0))
+            tma_load(tma_atom, tile, sK[None, None, stage], k_pipeline.full + stage)
 
     @cute.jit
-    def choose(
+    def score_and_select(
         self,
         lse: cute.Tensor,
         results: Any,
         sQ: cute.Tensor,
         sK: cute.Tensor,
         sums: cute.Tensor,
-        ring: Ring,
-        rows: Rows,
-        scale: Float32,
-        steps: Int32,
+        k_pipeline: MbarrierPipeline,
+        q_tile: QueryTile,
+        scale_log2: Float32,
+        num_steps: Int32,
         thread: Int32,
     ) -> None:
-        """A warpgroup: its 64 rows of the product. ``results``: scores and blocks."""
-        c, s = self.c, rows.sequence
-        group, member = thread // GROUP, thread % GROUP
-        warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
-        leader = warp_index // self.team * self.team
-        left = self.left(cute.local_tile(sQ, (ROWS, c.head), (group, 0)), member)
-        right, acc = self.right(sK, member), self.accumulator(self.tile_n)
-        shift = cute.make_rmem_tensor(2, Float32)
+        """An MMA warpgroup: its 64 rows of the GEMM. ``results``: scores and blocks."""
+        c, seqlen = self.c, q_tile.seqlen
+        wg_idx, wg_thread = thread // WARPGROUP_SIZE, thread % WARPGROUP_SIZE
+        warp_index, lane = cute.arch.make_warp_uniform(thread // WARP_SIZE), cute.arch.lane_idx()
+        leader = warp_index // self.warps_per_query * self.warps_per_query
+        tSrQ = self.operand_a(cute.local_tile(sQ, (WGMMA_M, c.head_dim), (wg_idx, 0)), wg_thread)
+        tSrK, acc_S = self.operand_b(sK, wg_thread), self.accumulator(self.tile_n)
+        neg_lse_log2 = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
-            row = group * ROWS + self.rows.row(member, slot)
-            query, index = rows.first + row // self.padded, row % self.padded
-            shift[slot] = -Float32.inf
-            if (query < s.queries) & (index < c.group):
-                shift[slot] = lse[s.first_query + query, rows.head * c.group + index, rows.batch]
-                if const_expr(c.whole):
-                    shift[slot] = shift[slot] * -softmax.LOG2_E
-        places = (self.warp_queries, self.halves)
-        best = Best(cute.make_rmem_tensor(places, Float32), cute.make_rmem_tensor(places, Int32))
-        best.scores.fill(-math.inf)
-        best.blocks.fill(-1)
-        query = rows.first + warp_index // self.team * self.warp_queries
-        for step in cutlass.range(steps, unroll=1):
+            row = wg_idx * WGMMA_M + self.acc_rows.row(wg_thread, slot)
+            query, head_in_group = q_tile.row_begin + row // self.padded_group, row % self.padded_group
+            neg_lse_log2[slot] = -Float32.inf
+            if (query < seqlen.seqlen_q) & (head_in_group < c.group):
+                neg_lse_log2[slot] = lse[seqlen.offset_q + query, q_tile.head * c.group + head_in_group, q_tile.batch]
+                if const_expr(c.full_list):
+                    neg_lse_log2[slot] = neg_lse_log2[slot] * -softmax.LOG2_E
+        list_shape = (self.queries_per_warp, self.entries_per_lane)
+        top_k = TopKList(cute.make_rmem_tensor(list_shape, Float32), cute.make_rmem_tensor(list_shape, Int32))
+        top_k.scores.fill(-math.inf)
+        top_k.blocks.fill(-1)
+        query = q_tile.row_begin + warp_index // self.warps_per_query * self.queries_per_warp
+        for step in cutlass.range(num_steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            self.multiply_shared(acc, left, right, self.tile_n, c.head, stage)
-            self.finish(0)
+            # (1) S = Q K^T.
+            cute.arch.mbarrier_wait(k_pipeline.full + stage, phase)
+            self.mma_ss(acc_S, tSrQ, tSrK, self.tile_n, c.head_dim, stage)
+            self.wait_mma(0)
             if lane == 0:
-                cute.arch.mbarrier_arrive(ring.empty + stage)
-            shared = sums[None, None, None, step % self.sum_buffers]
-            orders = [self.rows.order(self.tile_n, slot) for slot in range(2)]
-            values = [
-                [cute.math.exp2(acc[i] * scale + shift[slot], fastmath=True) for i in order]
+                cute.arch.mbarrier_arrive(k_pipeline.empty + stage)
+            # (2) P = exp2(scale S - LSE), (3) summed over heads, (4) complete for all warps of the query row.
+            smem_sums = sums[None, None, None, step % self.sum_stages]
+            orders = [self.acc_rows.order(self.tile_n, slot) for slot in range(2)]
+            probs = [
+                [cute.math.exp2(acc_S[i] * scale_log2 + neg_lse_log2[slot], fastmath=True) for i in order]
                 for slot, order in enumerate(orders)
             ]
-            self.add_heads(values, shared[None, None, warp_index], member)
-            self.meet(warp_index)
+            self.reduce_heads(probs, smem_sums[None, None, warp_index], wg_thread)
+            self.sync_query_warps(warp_index)
+            # (5) Blocks of this step into the top-k list.
             if warp_index == leader:
-                for slot in cutlass.range_constexpr(self.warp_queries):
-                    self.compare(best, slot, shared, leader, s, query + slot, step)
+                for slot in cutlass.range_constexpr(self.queries_per_warp):
+                    self.update_top_k(top_k, slot, smem_sums, leader, seqlen, query + slot, step)
             cute.arch.sync_warp()
-        for slot in cutlass.range_constexpr(self.warp_queries):
-            self.write(best, slot, results, rows, query + slot, warp_index == leader)
+        for slot in cutlass.range_constexpr(self.queries_per_warp):
+            self.store_list(top_k, slot, results, q_tile, query + slot, warp_index == leader)
 
     @cute.jit
-    def write(self, best: Best, slot: int, results: Any, rows: Rows, query: Int32, leads: Any) -> None:
-        """The list of a row of Q."""
-        c, s, lane, (scores, indices) = self.c, rows.sequence, cute.arch.lane_idx(), results
-        for half in cutlass.range_constexpr(self.halves):
-            listed = half * WARP + lane
-            if leads & (query < s.queries) & (listed < c.count):
-                scores[s.first_query + query, listed, rows.head, rows.batch] = best.scores[slot, half]
-                indices[s.first_query + query, c.before + listed, rows.head, rows.batch] = best.blocks[slot, half]
-        self.write_always(indices, rows, query, leads)
+    def store_list(
+        self, top_k: TopKList, slot: int, results: Any, q_tile: QueryTile, query: Int32, is_leader: Any
+    ) -> None:
+        """Writes the list of a query row."""
+        c, seqlen, lane, (scores, indices) = self.c, q_tile.seqlen, cute.arch.lane_idx(), results
+        for list_half in cutlass.range_constexpr(self.entries_per_lane):
+            entry = list_half * WARP_SIZE + lane
+            if is_leader & (query < seqlen.seqlen_q) & (entry < c.count):
+                scores[seqlen.offset_q + query, entry, q_tile.head, q_tile.batch] = top_k.scores[slot, list_half]
+                indices[seqlen.offset_q + query, c.num_fixed + entry, q_tile.head, q_tile.batch] = top_k.blocks[
+                    slot, list_half
+                ]
+        self.store_fixed_blocks(indices, q_tile, query, is_leader)
 
     @cute.jit
-    def write_always(self, indices: cute.Tensor, rows: Rows, query: Int32, leads: Any) -> None:
-        """The first blocks of a whole list, which all rows have."""
-        c, s, lane = self.c, rows.sequence, cute.arch.lane_idx()
-        if leads & (query < s.queries) & (lane < c.before):
+    def store_fixed_blocks(self, indices: cute.Tensor, q_tile: QueryTile, query: Int32, is_leader: Any) -> None:
+        """Writes the first entries of a full list: block 0 and the newest blocks."""
+        c, seqlen, lane = self.c, q_tile.seqlen, cute.arch.lane_idx()
+        if is_leader & (query < seqlen.seqlen_q) & (lane < c.num_fixed):
             block = cutlass.max((query + 1) // c.block - (NEWEST - 1), 1) + lane - 1
             block = Int32(select_(block > query // c.block, Int32(-1), block))
             block = Int32(select_(lane == 0, Int32(0), block))
-            indices[s.first_query + query, lane, rows.head, rows.batch] = block
+            indices[seqlen.offset_q + query, lane, q_tile.head, q_tile.batch] = block
 
     @cute.jit
-    def meet(self, warp_index: Int32) -> None:
-        """Waits for the team."""
-        if const_expr(self.team > 1):
-            cute.arch.barrier(barrier_id=1 + warp_index // self.team, number_of_threads=self.team * WARP)
+    def sync_query_warps(self, warp_index: Int32) -> None:
+        """Synchronizes the warps that share a query row."""
+        if const_expr(self.warps_per_query > 1):
+            cute.arch.barrier(
+                barrier_id=1 + warp_index // self.warps_per_query, number_of_threads=self.warps_per_query * WARP_SIZE
+            )
         else:
             cute.arch.sync_warp()
 
-    def add_heads(self, values: list[list[Float32]], sums: cute.Tensor, thread: Int32) -> None:
-        """The probabilities of every key, of a thread's two rows, summed over heads, to shared memory: (keys, rows of Q
-        of the warp).
-        """
-        lane = thread % WARP
-        if self.padded >= WARP_ROWS:
-            values = [[a + b for a, b in zip(*values, strict=True)]]
-        apart = min(self.padded, WARP_ROWS // 2)  # lanes / 4 that have heads of the same row of Q
-        for slot, found in enumerate(values):
-            kept, start = reduce_scatter(found, lambda a, b: a + b, 4, 4 * apart)
-            query = slot * (8 // apart) + lane // 4 // apart
-            for i, value in enumerate(kept):
-                sums[self.rows.column(thread, start + i), query] = value
+    def reduce_heads(self, probs: list[list[Float32]], sums: cute.Tensor, thread: Int32) -> None:
+        """Sums a thread's probabilities over heads, to shared memory: (keys, query rows of the warp)."""
+        lane = thread % WARP_SIZE
+        if self.padded_group >= WARP_ROWS:
+            probs = [[a + b for a, b in zip(*probs, strict=True)]]
+        lanes_per_query = min(self.padded_group, WARP_ROWS // 2)  # quads of lanes that have heads of the same query row
+        for slot, row_probs in enumerate(probs):
+            reduced, start = reduce_scatter(row_probs, lambda a, b: a + b, 4, 4 * lanes_per_query)
+            query = slot * (8 // lanes_per_query) + lane // 4 // lanes_per_query
+            for i, value in enumerate(reduced):
+                sums[self.acc_rows.column(thread, start + i), query] = value
 
     @cute.jit
-    def compare(
-        self, best: Best, slot: int, sums: cute.Tensor, leader: Int32, s: Sequence, query: Int32, step: Int32
+    def update_top_k(
+        self,
+        top_k: TopKList,
+        slot: int,
+        sums: cute.Tensor,
+        leader: Int32,
+        seqlen: SeqlenInfo,
+        query: Int32,
+        step: Int32,
     ) -> None:
-        """The blocks of a step, with the best of a row of Q so far."""
+        """Inserts the blocks of a step into a query row's list."""
         lane = cute.arch.lane_idx()
-        end = self.candidates(s, query)
-        for chunk in cutlass.range_constexpr(0, self.blocks, WARP):
+        num_candidates = self.num_candidates(seqlen, query)
+        for chunk in cutlass.range_constexpr(0, self.blocks_per_step, WARP_SIZE):
             block = chunk + lane
-            index, score = step * self.blocks + block, -Float32.inf
-            if (block < self.blocks) & (index > 0) & (index < end):
+            block_idx, score = step * self.blocks_per_step + block, -Float32.inf
+            if (block < self.blocks_per_step) & (block_idx > 0) & (block_idx < num_candidates):
                 score = Float32(0.0)
-                for x in cutlass.range_constexpr(self.share):
-                    if index * self.share + x < s.keys:
-                        for member in cutlass.range_constexpr(self.team):
-                            score += sums[block * self.share + x, slot, leader + member]
-            least = self.least(best, slot)
-            better = cute.arch.vote_ballot_sync(score > least)
+                for x in cutlass.range_constexpr(self.keys_per_block):
+                    if block_idx * self.keys_per_block + x < seqlen.seqlen_k:
+                        for warp in cutlass.range_constexpr(self.warps_per_query):
+                            score += sums[block * self.keys_per_block + x, slot, leader + warp]
+            threshold = self.threshold(top_k, slot)
+            better = cute.arch.vote_ballot_sync(score > threshold)
             while better != 0:
                 source = cute.arch.popc((better & -better) - 1)  # the first lane, which has the lowest block
-                self.insert(best, slot, cute.arch.shuffle_sync(score, source), index - lane + source)
-                least = self.least(best, slot)
-                better = cute.arch.vote_ballot_sync((score > least) & (lane > source))
+                self.insert(top_k, slot, cute.arch.shuffle_sync(score, source), block_idx - lane + source)
+                threshold = self.threshold(top_k, slot)
+                better = cute.arch.vote_ballot_sync((score > threshold) & (lane > source))
 
-    def least(self, best: Best, slot: int) -> Float32:
+    def threshold(self, top_k: TopKList, slot: int) -> Float32:
         """The last score of a list."""
-        half, lane = divmod(self.c.count - 1, WARP)
-        return cute.arch.shuffle_sync(best.scores[slot, half], lane)
+        list_half, lane = divmod(self.c.count - 1, WARP_SIZE)
+        return cute.arch.shuffle_sync(top_k.scores[slot, list_half], lane)
 
-    def insert(self, best: Best, slot: int, score: Float32, block: Int32) -> None:
-        """Puts a block behind those whose scores are at least its own."""
+    def insert(self, top_k: TopKList, slot: int, score: Float32, block: Int32) -> None:
+        """Inserts a block after those with at least its score."""
         lane = cute.arch.lane_idx()
-        for half in range(self.halves - 1, -1, -1):
-            scores, blocks = best.scores[slot, half], best.blocks[slot, half]
+        for list_half in range(self.entries_per_lane - 1, -1, -1):
+            scores, blocks = top_k.scores[slot, list_half], top_k.blocks[slot, list_half]
             before, block_before = (cute.arch.shuffle_sync_up(x, 1) for x in (scores, blocks))
-            is_next = before >= score
-            if half:
-                ends = (cute.arch.shuffle_sync(x[slot, half - 1], WARP - 1) for x in (best.scores, best.blocks))
-                end, block_end = ends
-                before = Float32(select_(lane == 0, end, before))
-                block_before = Int32(select_(lane == 0, block_end, block_before))
-                is_next = before >= score
+            takes_new = before >= score
+            if list_half:
+                last_of_previous = (
+                    cute.arch.shuffle_sync(x[slot, list_half - 1], WARP_SIZE - 1) for x in (top_k.scores, top_k.blocks)
+                )
+                last_score, last_block = last_of_previous
+                before = Float32(select_(lane == 0, last_score, before))
+                block_before = Int32(select_(lane == 0, last_block, block_before))
+                takes_new = before >= score
             else:
-                is_next = (lane == 0) | is_next
-            stays = scores >= score
-            best.scores[slot, half] = Float32(select_(stays, scores, Float32(select_(is_next, score, before))))
-            best.blocks[slot, half] = Int32(select_(stays, blocks, Int32(select_(is_next, block, block_before))))
+                takes_new = (lane == 0) | takes_new
+            keeps_entry = scores >= score
+            top_k.scores[slot, list_half] = Float32(
+                select_(keeps_entry, scores, Float32(select_(takes_new, score, before)))
+            )
+            top_k.blocks[slot, list_half] = Int32(
+                select_(keeps_entry, blocks, Int32(select_(takes_new, block, block_before)))
+            )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cudnn import registry
+from cudnn.fused import registry
 from cudnn.lazy import torch
 
 BENCHMARKS = (*registry.packages(), "moe", "nsa", "sdpa")

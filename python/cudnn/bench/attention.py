@@ -166,7 +166,7 @@ def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, 
     qhead_per_kvhead = case.heads // case.kv_heads
     q, k, v, do = (x[0, :heads].float() for x, heads in ((q, qhead_per_kvhead), (k, 1), (v, 1), (do, qhead_per_kvhead)))
     scale = case.head_dim**-0.5
-    keys = torch.arange(case.length, device=q.device)
+    keys = torch.arange(case.length, dtype=torch.int64, device=q.device)
     chunks: list[Any] = []
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for first in range(0, case.length, ROWS):
@@ -203,8 +203,8 @@ def in_fp8(make: Callable[..., Call]) -> Callable[..., Call]:
 def ours(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
     """Our kernels."""
     options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.window or -1, -1)}
-    o, lse = torch.empty_like(do), torch.empty(q.shape[:3], device=q.device)
-    one = torch.ones((), device=q.device).expand(case.batch, case.kv_heads)
+    o, lse = torch.empty_like(do), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    one = torch.ones((), dtype=torch.float32, device=q.device).expand(case.batch, case.kv_heads)
     descales = DESCALES if q.dtype.itemsize == 1 else ()
     forward = SdpaForward(q, k, v, o, lse, **options, **{f"sample_{x}": one for x in descales})
     forward.compile()
@@ -280,11 +280,12 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
         fp32 = cudnn.data_type.FLOAT
         return cudnn.pygraph(io_data_type=dtypes[q.dtype], intermediate_data_type=fp32, compute_data_type=fp32)
 
-    o, stats = torch.empty_like(do, dtype=q.dtype), torch.empty((*q.shape[:3], 1), device=q.device)
+    o, stats = torch.empty_like(do, dtype=q.dtype), torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
     graph_ = new()
     if q.dtype.itemsize == 1:
         tensors = {graph_.tensor_like(x): x for x in (q, k, v)}
-        scale_tensors = {graph_.tensor_like(x): x for x in torch.ones(len(SCALES), 1, 1, 1, 1, device=q.device)}
+        scales = torch.ones(len(SCALES), 1, 1, 1, 1, dtype=torch.float32, device=q.device)
+        scale_tensors = {graph_.tensor_like(x): x for x in scales}
         bounds = {name.removeprefix("diagonal_band_"): x for name, x in bounds.items()}
         o_tensor, _, *amax_tensors = graph_.sdpa_fp8(
             *tensors,
@@ -293,7 +294,7 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
             attn_scale=case.head_dim**-0.5,
             **bounds,
         )
-        amax = dict(zip(amax_tensors, torch.ones(2, 1, 1, 1, 1, device=q.device), strict=True))
+        amax = dict(zip(amax_tensors, torch.ones(2, 1, 1, 1, 1, dtype=torch.float32, device=q.device), strict=True))
         run = built(graph_, {**tensors, **scale_tensors}, {o_tensor: o, **amax})
         return returning(run, {"o": o})
     tensors = {graph_.tensor_like(x): x for x in (q, k, v)}

@@ -26,7 +26,7 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
     before, after = split(operations(api, OPERAND_TYPES["bf16"]))
     numbers = {name: value for name, value in api.defaults().items() if name in api.scalars}
     all_operations = (*before, *after)
-    matrices = sum(width * o.staged / 16 for o, width in zip(all_operations, widths(all_operations), strict=True))
+    matrices = sum(width * o.staged_bits / 16 for o, width in zip(all_operations, widths(all_operations), strict=True))
     return gemm.benchmark(
         gemm.Fused(
             api.__name__,
@@ -83,9 +83,9 @@ def formula(
         if isinstance(o, epilogue.StoreTile):
             results[o.tensor] = torch.empty(rows, int(columns * width), dtype=out, device=z.device)
         elif isinstance(o, epilogue.Amax):
-            results[o.tensor] = torch.full((o.roles,), float("-inf"), device=z.device)
+            results[o.tensor] = torch.full((o.roles,), float("-inf"), dtype=torch.float32, device=z.device)
         elif isinstance(o, epilogue.SumRow):
-            results[o.tensor] = torch.zeros(rows, 1, device=z.device)
+            results[o.tensor] = torch.zeros(rows, 1, dtype=torch.float32, device=z.device)
     evaluate(operations, z.float(), {**numbers, **extras, **results})
     return results
 

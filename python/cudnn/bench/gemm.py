@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cudnn import launch
 from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem, returning
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
 from cudnn.gemm.formats import SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 
 DIMENSIONS = {"M": 1, "N": 64, "K": 64}
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 4096), (16384, 4096, 7168))
@@ -152,7 +152,7 @@ def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
     """cuBLAS's GEMM in the peers' type."""
     a, b = o.a.plain, o.peer_b.t()
     if a.dtype == torch.float8_e4m3fn:
-        one, alpha = (torch.tensor(scale, device=a.device) for scale in (1.0, o.peer_alpha))
+        one, alpha = (torch.tensor(scale, dtype=torch.float32, device=a.device) for scale in (1.0, o.peer_alpha))
         return lambda: {"z": torch._scaled_mm(a, b, one, alpha, out_dtype=o.out, use_fast_accum=fast)}
     z = blank(a.shape[0], b.shape[1], o.out)
     return lambda: {"z": torch.matmul(a, b, out=z)}
@@ -206,7 +206,7 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], Results]:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     z = blank(m, n, o.out)
     values = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
-    values |= {"multiprocessors": multiprocessors, "stream": launch.raw_stream(None, device)}
+    values |= {"num_sms": multiprocessors, "stream": launch.raw_stream(None, device)}
     arguments = [values[slot.name] for slot in configuration.slots()]
     return returning(functools.partial(kernel, *arguments), {"z": z})
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from cudnn.bench import GPU, HOST, Benchmark, Call, Candidate, Options, Problem, dense_gemm, operands, returning
-from cudnn.cli.programs import grouped
+from cudnn.demo_cases import grouped
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.gemm.reference import evaluate
 from cudnn.lazy import torch
@@ -100,7 +100,8 @@ def ends(routing: str, experts: int, tokens: int, rows: int = 1) -> list[int]:
     """
     weights = [1.0] * experts
     if routing == "zipf":
-        order = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).tolist()
+        seeded = torch.Generator("cpu").manual_seed(0)
+        order = torch.randperm(experts, generator=seeded, dtype=torch.int64, device="cpu").tolist()
         weights = [1 / (1 + rank) for rank in order]
     total = sum(weights)
     return [round(tokens // rows * weight / total) * rows for weight in itertools.accumulate(weights)]
@@ -111,7 +112,7 @@ def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = RO
     inputs = grouped.inputs(api, shape, operands.DEVICE, drawn_on=operands.DEVICE)
     (offsets,) = (inputs[spec.name] for spec in api.tensors if spec.draw == "ends")
     end_rows = ends(routing, shape[3], shape["mnk".index(api.tokens)], api.group_rows)
-    offsets.copy_(torch.tensor(end_rows, dtype=torch.int32))
+    offsets.copy_(torch.tensor(end_rows, dtype=torch.int32, device="cpu"))
     outputs = api.allocated(inputs, api.hidden_weights(inputs))
     reference = grouped.expected(api, inputs, outputs)
 
@@ -211,7 +212,7 @@ def product_then_epilogue(
     results = {name: torch.full_like(x, api.spec(name).fill or 0.0) for name, x in outputs.items()}
     tensors = {name: api.fitted(name, x) for name, x in {**inputs, **results}.items() if name in api.parameters}
     tensors |= {name: getattr(op, name) for name in api.scalars}
-    rows = torch.arange(inputs["a"].shape[0], device=offsets.device)
+    rows = torch.arange(inputs["a"].shape[0], dtype=torch.int64, device=offsets.device)
     groups = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
     grouped_mm = product(api, inputs, offsets)
 

@@ -47,7 +47,7 @@ def plain(
     activated = (torch.nn.functional.silu(gate.float()) * other.float()).to(x.dtype).flatten(1)
     rows = grouped_product(activated, down, ends)
     row_of_slot = torch.empty_like(order)
-    row_of_slot[order] = torch.arange(len(order), device=x.device)
+    row_of_slot[order] = torch.arange(len(order), dtype=torch.int64, device=x.device)
     return (rows[row_of_slot].view(len(x), top_k, -1).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 

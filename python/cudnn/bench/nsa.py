@@ -120,7 +120,7 @@ def make_tensors(shape: tuple[int, ...], correlated: bool) -> Tensors:
     q, k, v = (operands.normal(1, tokens, h, d) for h in (hq, hk, hk))
     q = correlate_rows(q) if correlated else q
     q, k, v = (x.bfloat16().requires_grad_() for x in (q, k, v))
-    gates = torch.rand(1, tokens, hq, 3, device=operands.DEVICE).bfloat16()
+    gates = torch.rand(1, tokens, hq, 3, dtype=torch.float32, device=operands.DEVICE).bfloat16()
     return Tensors(q, k, v, gates, operands.normal(1, tokens, hq, d).bfloat16(), block_lists(tokens, hk, correlated))
 
 
@@ -139,8 +139,8 @@ def block_lists(tokens: int, heads: int, correlated: bool) -> Any:
     In correlated lists each of the 13 is sampled again once in ten rows. Duplicates are removed.
     """
     device, random_blocks, period = operands.DEVICE, CHOSEN - 3, PERIOD if correlated else 1
-    row = torch.arange(tokens, device=device)[:, None]
-    slot = torch.arange(random_blocks, device=device)
+    row = torch.arange(tokens, dtype=torch.int64, device=device)[:, None]
+    slot = torch.arange(random_blocks, dtype=torch.int64, device=device)
     sample = (row + slot * (period // 2)) // period  # index of the sample that slot has at this row
     first_row = (sample * period - slot * (period // 2)).clamp(min=0)  # first row of the sample
     uniform = torch.rand(int(sample.max()) + 1, heads, random_blocks, device=device)[sample, :, slot]
@@ -201,7 +201,7 @@ def call(step: Step, functions: nsa_peers.Functions, tensors: Tensors) -> Call:
 def wrong(step: Step, tensors: Tensors, results: Mapping[str, Any]) -> str:
     """Checks results of few tokens, for which the whole selects all blocks. Returns a message, or ``""``."""
     tokens = tensors.q.shape[1]
-    row = torch.arange(tokens, device=tensors.q.device)
+    row = torch.arange(tokens, dtype=torch.int64, device=tensors.q.device)
     if step.name == "top-k":
         block_list = results["lists"].sort(-1).values
         duplicate = (block_list.diff(dim=-1) == 0) & (block_list[..., 1:] >= 0)
@@ -212,8 +212,8 @@ def wrong(step: Step, tensors: Tensors, results: Mapping[str, Any]) -> str:
 
 def exact(name: str, q: Any, k: Any, v: Any, further: Any = None) -> Any:
     """A step, computed in float32 with a mask over all pairs of rows and keys."""
-    row = torch.arange(q.shape[1], device=q.device)[:, None]
-    key = torch.arange(k.shape[1], device=q.device)
+    row = torch.arange(q.shape[1], dtype=torch.int64, device=q.device)[:, None]
+    key = torch.arange(k.shape[1], dtype=torch.int64, device=q.device)
     past = (key <= row)[:, None]
     if name == "compression":
         return [masked(q, k, v, (key < (row + 1) // BLOCK)[:, None])]

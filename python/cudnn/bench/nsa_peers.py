@@ -21,7 +21,7 @@ whole(q, k, v, gates), which compresses blocks by their mean.
 
 def ours(block: int, chosen: int, window: int) -> Functions:
     """This project's operators."""
-    from cudnn.ops import _nsa_attention as ops
+    from cudnn.native_sparse_attention import operator as ops
     from cudnn.ops import nsa_attention
 
     @functools.cache  # otherwise each call waits for the copy from the host
@@ -54,7 +54,7 @@ def ours(block: int, chosen: int, window: int) -> Functions:
 
 def sliding_window(q: Any, k: Any, v: Any, window: int) -> Any:
     """Sliding-window attention by cuDNN."""
-    from cudnn.ops import _nsa_attention as ops
+    from cudnn.native_sparse_attention import operator as ops
 
     o, _ = ops.nsa_window(q[0], k[0], v[0], None, q.shape[-1] ** -0.5, window, q.shape[1])
     return o[None]

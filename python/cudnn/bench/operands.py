@@ -55,7 +55,7 @@ def batched(x: Any) -> Any:
 
 def normal(*shape: int) -> Any:
     """Standard normal float32 numbers."""
-    return torch.randn(*shape, device=DEVICE)
+    return torch.randn(*shape, dtype=torch.float32, device=DEVICE)
 
 
 def blank(rows: int, columns: int, dtype: Any) -> Any:

@@ -180,7 +180,7 @@ def worst(value: float) -> float:
     """The maximum over the ranks."""
     from torch import distributed as dist
 
-    local = torch.tensor(float(value), device="cuda")
+    local = torch.tensor(float(value), dtype=torch.float32, device="cuda")
     dist.all_reduce(local, dist.ReduceOp.MAX)
     return local.item()
 
@@ -194,10 +194,11 @@ class Measurement:
         self.case, self.rank, self.ranks = case, rank, ranks
         self.experts, self.chosen, self.hidden, self.inner = MODELS[case.model]
         torch.manual_seed(7)  # the same on all ranks
-        popular = -(torch.randperm(self.experts, device="cuda") + 1.0).log() if case.routing == "zipf" else 0.0
+        order = torch.randperm(self.experts, dtype=torch.float32, device="cuda")
+        popular = -(order + 1).log() if case.routing == "zipf" else 0.0
         torch.manual_seed(100 + rank)
-        self.x = torch.randn(case.tokens, self.hidden, device="cuda").bfloat16().requires_grad_()
-        noise = -torch.empty(case.tokens, self.experts, device="cuda").exponential_().log()
+        self.x = torch.randn(case.tokens, self.hidden, dtype=torch.float32, device="cuda").bfloat16().requires_grad_()
+        noise = -torch.empty(case.tokens, self.experts, dtype=torch.float32, device="cuda").exponential_().log()
         self.routing = route(noise + popular, self.chosen)  # without replacement, by these probabilities
         self.exchange = Exchange(
             None, self.experts, self.chosen, self.hidden, max_tokens=case.tokens, time_limit=TIMEOUT

@@ -12,7 +12,7 @@ from cudnn.cli.bench import main as _bench
 from cudnn.cli.cache import app as _cache
 from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
 from cudnn.cli.explain import main as _explain
-from cudnn.cli.programs import PROGRAMS
+from cudnn.demo_cases import PROGRAMS
 
 app = typer.Typer(
     cls=Group,
@@ -91,8 +91,9 @@ def _emulate(
     Options go before a script; what follows the script is passed to it. Exit code 1 after a fault, a race or a wrong
     result.
     """
-    from cudnn.cli import emulate, programs
-    from cudnn.launch.warm import architectures
+    from cudnn import demo_cases
+    from cudnn.cli import emulate
+    from cudnn.fused.warm import architectures
     from ptx_emulator.machine import SCHEDULERS
 
     check_choice("--arch", arch, architectures())
@@ -106,7 +107,7 @@ def _emulate(
         raise refused("--shape", repr(shape), "only with a fused API")
     if not is_script and arguments:
         raise refused("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
-    problem = _problem(shape, programs.find(target).dimensions) if shape else None
+    problem = _problem(shape, demo_cases.find(target).dimensions) if shape else None
     options = emulate.Options(arch, races, scheduler, seed, load_waits)
     raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))
 
@@ -120,9 +121,9 @@ def _selftest(
 ) -> None:
     """Try the fused GEMMs on this GPU and print a report to send. Exit code 1 if anything is wrong."""
     from cudnn.cli import selftest
-    from cudnn.launch import device_architecture
-    from cudnn.launch.warm import architectures
+    from cudnn.fused.warm import architectures
     from cudnn.lazy import torch
+    from cudnn.runtime.launch import device_architecture
 
     check_choice("--arch", arch, architectures())
     if not emulate:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
-from cudnn.registry import compiled
+from cudnn.fused.registry import compiled
 
 if TYPE_CHECKING:
-    from cudnn.launch.cache import Store
-    from cudnn.launch.warm import Kernel
+    from cudnn.fused.warm import Kernel
+    from cudnn.runtime.cache import Store
+
+_NO_CACHE = "no folder can be written to: compiled kernels are not kept; set CUDNN_KERNEL_CACHE"
 
 app = typer.Typer(cls=Group, help="Compiled kernels on disk: list, clear, warm.", no_args_is_help=True)
 
@@ -22,11 +24,14 @@ def _list(
     full: Annotated[bool, typer.Option("--full", help="Show configurations in full.")] = False,
 ) -> None:
     """Show every compiled kernel: name, architecture, size, configuration, and what would be refused."""
-    from cudnn.launch import cache
+    from cudnn.runtime import cache
 
-    for store in (cache.system(), cache.user()):
+    user = cache.user()
+    for store in (cache.system(), cache.unwritable(), user):
         if store is not None:
             _show(store, full)
+    if user is None:
+        typer.echo(_NO_CACHE)
 
 
 def _show(store: Store, full: bool) -> None:
@@ -59,9 +64,12 @@ def _show(store: Store, full: bool) -> None:
 @app.command("clear", cls=Command)
 def _clear() -> None:
     """Remove every compiled kernel of this user. The next use compiles again."""
-    from cudnn.launch import cache
+    from cudnn.runtime import cache
 
     store, removed = cache.user(), cache.clear()
+    if store is None:
+        typer.echo(_NO_CACHE)
+        return
     typer.echo(f"{store.folder}: {removed} compiled kernels removed")
     for file in store.files():
         typer.echo(f"not removed: {file.fault}")
@@ -98,13 +106,16 @@ def _warm(
 
     --arch, --api, --dtype and --shape may be given several times.
     """
-    from cudnn.launch import cache, warm
+    from cudnn.fused import warm
+    from cudnn.runtime import cache
 
     for option, values, allowed in (("--arch", arch, warm.architectures()), ("--api", api or [], tuple(compiled()))):
         for value in values:
             check_choice(option, value, allowed)
     store = cache.system(system) if system else cache.user()
-    assert store is not None
+    if store is None:
+        typer.echo(f"cudnn cache warm: {_NO_CACHE}", err=True)
+        raise typer.Exit(1)
     if os.getuid() != store.owner:
         allowed = "root, because files of other users are refused when kernels are loaded"
         raise refused("--system", f"user {os.getuid()}", allowed)
@@ -124,7 +135,7 @@ def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:
     from rich.console import Console
 
     from cudnn.cli import progress
-    from cudnn.launch import warm
+    from cudnn.fused import warm
 
     console = Console(highlight=False)
     compiled = 0

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnn
-from cudnn import launch
-from cudnn.cli import programs, progress
-from cudnn.launch.warm import architectures
+from cudnn import demo_cases
+from cudnn.cli import progress
+from cudnn.fused.warm import architectures
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 
 
 @dataclass
@@ -91,7 +92,7 @@ def rmsnorm(handle: Any, device: str) -> Case:
     tokens, hidden = 2048, 1024
     x = torch.randn(tokens, hidden, 1, 1, dtype=torch.bfloat16, device=device)
     scale = torch.rand(1, hidden, 1, 1, dtype=torch.float32, device=device) + 0.5
-    epsilon = torch.full((1, 1, 1, 1), 1e-5)  # in host memory: passed by value
+    epsilon = torch.full((1, 1, 1, 1), 1e-5, dtype=torch.float32, device="cpu")  # in host memory: passed by value
     graph = _graph(handle, torch.bfloat16)
     tx, tscale, tepsilon = graph.tensor_like(x), graph.tensor_like(scale), graph.tensor_like(epsilon)
     y, _ = graph.rmsnorm(cudnn.norm_forward_phase.INFERENCE, tx, tscale, epsilon=tepsilon, name="rmsnorm")
@@ -120,7 +121,7 @@ def causal_attention(handle: Any, device: str) -> Case:
 
 CASES = (convolution, matmul_bias_gelu, rmsnorm, causal_attention)
 KERNELS = ("rmsnorm_rht_amax", "gemm_swiglu")
-"""Names in ``programs.PROGRAMS``."""
+"""Names in ``demo_cases.PROGRAMS``."""
 _ALLOWED = (
     "Allowed for a graph: twice the error of PyTorch in the same type, and a unit in the last place. For a fused "
     "kernel: half a unit in the last place of the element shown, the one nearest to its bound. A kernel rounds each "
@@ -151,7 +152,7 @@ def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
 
 def check_kernel(name: str, arch: str) -> Result:
     """Runs and checks a fused API: on the GPU or, if ``arch`` is set, in the emulator, which also detects races."""
-    program = programs.find(name)
+    program = demo_cases.find(name)
     result = Result(program.title, f"emulated {arch}" if arch else torch.cuda.get_device_name(), "CuTe DSL")
     try:
         problem = program.make(program.shape, "cpu" if arch else "cuda")

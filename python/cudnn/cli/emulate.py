@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnn
-from cudnn.cli import programs, progress
+from cudnn import demo_cases
+from cudnn.cli import progress
 from cudnn.lazy import torch
 
 _BAR, _OPCODES = 12, 34  # characters of the bar of a class with all instructions, and of its opcodes
@@ -67,15 +68,15 @@ class Outcome:
     """Result of a run. ``failure`` is the message of the error that ended it early, else ``""``."""
 
     report: Any  # ptx_emulator.Report
-    comparisons: list[programs.Comparison] = field(default_factory=list)
+    comparisons: list[demo_cases.Comparison] = field(default_factory=list)
     failure: str = ""
     seconds: float = 0.0
     exit_code: int = 0
 
 
 def run_program(name: str, shape: tuple[int, ...] | None, options: Options, quiet: bool = True) -> Outcome:
-    """Runs a fused API of ``programs.PROGRAMS`` on random CPU tensors and compares with its reference."""
-    program = programs.find(name)
+    """Runs a fused API of ``demo_cases.PROGRAMS`` on random CPU tensors and compares with its reference."""
+    program = demo_cases.find(name)
     torch.manual_seed(options.seed)
     problem_and_results: list[Any] = []  # the problem, then its results
 
@@ -132,7 +133,7 @@ def run(
     quiet = json_file == "-"
     console = Console(stderr=quiet, highlight=False)
     with redirect_stdout(sys.stderr) if quiet else nullcontext():
-        if target in programs.PROGRAMS:
+        if target in demo_cases.PROGRAMS:
             outcome = run_program(target, shape, options, quiet)
         else:
             outcome = run_script(Path(target), arguments, options, quiet)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn import registry
+from cudnn.fused import registry
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from cudnn import registry, settings
+from cudnn import settings
 from cudnn.errors import refused
+from cudnn.fused import registry
 from cudnn.fused.gemm import ONE, OPERAND_TYPES, FusedGemm, OperandType
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import BlockScales, Matrix, TensorSpec

@@ -26,11 +26,11 @@ class Comparison:
 def draw(spec: TensorSpec, shape: Sequence[int], device: str, drawn_on: str = "cpu") -> Any:
     """Random float32 values, or one value, for an input; drawn on the CPU, they are the same for every device."""
     if isinstance(spec.draw, float):
-        values = torch.full(tuple(shape), spec.draw, device=drawn_on)
+        values = torch.full(tuple(shape), spec.draw, dtype=torch.float32, device=drawn_on)
     elif spec.draw == "normal":
-        values = torch.randn(*shape, device=drawn_on)
+        values = torch.randn(*shape, dtype=torch.float32, device=drawn_on)
     else:
-        values = torch.rand(*shape, device=drawn_on) + 0.5
+        values = torch.rand(*shape, dtype=torch.float32, device=drawn_on) + 0.5
     return values.to(device)
 
 

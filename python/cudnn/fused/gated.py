@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn import launch
 from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 from cudnn_kernels import epilogue
 
 LAYOUTS = ("interleaved", "concatenated")

@@ -170,7 +170,7 @@ class GatedExpertsBackward(Activated):
         geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
         product = self.scaled_product(power=2) if newer or not geglu else ()
         rounded = (epilogue.Round(self.kind("a")),) if self.round_dgrad_to_input_dtype else ()
-        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2, halves=self.halves)
+        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2, concat_glu=self.halves)
         betas = self.given("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from cudnn.api_base import TensorDesc, is_power_of_2
 from cudnn.errors import refused
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.gemm.reference import evaluate, product, woven
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels import epilogue
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
@@ -97,6 +97,11 @@ class FusedGemm(FusedAPI):
         """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
         return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
 
+    @classmethod
+    def flops(cls, sizes: Sizes) -> int:
+        """Of the product: rows of experts are counted as the tensor has them, since the ends are on the device."""
+        return 2 * sizes["m"] * sizes["n"] * sizes["k"] * sizes.get("l", 1)
+
     # What a subclass says.
 
     @abstractmethod
@@ -118,7 +123,7 @@ class FusedGemm(FusedAPI):
 
     def store(self, name: str, value: str = "x", halves: bool = False) -> Any:
         """The store of a value into a tensor, whose columns may be halves that take turns in the value."""
-        return epilogue.StoreTile(name, self.kind(name), self.major(name), value, halves=halves)
+        return epilogue.StoreTile(name, self.kind(name), self.major(name), value, concat_glu=halves)
 
     def load(self, name: str) -> Any:
         """A tensor as the value ``c``."""
@@ -240,7 +245,7 @@ class FusedGemm(FusedAPI):
 
     def check_sum_factors(self, scales: str) -> None:
         """Raises where float32 factors of 128 columns of the result are not there."""
-        if epilogue.needs_of(self.operations()).width != 1:
+        if epilogue.traits_of(self.operations()).width != 1:
             allowed = f"{SCALES[0]} for 32: those of {SUM_VECTOR} columns are not there for this API's results"
             raise self.unsupported(f"{scales} tensor", f"{SUM_SCALES} for {SUM_VECTOR} elements", allowed)
 
@@ -264,7 +269,7 @@ class FusedGemm(FusedAPI):
     def operand(self, name: str) -> Operand:
         """A or B, as the kernels know it."""
         scale = BlockScale(self.kind("sfa"), self.sf_vec_size) if self.scaled else None
-        if name == "b" and scale is not None and scale.of_sums:
+        if name == "b" and scale is not None and scale.scales_accumulator:
             scale = replace(scale, rows=self.sfb_rows)
         return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
 

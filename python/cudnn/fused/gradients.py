@@ -29,7 +29,7 @@ from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.problem import Operand
-from cudnn_kernels.schedule import GroupedK
+from cudnn_kernels.schedule import VarlenK
 
 TYPES = (*NARROW, *FLOAT8, FLOAT4, "uint8")
 OF_EXPERTS = Contiguous("experts", alignment=4)
@@ -91,7 +91,7 @@ class ExpertGradients(ExpertsGemm):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self.schedule = GroupedK()
+        self.schedule = VarlenK()
         self.expert = self._describe(given["sample_wgrad_expert"], "sample_wgrad_expert")
         offsets = given["sample_offsets"]
         read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it
@@ -148,6 +148,24 @@ class ExpertGradients(ExpertsGemm):
     @classmethod
     def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
         return tensors  # factors are flat
+
+    def viewed_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of one packed ``wgrad`` in a call of an object for gradients behind addresses, these addresses."""
+        given = dict(zip(self.names, tensors, strict=True))
+        wgrad = given["wgrad"]
+        if self.given("wgrad") or wgrad is None or given["wgrad_ptrs"] is not None:
+            return super().viewed_call(tensors)
+        from cudnn.runtime.address_tables import pointers  # which loads PyTorch
+
+        check_tensor(self._title(), "wgrad", wgrad)
+        expected, like = (self.num_experts, *(self.wgrad_shape or ())), given["a"].device
+        got = f"{wgrad.dtype} of the shape {tuple(wgrad.shape)} and strides {wgrad.stride()} on {wgrad.device}"
+        allowed = f"{self.wgrad_dtype} of the shape {expected}, each matrix contiguous, on {like}, or wgrad_ptrs"
+        fits = tuple(wgrad.shape) == expected and name_of(wgrad.dtype) == name_of(self.wgrad_dtype)
+        if not fits or wgrad.device != like or not wgrad[0].is_contiguous():
+            raise self.error("wgrad tensor", got, allowed)
+        found = {**given, "wgrad": None, "wgrad_ptrs": pointers(wgrad.unbind(0))}
+        return super().viewed_call(tuple(found[name] for name in self.names))
 
     @classmethod
     def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:

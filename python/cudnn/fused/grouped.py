@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cudnn import registry, settings
+from cudnn import settings
 from cudnn.api_base import ceil_div, check_rank
 from cudnn.errors import refused
-from cudnn.fused import addresses
+from cudnn.fused import addresses, registry
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import (
@@ -39,7 +39,7 @@ from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.problem import Operand
-from cudnn_kernels.schedule import Dense, GroupedRows
+from cudnn_kernels.schedule import Dense, VarlenM
 
 FLOATS = ("float32", *NARROW)
 RESULT_TYPES = (*FLOATS, *FLOAT8)
@@ -155,7 +155,7 @@ def unseen(device: Any) -> Any:
     """Memory for two times the largest magnitudes of experts that nobody asks for, never freed: any stream may still
     write there.
     """
-    return torch.zeros(2, MOST_EXPERTS, 1, device=device)
+    return torch.zeros(2, MOST_EXPERTS, 1, dtype=torch.float32, device=device)
 
 
 def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
@@ -254,7 +254,7 @@ class ExpertsGemm(FusedGemm):
         self.semantics = self.semantics or settings.SEMANTICS.get()
         in_atoms = self.scaled and self.kind("sfa") != SUM_SCALES
         aligned = ALIGNED if in_atoms or self.quantizes() else self.group_rows
-        grouped = GroupedRows(offsets="padded_offsets", aligned=aligned)
+        grouped = VarlenM(offsets="padded_offsets", row_alignment=aligned)
         self.schedule = Dense() if self.use_single_group_runtime_offsets else grouped
 
     # What a subclass says.
@@ -277,11 +277,11 @@ class ExpertsGemm(FusedGemm):
         if not self.given("bias"):
             return ()
         factors = self.multiplied_by(factor)
-        return (epilogue.AddRow("bias", self.kind("bias"), *factors, halves=self.halves),)
+        return (epilogue.AddRow("bias", self.kind("bias"), *factors, concat_glu=self.halves),)
 
     def summed_columns(self) -> tuple[Any, ...]:
         """The gradient of a bias, where it is asked for: each column's sum over the tokens of an expert."""
-        return (epilogue.SumColumn("dbias", self.kind("dbias"), halves=self.halves),) if self.given("dbias") else ()
+        return (epilogue.SumColumn("dbias", self.kind("dbias"), concat_glu=self.halves),) if self.given("dbias") else ()
 
     @property
     def halves(self) -> bool:
@@ -429,7 +429,7 @@ class ExpertsGemm(FusedGemm):
 
     def steps_of_ends(self) -> tuple[int, int]:
         """Rows, or tokens, whose multiples the ends of experts are, and that of the last one."""
-        return (max(self.schedule.aligned, 1),) * 2
+        return (max(self.schedule.row_alignment, 1),) * 2
 
     # Weights behind addresses.
 
@@ -644,14 +644,15 @@ class ExpertsGemm(FusedGemm):
         ends = [a.shape[0]] if single else tensors["padded_offsets"].tolist()
         starts = [0, *ends[:-1]]
         product = a.new_empty(ends[-1], weights[0].shape[0], 1)
-        counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=a.device)
+        rows = [end - start for start, end in zip(starts, ends, strict=True)]
+        counts = torch.tensor(rows, dtype=torch.int64, device=a.device)
         for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
             product[start:end, :, 0] = a[start:end, :, 0] @ weights[expert].T
         if not ends[-1]:
             if tensors.get("dbias") is not None:
                 tensors["dbias"].zero_()  # a sum of nothing
             return
-        groups = torch.repeat_interleave(torch.arange(len(ends), device=a.device), counts)
+        groups = torch.repeat_interleave(torch.arange(len(ends), dtype=torch.int64, device=a.device), counts)
         product = woven(product) if self.weaves() else product
         layouts = {spec.name: spec.layout for spec in self.tensors}
         used = {n: x if x is None or n not in layouts else _first(x, layouts[n], ends[-1]) for n, x in tensors.items()}
@@ -713,7 +714,7 @@ class ExpertsGemm(FusedGemm):
         options |= cls.hidden_weights(given)
         results = cls.allocated(given, options)
         if "sfd_row" in results:
-            given["norm_const"] = torch.empty(1, device="meta")
+            given["norm_const"] = torch.empty(1, dtype=torch.float32, device="meta")
         made_by: Any = cls
         yield made_by(**cls.samples({**given, **results}), **options, arch=arch)
 

@@ -7,28 +7,39 @@ import inspect
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from cudnn import launch, settings
+from cudnn import settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refused
+from cudnn.full_precision import full_precision
 from cudnn.fused import kinds
-from cudnn.fused.call import Call, Plan
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
+from cudnn.runtime import launch
+from cudnn.runtime.call import Call, Plan, on_stream
+from cudnn.runtime.codegen import define
+from cudnn.strided import check_output, check_resolved, resolved
 from cudnn_kernels.architecture import ARCHITECTURES
 
 _WITHOUT_GPU = 'pass arch="sm_90a" or arch="sm_100a", to check and compile without a GPU'
 ALIGNMENT = 16  # bytes, of contiguous extents and of workspaces
+Signature = TypeVar("Signature", bound=Callable[..., None])
+
+
+def derived(execute: Signature) -> Signature:
+    """Marks an ``execute`` of which only the signature is written: its class passes the arguments on to ``run``."""
+    execute.is_derived = True  # pyright: ignore[reportFunctionMemberAccess]
+    return execute
 
 
 class FusedAPI(APIBase):
     """A fused operation, declared: a subclass is the whole description of an API.
 
     A subclass writes its constructor, ``execute`` and the wrapper with the signatures that people read; the bodies of
-    two are one call, and ``execute`` without a body passes its arguments on to :attr:`run`. The rest derives from what
-    it declares:
+    two are one call, and an ``execute`` that is :func:`derived` passes its arguments on to :attr:`run`. The rest
+    derives from what it declares:
 
     - ``tensors``: every tensor of a call; ``returns``: those that the wrapper allocates and returns, in order
     - ``scalars``: numbers that the kernel takes, arguments of the constructor or, None for that, of ``execute``
@@ -81,6 +92,7 @@ class FusedAPI(APIBase):
     None: PyTorch's current stream. The workspace has at least ``workspace_size()`` bytes, for the sizes of the call;
     None: PyTorch's allocator is asked. Nothing else is allocated and nothing waits, so a call can be captured in a CUDA
     graph. Several threads may use an object.
+    Negative views, which would have to be copied, are refused.
 
     Raises:
         RuntimeError: not compiled yet.
@@ -97,7 +109,7 @@ class FusedAPI(APIBase):
             cls.names = tuple(cls.parameters)
             cls.run_time = tuple(name for name in cls.scalars if name in called)
             cls.objects = {}
-            if not cls.execute.__code__.co_names:  # nothing but a docstring
+            if getattr(cls.execute, "is_derived", False):
                 cls.execute = cls._passing_on(cls.execute, called)
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{cls._table()}"
         if hasattr(cls, "objects"):  # existing programs look them up by this name
@@ -112,9 +124,7 @@ class FusedAPI(APIBase):
         scalars = "".join(f"{name if name in cls.run_time else None}, " for name in cls.scalars)
         workspace = next((name for name in called if name.startswith("workspace")), None)
         body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
-        scope: dict[str, Any] = {}
-        exec(f"def execute({', '.join(order)}): {body}", scope)
-        made = scope["execute"]
+        made = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
         made.__defaults__, made.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
         return functools.update_wrapper(made, declared)
 
@@ -182,6 +192,11 @@ class FusedAPI(APIBase):
     @abstractmethod
     def reference(self, tensors: Mapping[str, Any]) -> None:
         """Computes the results in PyTorch, into their tensors; scalars are among them, by name."""
+
+    @classmethod
+    def flops(cls, sizes: Sizes) -> int:
+        """The number of floating-point operations of a call, for the operator's formula: ``cudnn.runtime.flops``."""
+        raise NotImplementedError(f"{cls.__name__}: flops is not declared")
 
     @classmethod
     @abstractmethod
@@ -290,6 +305,18 @@ class FusedAPI(APIBase):
 
     # What was given.
 
+    @classmethod
+    def resolved(cls, tensors: Mapping[str, Any], stream: Any) -> Mapping[str, Any]:
+        """Tensors by name, inputs that are negative views as copies made on ``stream``: for calls that may allocate."""
+        for name, x in tensors.items():
+            if x is not None and not torch._C._has_storage(x):
+                check_tensor(cls._title(), name, x)
+        lazy = [name for name, x in tensors.items() if x is not None and x.is_neg() and not cls.spec(name).written]
+        if not lazy:
+            return tensors
+        with on_stream(stream, tensors[lazy[0]]):
+            return {**tensors, **{name: resolved(tensors[name]) for name in lazy}}
+
     def given(self, name: str) -> bool:
         """Whether there is a sample of a tensor."""
         return self.descs.get(name) is not None
@@ -376,7 +403,7 @@ class FusedAPI(APIBase):
             raise self.error("samples", got, "one device")
         target = self._target()
         if target is not None:
-            self.usable(self.plan(target, sizes), ARCHITECTURES[target].multiprocessors)
+            self.usable(self.plan(target, sizes), ARCHITECTURES[target].num_sms)
         self._is_supported = True
         return True
 
@@ -422,7 +449,7 @@ class FusedAPI(APIBase):
 
     def usable(self, plan: Plan, count: int) -> int:
         """How many of so many multiprocessors the kernels may use: the margin leaves some clusters to others."""
-        if all(slot.name != "multiprocessors" for slot in plan.slots):
+        if all(slot.name != "num_sms" for slot in plan.slots):
             return count
         clusters = count // plan.cluster_size - self.margin
         if clusters <= 0:
@@ -441,7 +468,7 @@ class FusedAPI(APIBase):
         device = self._device
         if device.type == "cuda" and self.arch is None:
             return self.multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
-        return ARCHITECTURES[self._target() or "sm_90a"].multiprocessors
+        return ARCHITECTURES[self._target() or "sm_90a"].num_sms
 
     # Compilation.
 
@@ -507,13 +534,13 @@ class FusedAPI(APIBase):
         if call is None:
             self.refer(tensors, scalars)
             return
-        call.emulate(self.fitted_all(tensors), self.settled(scalars), ARCHITECTURES[arch].multiprocessors, workspace)
+        call.emulate(self.fitted_all(tensors), self.settled(scalars), ARCHITECTURES[arch].num_sms, workspace)
 
     def refer(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], *_: Any) -> None:
         """What :attr:`run` does on the CPU, without a check: also for float64, which no kernel takes, in float64."""
         launch.say_reference_runs(self._title())
         given = (*self.fitted_all(tensors), *self.settled(scalars))
-        with torch.no_grad():  # kernels record nothing for autograd
+        with torch.no_grad(), full_precision():  # kernels record nothing for autograd
             self.reference(dict(zip((*self.names, *self.scalars), given, strict=True)))
 
     def settled(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
@@ -551,6 +578,7 @@ class FusedAPI(APIBase):
     def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
         """Raises where a workspace does not fit a call; without a plan, 0 bytes do."""
         check_tensor(self._title(), "workspace", workspace)
+        check_output(self._title(), "workspace_tensor", workspace)
         needed = plan.workspace_size(self.sizes_now(tensors)) if plan else 0
         device = tensors[0].device
         if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
@@ -603,6 +631,9 @@ class FusedAPI(APIBase):
         """Raises where a tensor begins at an odd address or a result overlaps another tensor."""
         unused = self.unused()
         present = [x for x in self.tensors if tensors.get(x.name) is not None and x.name not in unused]
+        for spec in present:
+            check = check_output if spec.written else check_resolved
+            check(self._title(), f"{spec.name} tensor", tensors[spec.name])
         for spec in present:
             address, step = tensors[spec.name].data_ptr(), spec.layout.alignment
             if address % step:

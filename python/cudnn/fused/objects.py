@@ -26,6 +26,7 @@ def keep(objects: dict[Any, Any], key: Any, made: Any) -> None:
 def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None) -> None:
     """Executes the object that there is for tensors like these, by name: made and compiled at the first call."""
     key = (api.kinds_of(tensors), tuple(options.items()))
+    tensors = api.resolved(tensors, stream)
     made = api.objects.get(key)
     if made is None:
         made = api(**{f"sample_{name}": x for name, x in tensors.items()}, **options)

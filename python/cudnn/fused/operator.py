@@ -7,11 +7,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cudnn import registry
+from cudnn.fused import registry
 from cudnn.fused.host import FusedAPI
-from cudnn.fused.wrapper import prepare
+from cudnn.fused.wrapper import prepare, sizes
 from cudnn.lazy import torch
-from cudnn.ops._registration import custom_op
+from cudnn.runtime.registration import custom_op
 
 _STREAMS = ("stream", "current_stream")
 
@@ -42,10 +42,14 @@ def register(name: str) -> Any:
         tensors = {**made.given, **made.allocated}
         return _present(api, {f"{name}_tensor": tensors.get(name) for name in api.returns}, positional[0])
 
+    def flops(*positional: Any) -> int:
+        arguments = {p.name: p.default for p in inspect.signature(wrapper).parameters.values()}
+        return api.flops(sizes(api, api.arranged({**arguments, **bound(positional, {})})))
+
     run.__name__, run.__doc__, run.__module__ = name, wrapper.__doc__, api.__module__
     run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     schema = torch.library.infer_schema(run, mutates_args=())
-    operator = custom_op(name, api.multiplied, schema)(run)
+    operator = custom_op(name, api.multiplied, schema, flops=flops)(run)
     operator.register_fake(fake)
     if api.gradients is not None:
         setup, backward = api.gradients

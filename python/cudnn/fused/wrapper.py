@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn import registry, settings
+from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refused
-from cudnn.fused import kinds
-from cudnn.fused.call import on_stream
+from cudnn.fused import kinds, registry
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.objects import keep, options_of
+from cudnn.runtime.call import on_stream
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
             raise refused(ValueError, where, name, repr(value), " or ".join(map(repr, api.majors)))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
+        given = api.resolved(given, arguments.get("stream", arguments.get("current_stream")))
         given = api.viewed(given, options)
         fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
         results = api.results({**arguments, **fitted})
@@ -81,7 +82,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
             api.check_buffer(name, given, dtype)
         allocated = allocate(api, fitted, options, results)
         described = api.cache_key(fitted, options)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         for name, tensor in given.items():
             if tensor is not None or not api.spec(name).optional:
                 check_tensor(where, name, tensor)
@@ -95,6 +96,15 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     allocated = {name: api.presented(name, tensor, given) for name, tensor in allocated.items()}
     first = fitted[api.leading(fitted)]
     return Arguments(given, options, allocated, key, empty=first is not None and 0 in first.shape)
+
+
+def sizes(api: type[FusedAPI], arguments: Mapping[str, Any]) -> dict[str, int]:
+    """All sizes by name, from a wrapper's arguments; allocates nothing."""
+    given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
+    options = {name: arguments[name] for name in _options(api) if name in arguments}
+    given = api.viewed(given, options)
+    fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
+    return api.sizes_of(api.shapes_of(fitted, options), options)
 
 
 def allocate(

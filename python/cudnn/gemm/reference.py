@@ -7,12 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 from cudnn.gemm.formats import FLOAT4, LARGEST, name_of, wide
-from cudnn.gemm.scales import dequantize
+from cudnn.gemm.scales import compute_block_scales, dequantize, reciprocal
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue as declared
 from cudnn_kernels.formats import FORMATS
-
-FLOAT32_LARGEST = 3.40282346638528859812e38
 
 GROUPS = "groups"
 Values = dict[str, Any]  # tensors (m, n, l), float32 or float64, by name; and the rows' groups
@@ -49,12 +47,12 @@ def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Argumen
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
     x = wide(arguments[o.tensor])
-    values[o.value] = woven(x) if o.halves else x
+    values[o.value] = woven(x) if o.concat_glu else x
 
 
 def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
     x, target = values[o.value], arguments[o.tensor]
-    x = unwoven(x) if o.halves else x
+    x = unwoven(x) if o.concat_glu else x
     if o.dtype == FLOAT4:
         codes = e2m1(x)
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
@@ -80,7 +78,7 @@ def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Argum
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
     row, groups = wide(arguments[o.tensor]).unsqueeze(0), values[GROUPS]
-    row = woven(row) if o.halves else row
+    row = woven(row) if o.concat_glu else row
     if groups is not None:
         row = row.transpose(0, 2)[groups]
     x = values["x"]
@@ -91,13 +89,13 @@ def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
 
 
 def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
-    y, _, _ = activation(o.gate.given(arguments), *parts(values["x"], o.gate_first))
+    y, _, _ = activation(o.gate.bind(arguments), *parts(values["x"], o.gate_first))
     values["x"] = y.flatten(1, 2)
 
 
 def gated_backward(o: declared.GatedBackward, values: Values, arguments: Arguments) -> None:
     x, saved = values["x"], values[o.saved]
-    y, *slopes = activation(o.gate.given(arguments), *parts(saved, o.gate_first))
+    y, *slopes = activation(o.gate.bind(arguments), *parts(saved, o.gate_first))
     wide = x.new_empty(saved.shape)
     for target, slope in zip(parts(wide, o.gate_first), slopes, strict=True):
         target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * slope)
@@ -113,7 +111,7 @@ def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
 
 def activation(o: declared.Gate, gate: Any, other: Any) -> tuple[Any, Any, Any]:
     """y, and its derivatives by the gate and by the other."""
-    if o.kind == "situ":
+    if o.activation == "situ":
         first, second, sigmoid = (gate / o.beta1).tanh(), (other / o.beta2).tanh(), gate.sigmoid()
         f, h = o.beta1 * first * sigmoid, o.beta2 * second
         by_gate = h * ((1 - first * first) * sigmoid + f * (1 - sigmoid))
@@ -121,7 +119,7 @@ def activation(o: declared.Gate, gate: Any, other: Any) -> tuple[Any, Any, Any]:
     g = gate if o.clamp_max is None else gate.clamp(o.gate_min, o.clamp_max)
     clamps = o.clamp_max is not None or o.clamp_min is not None
     u = (other.clamp(o.clamp_min, o.clamp_max) if clamps else other) + o.offset
-    if o.kind == "relu":
+    if o.activation == "relu":
         f, slope = g.relu(), 1.0 - (g <= 0).to(g.dtype)
     else:
         sigmoid = (o.slope * g).sigmoid()
@@ -155,7 +153,7 @@ def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
         cos, sin = (table[rows].where((rows == positions).unsqueeze(1), float("nan")) for table in (cos, sin))
     sin = -sin if o.inverse else sin
     # For left columns, then for right ones.
-    halves = [(cos, sin)] * 2 if not o.whole else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
+    halves = [(cos, sin)] * 2 if not o.full_tables else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
     shape = (-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2))
     (cos, sin), (cos_right, sin_right) = ([t.reshape(shape) for t in pair] for pair in halves)
     heads = x.unflatten(1, (-1, o.head)).clone()
@@ -223,7 +221,7 @@ def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
 
 def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> None:
     x, target, groups = values[o.value], arguments[o.tensor], values[GROUPS]
-    x = unwoven(x) if o.halves else x
+    x = unwoven(x) if o.concat_glu else x
     if groups is None:
         target.copy_(x.sum(0).t())
     else:
@@ -253,16 +251,16 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
 
 def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments) -> None:
     x, groups = values[o.value][:, :, 0].t(), values[GROUPS]
-    norm, scales, n = x.new_tensor(arguments[o.norm_const]), arguments[o.scales], x.shape[0]
+    norm, n = x.new_tensor(arguments[o.norm_const]), x.shape[0]
     parts = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
     data, factors = [], []
     for part in parts:
         blocks = part.unflatten(1, (-1, 16))
-        codes, _ = e4m3(blocks.abs().amax(2) * (1 / 6) * norm, scales)
-        _, factor = number(codes.view(scales.dtype).float() * norm.reciprocal(), scales)
+        codes, _ = compute_block_scales(blocks.abs().amax(2), FORMATS[FLOAT4].block_limit, torch.float8_e4m3fn, norm)
+        factor = reciprocal(wide(codes) * reciprocal(norm))
         bits = e2m1(blocks * factor.unsqueeze(2)).flatten()
         data.append(bits[0::2] + 16 * bits[1::2])
-        factors.append(codes.view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
+        factors.append(codes.view(torch.uint8).view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
     for name, found in ((o.tensor, data), (o.scales, factors)):
         target = arguments[name].view(found[0].dtype)
         for part, start in zip(found, [0, *accumulate(len(x) for x in found)], strict=False):
@@ -283,51 +281,16 @@ def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Argument
     padded = x.new_zeros(rows, groups * vector, batch)
     padded[:, :columns] = x
     padded = padded.unflatten(1, (groups, vector))
-    factor = padded.abs().amax(2) * (1 / FORMATS[o.dtype].block_limit) * norm
-    codes, reciprocal = FACTORS[o.scale_dtype](above(factor) if o.power_of_two else factor, scales)
+    limit, scale_dtype = FORMATS[o.dtype].block_limit, getattr(torch, o.scale_dtype)
+    codes, multiplier = compute_block_scales(padded.abs().amax(2), limit, scale_dtype, norm, o.power_of_two)
+    codes = codes if o.scale_dtype == "float32" else codes.view(torch.uint8)
     if o.atoms and o.scale_dtype != "float32":
         _, _, row_atoms, _, group_atoms, _ = scales.shape
         atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
         atoms[:rows, :groups] = codes
         codes = atoms.unflatten(1, (group_atoms, 4)).unflatten(0, (row_atoms, 4, 32)).permute(2, 1, 0, 4, 3, 5)
     scales.copy_(codes.view(scales.dtype))
-    multiplier = (norm * reciprocal).clamp(max=FLOAT32_LARGEST)
     return (padded * multiplier.unsqueeze(2)).flatten(1, 2)[:, :columns]
-
-
-def above(factor: Any) -> Any:
-    """The next powers of two, of what is finite and not 0."""
-    mantissa, exponent = factor.clamp(min=2.0**-126).frexp()
-    power = factor.new_ones(factor.shape).ldexp(exponent - (mantissa == 0.5).int())
-    return power.where(factor.isfinite() & (factor != 0), factor)
-
-
-def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:
-    """Bits and reciprocals of the next powers of two."""
-    mantissa, exponent = factor.clamp(2.0**-127, 2.0**127).frexp()
-    code = exponent + 127 - (mantissa == 0.5).int()
-    power = factor.new_ones(code.shape).ldexp(127 - code)
-    nan = factor.isnan()
-    return code.masked_fill(nan, 255).byte(), power.masked_fill(nan, float("nan"))
-
-
-def e4m3(factor: Any, scales: Any) -> tuple[Any, Any]:
-    """Bits and reciprocals of the nearest values; 0 for 0."""
-    rounded = factor.clamp(max=FORMATS["float8_e4m3fn"].largest).to(scales.dtype)
-    value = rounded.float()
-    return rounded.view(value.byte().dtype), value.reciprocal().masked_fill(value == 0, 0.0)
-
-
-def number(factor: Any, scales: Any) -> tuple[Any, Any]:
-    """The factors themselves, and their reciprocals; 0 for 0."""
-    return factor, factor.reciprocal().masked_fill(factor == 0, 0.0)
-
-
-FACTORS: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = {
-    "float8_e8m0fnu": e8m0,
-    "float8_e4m3fn": e4m3,
-    "float32": number,
-}
 
 
 def e2m1(x: Any) -> Any:

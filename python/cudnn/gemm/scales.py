@@ -17,13 +17,14 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.api_base import ceil_div
-from cudnn.gemm.formats import FLOAT4, LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of, wide
+from cudnn.gemm.formats import FLOAT4, FLOAT8, LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of, wide
 from cudnn.lazy import torch
 
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
 _ORDER = (3, 4, 1, 5, 2, 0)  # dimensions of the contiguous memory, as the tensor has them
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_FLOAT32 = 3.4028234663852886e38
+_LEAST_NORMAL = 2.0**-126  # float32
 
 
 def scale_shape(mn: int, k: int, l: int, vector: int) -> tuple[int, ...]:  # noqa: E741
@@ -82,7 +83,7 @@ def unpack_scales(scales: Any, mn: int, blocks: int) -> Any:
 def pack_float4(x: Any) -> Any:
     """Rounds (mn, k, l) to e2m1, to nearest even and saturating, as packed pairs along k: (mn, k / 2, l), K-major."""
     x = x.float().permute(2, 0, 1).contiguous()
-    values = torch.tensor(_FLOAT4_VALUES, device=x.device)
+    values = torch.tensor(_FLOAT4_VALUES, dtype=torch.float32, device=x.device)
     between = (values[1:] + values[:-1]) / 2
     magnitude = x.abs().nan_to_num(nan=_FLOAT4_VALUES[-1])
     below, above = (torch.bucketize(magnitude, between, right=right) for right in (False, True))
@@ -93,7 +94,7 @@ def pack_float4(x: Any) -> Any:
 
 def unpack_float4(x: Any) -> Any:
     """The values (mn, k, l), float32, of packed pairs (mn, k / 2, l), of ``torch.float4_e2m1fn_x2`` or bytes."""
-    grid = torch.tensor([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)], device=x.device)
+    grid = torch.tensor([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)], dtype=torch.float32, device=x.device)
     code = x.view(torch.uint8).permute(2, 0, 1)
     code = torch.stack([code & 15, code >> 4], dim=-1).flatten(2)
     return grid[code.long()].permute(1, 2, 0)
@@ -115,23 +116,77 @@ def round_to(x: Any, dtype: Any) -> Any:
     return (x if limit is None else x.clamp(-limit, limit)).to(dtype)
 
 
-def round_scales(scales: Any, dtype: Any) -> Any:
-    """Rounds scale factors, float32 and not negative: e8m0 up to a power of two, e4m3 to nearest; both saturate."""
-    if name_of(dtype) != "float8_e8m0fnu":
+def compute_block_scales(
+    amax: Any, limit: float, scale_dtype: Any, norm: Any = 1.0, power_of_two: bool = False, up: bool = False
+) -> tuple[Any, Any]:
+    """The scale factors of blocks with these largest magnitudes, and the multipliers that quantise their values.
+
+        scale = round(amax * (1 / limit) * norm),  multiplier = min(norm / scale, largest float32),  0 where scale is 0
+
+    Every quantiser of the library has its scales from here, as kernels have theirs from the function of this name in
+    ``cudnn_kernels.epilogue.quantize``. ``amax``, float32 or float64, is the type of computation and of multipliers.
+    ``limit`` is what the largest magnitude becomes; :func:`round_scales` rounds, float32 scales only where they must be
+    a ``power_of_two``. A finite amax gives a finite scale and a finite multiplier:
+
+    ============  =======================  ===============================  ===================
+    amax          float8_e8m0fnu           float8_e4m3fn, float8_e5m2       float32
+    ============  =======================  ===============================  ===================
+    0             2^-127                   0, multiplier 0                  0, multiplier 0
+    tiny          at least 2^-127          the nearest, may be 0            at least 2^-126 max(norm, 1)
+    huge          at most 2^127            at most the largest              at most the largest float32, or power of two
+    infinity      2^127                    NaN                              infinity, multiplier 0
+    NaN           NaN                      NaN                              NaN
+    ============  =======================  ===============================  ===================
+
+    A block with an infinity or a NaN dequantises to infinity or NaN where it has one: 2^127 times the limit is more
+    than float32 holds, and 0 times infinity is NaN. A float32 scale is a normal number, so that its reciprocal is
+    finite, and so that arithmetic which flushes subnormal numbers does not lose it.
+
+    Args:
+        up: fp8 scales are rounded up, not to the nearest.
+    """
+    is_number = scale_dtype == torch.float32
+    norm = torch.as_tensor(norm, dtype=amax.dtype, device=amax.device)
+    most = 2.0**127 if power_of_two else _LARGEST_FLOAT32
+    scales = (amax * (1 / limit) * norm).clamp(max=most).where(amax.isfinite(), amax)
+    if is_number:
+        scales = scales.maximum(norm.clamp(min=1.0) * _LEAST_NORMAL).where(amax > 0, scales)
+        scales = decoded = above(scales) if power_of_two else scales
+    else:
+        scales = round_scales(scales, scale_dtype, up)
+        decoded = scale_values(scales).to(amax.dtype)
+    return scales, (norm * reciprocal(decoded)).clamp(max=_LARGEST_FLOAT32)
+
+
+def reciprocal(x: Any) -> Any:
+    """1 / x, at most the largest float32, and 0 for 0."""
+    return x.reciprocal().clamp(max=_LARGEST_FLOAT32).masked_fill(x == 0, 0.0)
+
+
+def round_scales(scales: Any, dtype: Any, up: bool = False) -> Any:
+    """Rounds scale factors, not negative: e8m0 up to a power of two, fp8 to nearest, or ``up``; both saturate.
+
+    NaN stays. Infinity becomes 2^127, or NaN in fp8: it does not become an ordinary scale.
+    """
+    if name_of(dtype) == "float8_e8m0fnu":
+        mantissa, exponent = scales.clamp(2.0**-127, 2.0**127).frexp()
+        code = exponent + 127 - (mantissa == 0.5).int()
+        return code.masked_fill(scales.isnan(), 255).to(torch.uint8).view(torch.float8_e8m0fnu)
+    if name_of(dtype) not in FLOAT8:
         return round_to(scales, dtype)
-    bits = scales.contiguous().view(torch.int32)
-    exponent, rest = bits >> 23 & 0xFF, bits & 0x7FFFFF
-    # Subnormal float32 above 2^-127 round up to the smallest normal power of two.
-    up = torch.where(exponent == 0, rest > 0x400000, rest > 0)
-    byte = torch.where(scales.isnan(), 255, (exponent + up).clamp(max=254))
-    return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+    scales = scales.masked_fill(scales.isinf(), float("nan"))
+    nearest = round_to(scales, dtype)
+    if not up:
+        return nearest
+    code = nearest.view(torch.uint8)
+    return (code + (nearest.to(scales.dtype) < scales.clamp(max=LARGEST[name_of(dtype)])).to(code.dtype)).view(dtype)
 
 
 def above(scales: Any) -> Any:
-    """The next powers of two above float32 numbers, not negative; such are their own. NaN and infinity stay."""
-    bits = scales.contiguous().view(torch.int32)
-    up = (bits + 0x7FFFFF & 0x7F800000).view(torch.float32)
-    return torch.where(scales.isfinite(), up, scales)
+    """The next powers of two above numbers, not negative; such are their own. 0, NaN and infinity stay."""
+    mantissa, exponent = scales.clamp(min=_LEAST_NORMAL).frexp()
+    power = torch.ones_like(scales).ldexp(exponent - (mantissa == 0.5).int())
+    return power.where(scales.isfinite() & (scales != 0), scales)
 
 
 def scale_values(scales: Any) -> Any:
@@ -149,26 +204,22 @@ def quantize_rows(
 
     float32 factors are for 128 elements along n and for ``rows``, 1 or 128; ``power_of_two`` rounds them up to one.
 
-        s = max |x| * (1 / limit) * norm_const,  rounded as by :func:`round_scales`
-        q = x * min(norm_const / s, largest float32),  0 where s is 0,  rounded to ``dtype``, saturating
+        s, multiplier = compute_block_scales(max |x|, limit, scale_dtype, norm_const, power_of_two)
+        q = x * multiplier,  rounded to ``dtype``, saturating
 
-    all in float32; limit is 448 for e4m3, 128 for e5m2, 6 for e2m1. ``norm_const``: a float or a tensor of one element.
-    The elements are N-major, packed in pairs for ``torch.float4_e2m1fn_x2``; the factors are in atoms, those of float32
-    a matrix.
+    all in float32; limit is 448 for e4m3, 128 for e5m2, 6 for e2m1; see :func:`compute_block_scales`. ``norm_const``: a
+    float or a tensor of one element. The elements are N-major, packed in pairs for ``torch.float4_e2m1fn_x2``; the
+    factors are in atoms, those of float32 a matrix.
     """
     x = x.float()
     m, n, _ = x.shape
     blocks = torch.nn.functional.pad(x.permute(2, 0, 1), (0, -n % vector)).unflatten(2, (-1, vector))
     norm = torch.as_tensor(norm_const, dtype=torch.float32, device=x.device).reshape(())
-    reciprocal = torch.tensor(1 / QUANTIZED_LIMIT[name_of(dtype)], dtype=torch.float32, device=x.device)
     largest = blocks.abs().amax(-1)
     if rows > 1:
         largest = torch.nn.functional.pad(largest, (0, 0, 0, -m % rows)).unflatten(1, (-1, rows)).amax(2)
-    scales = round_scales(largest * reciprocal * norm, scale_dtype)
-    if power_of_two:
-        scales = above(scales)
-    decoded = scale_values(scales)
-    factor = torch.where(decoded == 0, 0.0, (norm / decoded).clamp(max=_LARGEST_FLOAT32))
+    limit = QUANTIZED_LIMIT[name_of(dtype)]
+    scales, factor = compute_block_scales(largest, limit, scale_dtype, norm, power_of_two)
     factor = factor.repeat_interleave(rows, 1)[:, :m]
     scaled = (blocks * factor.unsqueeze(-1)).flatten(2)[..., :n]
     if name_of(dtype) == FLOAT4:

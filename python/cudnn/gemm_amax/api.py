@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.errors import refused
 from cudnn.fused.dense import DenseGemm, amax, operands
 from cudnn.fused.gemm import NARROW
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
@@ -73,6 +74,7 @@ class GemmAmax(DenseGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

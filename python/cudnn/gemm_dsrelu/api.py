@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gemm import NARROW
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Matrix, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm_srelu.api import SquaredReluGemm
@@ -66,6 +67,7 @@ class GemmDsrelu(SquaredReluGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -10,6 +10,7 @@ from cudnn.api_base import check_rank
 from cudnn.fused.dense import amax, operands, quantizer
 from cudnn.fused.gated import GluLayout
 from cudnn.fused.gemm import NARROW, scale_type
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
@@ -88,6 +89,7 @@ class GemmDswiglu(GluLayout):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,
@@ -109,13 +111,15 @@ class GemmDswiglu(GluLayout):
         """Writes what the samples had of d_ab12, c, amax and sfd, and adds to dprob. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
-        saved = epilogue.LoadTile("ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, halves=self.halves)
+        saved = epilogue.LoadTile(
+            "ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, concat_glu=self.halves
+        )
         back = epilogue.GatedBackward(epilogue.SWIGLU, self.gate_first, "ab12")
         sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
         values = ("x", "activation") if self.given("c") else ("x",)
         factors = [epilogue.MultiplyColumn("prob", value=value) for value in values if self.given("prob")]
         stored = (self.store("c", "activation"),) if self.given("c") else ()
-        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"halves": self.halves}}
+        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"concat_glu": self.halves}}
         ends = (replace(o, **changes.get(type(o), {})) for o in self.result_epilogue("d_ab12"))
         return (epilogue.Scale("alpha"), saved, back, *sums, *factors, *stored, *ends)
 

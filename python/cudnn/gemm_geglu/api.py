@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated import GatedGemm
+from cudnn.fused.host import derived
 from cudnn.fused.wrapper import call
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -67,6 +68,7 @@ class GemmGeglu(GatedGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
-from cudnn.fused.call import Plan, kernel_plan
-from cudnn.fused.host import FusedAPI
+from cudnn.full_precision import full_precision
+from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import keep
 from cudnn.gemm import reference
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, ProjectionConfiguration, problem
 
@@ -160,6 +161,7 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: Tensor,
@@ -216,6 +218,7 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     ) -> None:
         super().__init__({**locals(), "w_out_in": True})
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x_code: Tensor,
@@ -298,6 +301,7 @@ _bf16in_obj_cache = GemmProjRopeMxfp8Bf16InSm100.objects
 _mxfp8in_obj_cache = GemmProjRopeMxfp8Mxfp8InSm100.objects
 
 
+@full_precision()
 def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, w_out_in: bool = False) -> Any:
     """The rotated queries (m, n / 192, 192) in float32, neither rounded to bfloat16 nor quantised."""
     values = {"x": (x.float() @ _turned(w, not w_out_in).float().t()).unsqueeze(2)}

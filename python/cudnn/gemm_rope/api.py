@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.dense import DenseGemm, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT8, SUM_VECTOR, name_of
@@ -92,6 +93,7 @@ class GemmRope(DenseGemm):
         self.rotary_size = head_size if rotary_size is None else rotary_size
         self.columns_in = head_size, f"head_size, {head_size}"
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,
@@ -148,7 +150,7 @@ class GemmRope(DenseGemm):
             raise self.error("rotated_begin and rotated_end", (begin, end), f"multiples of {head}, in order, up to {n}")
         if not self.given("positions") and sizes["positions"] != sizes["m"]:
             raise self.error("rows of cos and sin", sizes["positions"], f"{sizes['m']}, those of a", "pass positions")
-        columns, sums = epilogue.needs_of(self.operations()).columns, self.sf_vec_size == SUM_VECTOR
+        columns, sums = epilogue.traits_of(self.operations()).column_multiple, self.sf_vec_size == SUM_VECTOR
         together = columns if columns % 32 == 0 else 2 * columns
         most = 256 if not sums and (self.scaled or self.accurate or self.kind("a") not in FLOAT8) else 128
         if together > most or (self.scaled and not sums and 256 % together):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
@@ -108,6 +109,7 @@ class GemmSrelu(SquaredReluGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

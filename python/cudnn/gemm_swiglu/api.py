@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated import GatedGemm
+from cudnn.fused.host import derived
 from cudnn.fused.wrapper import call
 from cudnn.gemm_swiglu import gradients
 from cudnn.lazy import torch
@@ -78,6 +79,7 @@ class GemmSwiglu(GatedGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

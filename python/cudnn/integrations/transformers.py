@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cudnn.attention.operator import scaled_dot_product_attention
+from cudnn.enums import diagonal_alignment
 from cudnn.errors import refused
-from cudnn.ops._moe_mlp import moe_mlp
-from cudnn.ops._scaled_dot_product_attention import scaled_dot_product_attention
+from cudnn.integrations._causal_mask import CausalMask
+from cudnn.moe.operator import moe_mlp
 
 NAME = "cudnn"
 _WHERE = "cudnn.integrations.transformers"
-_SILU = ("SiLU", "SiLUActivation")
-_GPT_OSS = "GptOssExperts._apply_gate"
+_DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
+_GPT_OSS_GATE = "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate"
+_SILU_CLASSES = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
+_SILU_FUNCTIONS = (
+    torch.nn.functional.silu,
+    torch._C._nn.silu,
+    torch.ops.aten.silu,
+    torch.ops.aten.silu.default,
+    torch.ops.aten.silu_,
+    torch.ops.aten.silu_.default,
+)
+_WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}  # by has_gate
+# The options of use_experts_implementation that experts() reads, or that make no difference to it:
+_OPTIONS = ("experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate")
+
+# Arguments of attention functions that concern other parts of a model, so that any value may be ignored:
+_ELSEWHERE = frozenset(
+    (
+        "position_ids",  # query and key are rotated already; the mask has the sequences that positions tell apart
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "use_cache",
+    )
+)
+_FLAGS = frozenset(("output_attentions", "deterministic"))  # False is what these functions do
+_LENGTHS = "pass position_ids that begin again with each sequence, and neither attention_mask nor a cache"
+_CURES = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _LENGTHS)
+
+# Attention that compares its implementation's name with "sdpa", or has a class for each name. The modules below do so
+# for a reason that does not concern "cudnn".
+_BY_NAME = re.compile(
+    r"""_attn_implementation\s*(?:==|!=|in|not in)[^:]*"sdpa"|CLASSES\[(?:self\.)?config\._attn_implementation\]"""
+)
+_KNOWN_BRANCHES = frozenset(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
+        "gemma4",  # slices the mask for the last rows, where "sdpa" may have none; a CausalMask can be sliced
+        "gemma4_unified",
+    )
+)
 
 
 def register() -> None:
@@ -30,7 +76,11 @@ def register() -> None:
         ImportError: transformers 5 is not there.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
+        from transformers import (  # pyright: ignore[reportMissingImports]
+            AttentionInterface,
+            AttentionMaskInterface,
+            PreTrainedModel,
+        )
         from transformers.integrations.moe import ExpertsInterface  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         cure = "pip install transformers"
@@ -38,6 +88,42 @@ def register() -> None:
     ExpertsInterface.register(NAME, experts)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    _check_models(PreTrainedModel)
+
+
+def _check_models(base: Any) -> None:
+    """Makes transformers' check of an implementation, which every model calls when it is built, check ours too."""
+    check = base.get_correct_attn_implementation
+    if getattr(check, "knows_cudnn", False):
+        return
+
+    @functools.wraps(check)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> str:
+        chosen = check(self, *args, **kwargs)
+        if chosen == NAME:
+            _check_model(type(self), base)
+        return chosen
+
+    checked.knows_cudnn = True  # pyright: ignore[reportFunctionMemberAccess]
+    base.get_correct_attn_implementation = checked
+
+
+def _check_model(kind: Any, base: Any) -> None:
+    """Refuses a class of models whose attention does not run, or not as with "sdpa", by a function of ours."""
+    calls = kind._can_set_attn_implementation()  # transformers looks for the interface in the module's source
+    with_sinks = kind._supports_attention_backend and (kind._supports_flash_attn or kind._supports_flex_attn)
+    modules = {each.__module__ for each in kind.__mro__ if issubclass(each, base) and each is not base}
+    if not (calls and (kind._supports_sdpa or with_sinks)):
+        got = kind.__name__
+        allowed = 'classes that support "sdpa", or sinks, through transformers\' AttentionInterface'
+    elif any(_BY_NAME.search(inspect.getsource(sys.modules[each])) for each in modules - _KNOWN_BRANCHES):
+        got = f"{kind.__name__}, whose attention has steps by the name of the implementation"
+        allowed = "classes whose attention is the same for every name"
+    else:
+        return
+    other = "sdpa" if kind._supports_sdpa else "eager"
+    cure = f'choose attn_implementation="{other}"; a dict, as {{"text_config": "cudnn"}}, chooses for parts of a model'
+    raise refused(ValueError, f"{_WHERE}.attention", "model", got, allowed, cure)
 
 
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -55,7 +141,8 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     Raises:
         ValueError: an activation that the kernels do not have; types and shapes.
     """
-    activation, numbers = _activation(module)
+    _check_experts(module)
+    activation, paired, numbers = _activation(module)
     up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     up_bias = down_bias = None
     if module.has_bias:
@@ -63,7 +150,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         down_bias = module.down_proj_bias
     if module.is_transposed:
         up, down = up.mT, down.mT
-    if module.has_gate and not module.is_concatenated:
+    if paired:
         up = _in_halves(up)
         up_bias = None if up_bias is None else _in_halves(up_bias)
     kind = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
@@ -81,25 +168,71 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     )
 
 
-def _activation(module: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the numbers of a module's activation for :func:`cudnn.ops.moe_mlp`."""
+def _check_experts(module: Any) -> None:
+    """Refuses a class of experts that has a step, or weights, that :func:`experts` does not know."""
+    known = set(_WEIGHTS[module.has_gate])
+    known.update(f"{name}_bias" for name in _WEIGHTS[module.has_gate] if module.has_bias)
+    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    got = [f"{name}={getattr(module, name)!r}" for name in _unknown_steps() if getattr(module, name, False)]
+    got += [name for name in tensors if name not in known and not name.startswith("act_fn.")]
+    if got:
+        got_text = f"{', '.join(got)} in {type(module).__name__}"
+        allowed = "two products with an activation between them"
+        cure = 'choose experts_implementation="grouped_mm" or "eager"'
+        raise refused(ValueError, f"{_WHERE}.experts", "module", got_text, allowed, cure)
+
+
+@torch.compiler.assume_constant_result
+def _unknown_steps() -> list[str]:
+    """The options of transformers' decorator for experts, which are attributes of each module, that we do not know."""
+    from transformers.integrations.moe import use_experts_implementation  # pyright: ignore[reportMissingImports]
+
+    return [name for name in inspect.signature(use_experts_implementation).parameters if name not in _OPTIONS]
+
+
+def _activation(module: Any) -> tuple[str, bool, dict[str, Any]]:
+    """For :func:`cudnn.ops.moe_mlp`: an activation's name, whether gates are in pairs with the others, its numbers."""
     act, gate = getattr(module, "act_fn", None), _gate_of(type(module))
-    if module.has_gate and gate == "_default_apply_gate" and type(act).__name__ in _SILU:
-        return "swiglu", {}
-    if module.has_gate and gate == _GPT_OSS:
+    if module.has_gate and gate == _DEFAULT_GATE and module.is_concatenated and _is_silu(act):
+        return "swiglu", False, {}
+    if module.has_gate and gate == _GPT_OSS_GATE and not module.is_concatenated:
         limits = {"glu_clamp_max": module.limit, "glu_clamp_min": -module.limit}
-        return "geglu", {"linear_offset": 1.0, "geglu_alpha": module.alpha, **limits}
-    if not module.has_gate and type(act).__name__ == "ReLUSquaredActivation":
-        return "srelu", {}
-    got = f"{type(act).__name__} through {gate} in {type(module).__name__}"
+        return "geglu", True, {"linear_offset": 1.0, "geglu_alpha": module.alpha, **limits}
+    if not module.has_gate and _class_of(act) == "transformers.activations.ReLUSquaredActivation":
+        return "srelu", False, {}
+    order = "concatenated" if module.is_concatenated else "in pairs"
+    through = f" through {gate}, {order}," if module.has_gate else " without gates"
+    got = f"{_name_of(act)}{through} in {type(module).__name__}"
     allowed = "SiLU gates, those of gpt-oss, or squared ReLU without gates"
-    raise refused(ValueError, f"{_WHERE}.experts", "activation", got, allowed, 'choose the "grouped_mm" experts')
+    cure = 'choose experts_implementation="grouped_mm" or "eager"'
+    raise refused(ValueError, f"{_WHERE}.experts", "activation", got, allowed, cure)
 
 
 @torch.compiler.assume_constant_result
 def _gate_of(kind: type[Any]) -> str:
-    """The name of the function of a class of experts; ``torch.compile`` cannot trace it."""
-    return kind._apply_gate.__qualname__
+    """The full name of the function of a class of experts; ``torch.compile`` cannot trace it."""
+    return f"{kind._apply_gate.__module__}.{kind._apply_gate.__qualname__}"
+
+
+def _is_silu(act: Any) -> bool:
+    """Whether an activation is SiLU: a module of PyTorch or transformers, a function, or a partial of one of these."""
+    if isinstance(act, functools.partial):
+        return not act.args and set(act.keywords) <= {"inplace"} and _is_silu(act.func)
+    return act in _SILU_FUNCTIONS or _class_of(act) in _SILU_CLASSES
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _name_of(act: Any) -> str:
+    """An activation in a message."""
+    if isinstance(act, functools.partial):
+        given = [*map(repr, act.args), *(f"{name}={value!r}" for name, value in act.keywords.items())]
+        return f"partial({', '.join((_name_of(act.func), *given))})"
+    if isinstance(act, torch.nn.Module):
+        return repr(act)
+    return getattr(act, "__name__", None) or str(act)
 
 
 def _in_halves(x: Tensor) -> Tensor:
@@ -117,8 +250,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a model, by :func:`cudnn.ops.scaled_dot_product_attention`: causal, windows, sinks, any mask.
@@ -126,43 +258,63 @@ def attention(
     Args:
         module: Its ``is_causal`` counts where the argument is None.
         query, key, value: ``[B, H, S, D]``; fewer heads of key and value are shared.
-        attention_mask: What :func:`mask` made: ``[B, 1, S_q, S_kv]``, or None for a causal one or a window of one.
+        attention_mask: What :func:`mask` made, or any mask that the operator takes. It alone decides which keys a row
+            sees. None: all keys, or with ``is_causal``, those up to the row's own.
         s_aux: The logit of each head's sink, (H,).
-        others: Of these, ``sliding_window`` counts where there is no mask: the keys that a row sees, its own included,
-            or None for all. Some models do not pass it on; then it is that of the module's layer.
+        sliding_window: Has to be in the mask, where it is shorter than the sequence.
+        others: Arguments of other parts of the model are ignored; every other one has to be None.
 
     Returns:
-        ``[B, S, H, D]``, and None: the weights are not formed.
+        ``[B, S, H, D]``, contiguous, and None: the weights are not formed.
 
     Raises:
-        ValueError: softcap or position_bias.
+        ValueError: an argument without a meaning here; a causal call without a mask, of other numbers of rows and keys
+            or with a window.
     """
-    for name, given in (("softcap", softcap), ("position_bias", position_bias)):
-        if given is not None:
-            cure = 'choose the "eager" attention'
-            raise refused(ValueError, f"{_WHERE}.attention", name, "a value", "None", cure)
+    _check_arguments(others)
     rows, keys = query.shape[2], key.shape[2]
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = bool(is_causal) and attention_mask is None and rows > 1
-    left = -1
-    if is_causal:
-        if keys > rows:  # room of a static cache
-            key, value = key[:, :, :rows], value[:, :, :rows]
-        window = others["sliding_window"] if "sliding_window" in others else _window_of(module)
-        left = window if window is not None and window < rows else -1
+    bounds: dict[str, Any] = {}
+    if isinstance(attention_mask, CausalMask) and attention_mask.shape[2:] == (rows, keys):
+        seen, window = rows + attention_mask.offset, attention_mask.window
+        if seen <= keys:
+            key, value = key[:, :, :seen], value[:, :, :seen]  # the other keys are seen by no row
+            alignment = diagonal_alignment.BOTTOM_RIGHT if seen > rows else diagonal_alignment.TOP_LEFT
+            bounds = {"is_causal": True, "diagonal_alignment": alignment}
+            bounds["left_bound"] = window if window is not None and window < seen else -1
+            attention_mask = None
+    elif attention_mask is None and rows > 1:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal:
+            _check_causal(rows, keys, sliding_window)
+            bounds = {"is_causal": True}
+    if isinstance(attention_mask, CausalMask):
+        attention_mask = attention_mask.dense()
     out = scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, is_causal, scaling, True, left_bound=left, sinks=s_aux
+        query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True, sinks=s_aux, **bounds
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _window_of(module: Any) -> int | None:
-    """The window of a layer of attention, by the layer or by the model's configuration."""
-    config = getattr(module, "config", None)
-    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is not None and index is not None and kinds[index] != "sliding_attention":
-        return None
-    return getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None) or None
+def _check_arguments(others: dict[str, Any]) -> None:
+    """Refuses every argument that has a value and a meaning for attention, or an unknown one."""
+    for name, value in others.items():
+        if value is None or name in _ELSEWHERE or (value is False and name in _FLAGS):
+            continue
+        got = value if isinstance(value, (bool, int, float, str)) else type(value).__name__
+        cure = _CURES.get(name, 'choose attn_implementation="eager", or "sdpa" where the model supports it')
+        allowed = "None or False" if name in _FLAGS else "None"
+        raise refused(ValueError, f"{_WHERE}.attention", name, got, allowed, cure)
+
+
+def _check_causal(rows: int, keys: int, window: int | None) -> None:
+    """Refuses causal attention without a mask, where it is not known which keys a row sees."""
+    cure = 'pass the mask, or choose attn_implementation="eager", or "sdpa" where the model supports it'
+    if rows != keys:
+        got, allowed = f"None, with {rows} rows and {keys} keys", "None with as many keys as rows, or a mask"
+        raise refused(ValueError, f"{_WHERE}.attention", "attention_mask", got, allowed, cure)
+    if window is not None and window < rows:
+        got, allowed = f"{window} without a mask for {rows} rows", "a window that the mask has"
+        raise refused(ValueError, f"{_WHERE}.attention", "sliding_window", got, allowed, cure)
 
 
 def mask(
@@ -177,15 +329,29 @@ def mask(
     device: Any = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """As transformers' mask of "sdpa", but None also for a causal sliding window over a whole sequence."""
+    """As transformers' mask of "sdpa", but a :class:`CausalMask` where the band of a whole sequence says it all.
+
+    Those are causal sliding windows, and the first pass of a static cache, which has room for more keys.
+    """
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
-    whole = allow_is_causal_skip and isinstance(q_offset, int) and q_offset == 0 and q_length > 1
-    if local_size is not None and whole and _is_window(mask_function, local_size, device):
-        local_size = None  # it decides from now on as for a causal mask
-    given = {"mask_function": mask_function, "local_size": local_size, "device": device, **others}
+    given = {"mask_function": mask_function, "device": device, **others}
+    whole = allow_is_causal_skip and q_length > 1 and _is_zero(q_offset) and _is_zero(others.get("kv_offset", 0))
+    window = local_size if whole and local_size is not None and _is_window(mask_function, local_size, device) else None
+    # Without the window's size it decides as for a causal mask.
+    given["local_size"] = local_size if window is None else None
     given["allow_is_causal_skip"] = allow_is_causal_skip
-    return sdpa_mask(batch_size, q_length, kv_length, q_offset, **given)
+    made = sdpa_mask(batch_size, q_length, kv_length, q_offset, **given)
+    if made is not None or not whole or (window is None and kv_length == q_length):
+        return made
+    if torch.compiler.is_compiling():
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, **given | {"allow_is_causal_skip": False})
+    return CausalMask(torch.empty(0, dtype=torch.bool, device=device), (batch_size, 1, q_length, kv_length), 0, window)
+
+
+def _is_zero(offset: Any) -> bool:
+    """Whether an offset is 0; a static cache has it in a tensor, which ``torch.compile`` cannot read."""
+    return not (isinstance(offset, Tensor) and torch.compiler.is_compiling()) and int(offset) == 0
 
 
 def _is_window(mask_function: Any, size: int, device: Any) -> bool:
@@ -195,5 +361,6 @@ def _is_window(mask_function: Any, size: int, device: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    first, (rows, keys) = torch.tensor(0, device=device), torch.tensor([[size, size, 0], [1, 0, 1]], device=device)
+    first = torch.tensor(0, dtype=torch.int64, device=device)
+    rows, keys = torch.tensor([[size, size, 0], [1, 0, 1]], dtype=torch.int64, device=device)
     return mask_function(first, first, rows, keys).tolist() == [True, False, False]

@@ -9,9 +9,10 @@ import torch
 from cudnn.api_base import check_tensor
 from cudnn.errors import refused
 from cudnn.moe import reference
-from cudnn.moe._run import architecture, has_kernel, kernel
-from cudnn.ops._memory import placed
-from cudnn.ops._registration import custom_op
+from cudnn.runtime import flops
+from cudnn.runtime.memory import placed
+from cudnn.runtime.registration import custom_op
+from cudnn.runtime.run import architecture, has_kernel, kernel
 from cudnn_kernels.moe.configuration import MOST_SUMMED, CombineConfiguration, ValuesConfiguration
 
 _COMBINE, _GRADIENT = "cudnn_kernels.moe.combining:Combine", "cudnn_kernels.moe.combining:CombineGradient"
@@ -71,7 +72,7 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
             _refuse(f"device of {name}", tensor.device, f"that of rows, {rows.device}")
 
 
-@custom_op("moe_combine")
+@custom_op("moe_combine", flops=flops.none)
 def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """See :func:`combine`."""
     _check(rows, row_of_choice, weights)
@@ -104,7 +105,7 @@ def _(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | N
     return rows.new_empty(row_of_choice.shape[0], rows.shape[1])
 
 
-@custom_op("moe_combine_bwd")
+@custom_op("moe_combine_bwd", flops=flops.none)
 def moe_combine_bwd(
     gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

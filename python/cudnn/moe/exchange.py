@@ -21,17 +21,17 @@ import torch.distributed as dist
 
 from cudnn.errors import checked_number, refused
 from cudnn.gemm.formats import name_of
-from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
-from cudnn.ops._memory import placed
+from cudnn.runtime.memory import placed
+from cudnn.runtime.run import run
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
+    CombineExchangeConfiguration,
     DispatchConfiguration,
-    GiveBackConfiguration,
 )
 
 _WHERE = "Exchange"
-_DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "GiveBack"))
+_DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "CombineExchange"))
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Tensor = torch.Tensor
 
@@ -203,7 +203,7 @@ class Exchange:
         row = sent.row_of_rank.gather(1, rank).long()
         if not len(back):
             return back.new_zeros(indices.shape)
-        return back[row, torch.arange(self.top_k, device=row.device)].where(is_one, 0.0)
+        return back[row, torch.arange(self.top_k, dtype=torch.int64, device=row.device)].where(is_one, 0.0)
 
 
 def size_of(where: str, group: Any) -> int:
@@ -385,7 +385,7 @@ class AllToAll:
         rank, token = is_sent.T.nonzero(as_tuple=True)
         row_of_rank = torch.full(is_sent.shape, -1, dtype=torch.int32, device=x.device)
         row_of_rank[token, rank] = torch.arange(len(token), dtype=torch.int32, device=x.device)
-        owners = torch.arange(e.ranks, device=x.device) * e.local_experts
+        owners = torch.arange(e.ranks, dtype=torch.int64, device=x.device) * e.local_experts
         mine = (indices[..., None] >= owners) & (indices[..., None] < owners + e.local_experts)
         out = torch.stack([is_sent.sum(0), mine.sum((0, 1))], 1)  # tokens and choices
         come = torch.empty_like(out)
@@ -540,7 +540,7 @@ class InHost:
         """
         e, count = self.e, len(sent.row_of_rank)
         self._free(self.sums, self.words)
-        configuration = GiveBackConfiguration(
+        configuration = CombineExchangeConfiguration(
             name_of(e.dtype),
             e.hidden,
             row_of_choice.shape[1],

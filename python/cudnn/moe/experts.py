@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from cudnn import launch, registry, settings
+from cudnn import settings
+from cudnn.fused import registry
 from cudnn.lazy import torch
-from cudnn.moe._run import DEFAULT_STREAM, architecture, lasting
 from cudnn.moe.combining import spread
+from cudnn.runtime.address_tables import pointers
+from cudnn.runtime.run import architecture, lasting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,44 +117,6 @@ def operand(weights: Sequence[Tensor], back: bool = False) -> tuple[dict[str, Te
     return {"b_ptrs": pointers(weights)}, options
 
 
-@dataclass
-class _Table:
-    """Addresses of tensors, the memory of the first of them, and where it begins there."""
-
-    addresses: Tensor
-    memory: StorageWeakRef
-    place: int
-
-
-_TABLES: dict[Any, _Table] = {}
-MOVES = 4  # tables kept of a storage that gets other memory, as one that is resized to 0 and back
-
-
-def pointers(tensors: Sequence[Tensor]) -> Tensor:
-    """The addresses of tensors, on their device: as long as the first one's memory is there, since a CUDA graph that
-    reads them cannot make them. Where a storage gets other memory, they are kept for its last four places.
-
-    PyTorch's allocator is told of other streams than the default one that read them, so that their memory is not used
-    again too early.
-    """
-    first = tensors[0]
-    key = (first.device, *(tensor.data_ptr() for tensor in tensors))
-    found = _TABLES.get(key)
-    if found is None:
-        made = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
-        found = _Table(made, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
-        every, like = list(_TABLES.items()), (found.memory.cdata, found.place, len(key))
-        moved = [other for other, old in every if (old.memory.cdata, old.place, len(other)) == like]
-        for other in [*(other for other, old in every if old.memory.expired()), *moved[: 1 - MOVES]]:
-            _TABLES.pop(other, None)  # another thread may have been faster
-        _TABLES[key] = found
-    elif found.memory.expired():  # other tensors lie there now
-        found.memory = StorageWeakRef(first.untyped_storage())
-    if first.is_cuda and launch.raw_stream(None, first.get_device()) != DEFAULT_STREAM:
-        found.addresses.record_stream(torch.cuda.current_stream(first.device))
-    return found.addresses
-
-
 _ONES: dict[Any, Tensor] = {}  # never freed: any stream may still read them
 
 
@@ -163,8 +125,8 @@ def ones(count: int, device: Any) -> Tensor:
     found = _ONES.get((count, device))
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.ones(count, device=device)
-        found = _ONES[count, device] = lasting(lambda: torch.ones(count, device=device))
+            return torch.ones(count, dtype=torch.float32, device=device)
+        found = _ONES[count, device] = lasting(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return found

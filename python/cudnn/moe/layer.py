@@ -7,7 +7,7 @@ is taken where the activation's is, from the intermediate width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cudnn.lazy import torch
 from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
@@ -28,7 +28,7 @@ from cudnn.moe.experts import (
     transposed,
 )
 from cudnn.moe.quantizing import quantized, quantized_weights, quantizes_results, results
-from cudnn.ops._streams import forked
+from cudnn.runtime.streams import forked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +57,20 @@ class Gradients(NamedTuple):
     down: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
+
+
+class RouterBackward(Protocol):
+    """The backward pass of a router, between the two halves of :func:`backward`."""
+
+    def of_weights(self, by_weights: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Takes the gradient of the router's weights (T, K). What :func:`by_product` is to add to x's gradient, if it
+        can.
+        """
+        ...
+
+    def add_to(self, by_x: Tensor) -> None:
+        """Adds the router's part to x's gradient, where :func:`by_product` could not."""
+        ...
 
 
 def forward(
@@ -112,15 +126,20 @@ def backward(
     needed: Sequence[bool],
     sums: tuple[Sequence[Tensor], Sequence[Tensor]],
     summed: bool = True,
+    router: RouterBackward | None = None,
 ) -> Gradients:
-    """The gradients that are ``needed``, in the order of :class:`Needs`.
+    """The gradients that are ``needed``, in the order of :class:`Needs`: of operators, of ranks and of the module.
 
     ``sums``: what those of up and down are added to instead, float32; empty: nothing. Not ``summed``, that of x
-    is that of each row.
+    is that of each row. ``router``: its part of x's gradient is added.
     """
-    needs = Needs(*needed)
+    needs, added = Needs(*needed), None
     found, by_hidden = by_activation(kind, gradient, x, hidden, indices, weights, rows, e, needs, sums[1])
-    by_x, by_up = by_product(kind, x, by_hidden, rows, e.up, needs, sums[0], summed)
+    if router is not None and found.weights is not None:
+        added = router.of_weights(found.weights)
+    by_x, by_up = by_product(kind, x, by_hidden, rows, e.up, needs, sums[0], summed, added)
+    if router is not None and found.weights is not None and by_x is not None and added is None:
+        router.add_to(by_x)
     return found._replace(x=by_x, up=by_up)
 
 

@@ -16,7 +16,7 @@ from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, agree, size_of
 from cudnn.moe.experts import Experts, Rows, is_list, products, shape_of
 from cudnn.moe.routing import sort
-from cudnn.ops._registration import once
+from cudnn.runtime.registration import once
 
 _WHERE = "moe_mlp"
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cudnn import launch
 from cudnn.moe import reference
-from cudnn.moe._run import DEFAULT_STREAM, architecture, has_kernel, kernel, lasting
+from cudnn.runtime import launch
+from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, lasting
 from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"

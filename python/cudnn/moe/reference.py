@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cudnn.gemm.formats import wide
+from cudnn.gemm.formats import QUANTIZED_LIMIT, wide
+from cudnn.gemm.scales import compute_block_scales, round_to
 
 if TYPE_CHECKING:
     from cudnn_kernels.moe.configuration import Rule
@@ -93,7 +94,7 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
     order = expert.argsort(stable=True)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
     offsets = counts.index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
-    place = torch.arange(flat.numel(), device=flat.device)
+    place = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
     is_row = place < offsets[-1]
     token_of_row = (order // max(1, indices.shape[1])).where(is_row, 0)
     row_of_choice = torch.empty_like(place).scatter_(0, order, place.where(is_row, -1))
@@ -137,6 +138,6 @@ def combine_gradients(
 def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 of (R, n), and float32 factors of so many rows by 128 columns."""
     parts = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
-    factors = parts.abs().amax((1, 3)) * (1 / 448)
-    inverse = factors.reciprocal().where(factors != 0, 0.0)[:, None, :, None]
-    return (parts * inverse).clamp(-448, 448).view(x.shape).to(torch.float8_e4m3fn), factors
+    limit = QUANTIZED_LIMIT["float8_e4m3fn"]
+    factors, inverse = compute_block_scales(parts.abs().amax((1, 3)), limit, torch.float32)
+    return round_to(parts * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), factors

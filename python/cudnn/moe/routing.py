@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refused
 from cudnn.gemm.formats import wide
 from cudnn.moe import reference
-from cudnn.moe._run import Kernel, architecture, has_kernel, kernel
-from cudnn.ops._registration import custom_op
+from cudnn.runtime import flops
+from cudnn.runtime.registration import custom_op
+from cudnn.runtime.run import Kernel, architecture, has_kernel, kernel
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
     MOST_EXPERTS,
@@ -38,15 +40,29 @@ class Routing(NamedTuple):
     - ``indices`` int32 (T, K): the experts of a token.
     - ``weights`` float32 (T, K), differentiable; float64 of logits in float64.
     - ``offsets`` int32 (E,): where the rows of each expert end.
-    - ``token_of_row`` int32 (T * K,): the token of a row.
-    - ``row_of_choice`` int32 (T, K): the row of a token's choice.
+    - ``gather_idx`` int32 (T * K,): the token of each row.
+    - ``scatter_idx`` int32 (T, K): the row of each (token, k) slot.
+
+    ``token_of_row`` and ``row_of_choice`` are deprecated names of the last two.
     """
 
     indices: torch.Tensor
     weights: torch.Tensor
     offsets: torch.Tensor
-    token_of_row: torch.Tensor
-    row_of_choice: torch.Tensor
+    gather_idx: torch.Tensor
+    scatter_idx: torch.Tensor
+
+    @property
+    def token_of_row(self) -> torch.Tensor:
+        """Deprecated name of ``gather_idx``."""
+        warnings.warn("Routing.token_of_row is deprecated: use gather_idx", DeprecationWarning, stacklevel=2)
+        return self.gather_idx
+
+    @property
+    def row_of_choice(self) -> torch.Tensor:
+        """Deprecated name of ``scatter_idx``."""
+        warnings.warn("Routing.row_of_choice is deprecated: use scatter_idx", DeprecationWarning, stacklevel=2)
+        return self.scatter_idx
 
 
 def route(
@@ -230,7 +246,7 @@ def _check_indices(indices: torch.Tensor, experts: int) -> None:
     _check_rows(where, *indices.shape)
 
 
-@custom_op("moe_route")
+@custom_op("moe_route", flops=flops.none)
 def moe_route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -310,7 +326,7 @@ def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
     return indices.new_empty(experts), indices.new_empty(indices.numel()), torch.empty_like(indices)
 
 
-@custom_op("moe_route_bwd")
+@custom_op("moe_route_bwd", flops=flops.none)
 def moe_route_bwd(
     gradient: torch.Tensor,
     logits: torch.Tensor,
@@ -374,7 +390,7 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
 moe_route.register_autograd(_backward, setup_context=_setup)
 
 
-@custom_op("moe_sort")
+@custom_op("moe_sort", flops=flops.none)
 def moe_sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sort`."""
     _check_indices(indices, experts)

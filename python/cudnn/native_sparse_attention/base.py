@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from cudnn.api_base import lies_apart
 from cudnn.errors import refused
-from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
+from cudnn.runtime.call import say
 from cudnn.sdpa.base import OverHeads, checked_ends, checked_scale
 from cudnn.sdpa.layouts import RowValues
 
@@ -96,6 +96,7 @@ class Sparse(OverHeads):
                     spec.layout.shape(sizes),
                     spec.layout.strides(sizes)[0],
                     dtype=kind if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
+                    device="cpu",
                 )
                 for spec in cls.tensors
                 if sizes["packed"] or not spec.name.startswith("cum_seqlen")

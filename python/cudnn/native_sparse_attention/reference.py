@@ -71,9 +71,9 @@ def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, block_size
     chosen, counts = tensors["block_indices"][rows, head].long(), tensors["block_counts"][rows, head]
     length = len(counts)
     blocks = -(-length // block_size)
-    listed = torch.arange(chosen.shape[1], device=chosen.device) < counts[:, None]
+    listed = torch.arange(chosen.shape[1], dtype=torch.int64, device=chosen.device) < counts[:, None]
     listed &= (chosen >= 0) & (chosen < blocks)
-    times = torch.zeros(length, blocks, device=chosen.device)
+    times = torch.zeros(length, blocks, dtype=torch.float32, device=chosen.device)
     times.scatter_add_(1, chosen.clamp(0, blocks - 1), listed.float())
     times = times.repeat_interleave(block_size, 1)[:, :length]
     return times.tril() if causal else times
@@ -105,8 +105,9 @@ def top_k(
 
 def _always(rows: int, block: int, device: Any) -> Any:
     """The blocks that every row of a sequence has in its whole list, with -1 where there are fewer: (rows, 4)."""
-    place = torch.arange(rows, device=device)
-    newest = ((place + 1) // block - (NEWEST - 1)).clamp(min=1)[:, None] + torch.arange(NEWEST, device=device)
+    place = torch.arange(rows, dtype=torch.int64, device=device)
+    newest = torch.arange(NEWEST, dtype=torch.int64, device=device)
+    newest = ((place + 1) // block - (NEWEST - 1)).clamp(min=1)[:, None] + newest
     newest = newest.masked_fill(newest > (place // block)[:, None], -1)
     return torch.nn.functional.pad(newest, (1, 0)).int()
 
@@ -114,8 +115,8 @@ def _always(rows: int, block: int, device: Any) -> Any:
 def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, share: int, count: int) -> None:
     queries, (hk, keys, _) = x["q"].shape[1], x["k"].shape
     blocks = -(-keys // share)
-    row = torch.arange(queries, device=x["q"].device)[:, None]
-    index = torch.arange(blocks, device=x["q"].device)
+    row = torch.arange(queries, dtype=torch.int64, device=x["q"].device)[:, None]
+    index = torch.arange(blocks, dtype=torch.int64, device=x["q"].device)
     candidates = (index > 0) & (index < (row + 1) // block - 2)
     for head, q in enumerate(x["q"].unflatten(0, (hk, -1))):
         lse = x["lse"].unflatten(0, (hk, -1))[head]
@@ -134,7 +135,8 @@ class Complete(Window):
     def hidden(self, queries: int, keys: int, device: Any) -> Any:
         """True for keys that a row does not see: (queries, keys)."""
         ratio = max(queries // max(keys, 1), 1)
-        row, key = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+        row = torch.arange(queries, dtype=torch.int64, device=device)[:, None]
+        key = torch.arange(keys, dtype=torch.int64, device=device)
         return key >= (row + 1) // ratio
 
 
@@ -179,7 +181,7 @@ def decode(
             heads = slice(head * group, (head + 1) * group)
             mine = scale * wide(q[b, heads])
             p = (mine @ wide(ck[b, head, :small]).T).softmax(-1)
-            key = torch.arange(length, device=q.device)
+            key = torch.arange(length, dtype=torch.int64, device=q.device)
             share = block // stride
             sums = torch.nn.functional.pad(p.sum(0), (0, -small % share)).unflatten(0, (-1, share)).sum(-1)
             candidates = sums[1 : max(length // block - (NEWEST - 1), 1)]

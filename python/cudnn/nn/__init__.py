@@ -1,5 +1,5 @@
 """Modules of PyTorch on fused kernels."""
 
-from cudnn.nn.moe import MoE
+from cudnn.moe.module import MoE
 
 __all__ = ["MoE"]

@@ -8,24 +8,31 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cudnn import registry
+from cudnn.fused import registry
 
 if TYPE_CHECKING:
+    from cudnn.attention.operator import scaled_dot_product_attention as scaled_dot_product_attention
+    from cudnn.causal_conv1d.operator import causal_conv1d as causal_conv1d
     from cudnn.fused.operators import *  # pyright: ignore[reportMissingModuleSource]  (a stub)
-    from cudnn.ops._causal_conv1d import causal_conv1d as causal_conv1d
-    from cudnn.ops._moe_mlp import moe_mlp as moe_mlp
-    from cudnn.ops._nsa_attention import nsa_attention as nsa_attention
-    from cudnn.ops._nsa_decode import nsa_decode as nsa_decode
-    from cudnn.ops._scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention
+    from cudnn.moe.operator import moe_mlp as moe_mlp
+    from cudnn.native_sparse_attention.decode import nsa_decode as nsa_decode
+    from cudnn.native_sparse_attention.operator import nsa_attention as nsa_attention
 
-_OWN = ("causal_conv1d", "moe_mlp", "nsa_attention", "nsa_decode", "scaled_dot_product_attention")
+_OWN = {
+    "causal_conv1d": "cudnn.causal_conv1d.operator",
+    "moe_mlp": "cudnn.moe.operator",
+    "nsa_attention": "cudnn.native_sparse_attention.operator",
+    "nsa_decode": "cudnn.native_sparse_attention.decode",
+    "scaled_dot_product_attention": "cudnn.attention.operator",
+}
+"""Operators that are no fused API's, and their modules."""
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for an operator
 
     def __getattr__(name: str) -> Any:
         if name in _OWN:
-            operator = getattr(importlib.import_module(f"{__name__}._{name}"), name)
+            operator = getattr(importlib.import_module(_OWN[name]), name)
         elif name in registry.packages():
             from cudnn.fused.operator import register
 

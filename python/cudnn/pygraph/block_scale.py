@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import stride_order, strides_in_order
 from cudnn.backend import enums as be
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import cudnnGraphNotSupportedError, refused
-from cudnn.gemm.scales import round_scales
+from cudnn.gemm.scales import compute_block_scales, scale_values
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import stride_order, strides_in_order
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Largest finite values: OCP Microscaling Formats (MX) Specification 1.0, section 5.3.
 LARGEST = {data_type.FP8_E4M3: 448.0, data_type.FP8_E5M2: 57344.0, data_type.FP4_E2M1: 6.0, data_type.INT8: 127.0}
+SCALES = (data_type.FP8_E8M0, data_type.FP8_E4M3, data_type.FP8_E5M2)  # that scales are rounded up to
 
 
 def blocks(extents: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -195,25 +196,15 @@ class BlockScaleQuantize(Node):
                 "call set_data_type() on it",
             )
         grouped = x.unflatten(self._axis, (-1, self.block_size))
-        factor = rounded_up(grouped.abs().amax(self._axis + 1, keepdim=True) / LARGEST[y.data_type], scale.data_type)
+        amax = grouped.abs().amax(self._axis + 1, keepdim=True) / LARGEST[y.data_type]
+        kind = scale.data_type if scale.data_type in SCALES else data_type.FLOAT
+        factor, _ = compute_block_scales(amax, 1.0, _cudnn_to_torch_data_type(kind), up=True)
+        factor = scale_values(factor).to(grouped.dtype)
         # A block of zeros may have the scale 0.
         quotient = torch.where(factor == 0, 0, grouped / factor).flatten(self._axis, self._axis + 1)
         factor = factor.squeeze(self._axis + 1)
         padding = [(0, got - extent) for got, extent in zip(scale.dim, factor.shape, strict=True)]
         return {"Y": quotient, "scale": torch.nn.functional.pad(factor, [p for pair in padding[::-1] for p in pair])}
-
-
-def rounded_up(value: Any, kind: data_type) -> Any:
-    """Non-negative values as the next ones not below them that an 8-bit type of scales has; they saturate."""
-    if kind not in (data_type.FP8_E8M0, data_type.FP8_E4M3, data_type.FP8_E5M2):
-        return value
-    dtype = _cudnn_to_torch_data_type(kind)
-    if kind is data_type.FP8_E8M0:
-        return round_scales(value.float(), dtype).to(value.dtype)
-    value = value.clamp(max=LARGEST[kind])
-    nearest = value.to(dtype)
-    above = (nearest.view(torch.uint8) + 1).view(dtype)
-    return torch.where(nearest.to(value.dtype) < value, above.to(value.dtype), nearest.to(value.dtype))
 
 
 class BlockScaleMethods(NodeList[Operand]):

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn import enums
+from cudnn.arrays.layout import channels_last
 from cudnn.backend import enums as be
 from cudnn.errors import refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import channels_last
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 

@@ -1,11 +1,12 @@
 """The hot path: ``graph.execute`` for PyTorch tensors, written out for one graph.
 
 A finalized variant pack refuses new pointers, so a plan keeps packs by their pointers. For addresses seen before, a
-call reads the addresses and types, finds the pack and makes one call into cuDNN, which takes 3.6 us of host time on the
-machine with an H200. All else must be small beside that: one Python frame, the addresses read by method calls in line
-(a loop or ``map`` costs 0.3 us more for four tensors), no descriptor, no allocation, no synchronisation. For new
-addresses, one call into PyTorch compares types, layouts and devices of all tensors with those last accepted: to read
-shape and strides of each as tuples costs five times as much.
+call reads the addresses, finds the pack, asks PyTorch once whether the types are those seen before and no tensor is a
+negative view, and makes one call into cuDNN, which takes 3.6 us of host time on the machine with an H200. All else must
+be small beside that: one Python frame, the addresses read by method calls in line (a loop or ``map`` costs 0.3 us more
+for four tensors), no descriptor, no allocation, no synchronisation. For new addresses, one call into PyTorch compares
+types, layouts and devices of all tensors with those last accepted: to read shape and strides of each as tuples costs
+five times as much.
 
 Most of that call can be saved too: a plan that fills CUDA graphs is asked for one of its kernels with these addresses
 when they have come often enough, and later calls on the same stream launch that. Four cases are left to cuDNN: streams
@@ -21,10 +22,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
-from cudnn.alike import current_device, like
 from cudnn.backend.cuda_graph import ask_whether_it_keeps_up, unchecked
 from cudnn.backend.handle import Handle, default_handle
 from cudnn.backend.plan import Pack
+from cudnn.runtime.codegen import define
+from cudnn.runtime.tensor_guards import alike_but_for_sizes, current_device, like
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 _TEMPLATE = '''
 def make(
-    {names}, {types}, accepted, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure,
-    calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph,
+    {names}, {types}, alike_but_for_sizes, accepted, own, default_handle, device, find, launch, argument, pack, check,
+    otherwise, failure, calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph,
     current_device
 ):
     def execute(
@@ -46,7 +48,7 @@ def make(
                 handle = {default}
             {arrays}
             key = ({pointers} {workspace}, handle.ptr)
-        except (KeyError, TypeError, AttributeError):  # other keys, or data that are no PyTorch tensors
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # other keys, or data without memory of PyTorch
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         if override_uids is not None:
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
@@ -56,9 +58,13 @@ def make(
                 return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
             home, alike = accepted
             if handle.device != home or not alike({tensors}){small_workspace}:
+                if {negative}:
+                    return otherwise(
+                        tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides
+                    )
                 accepted = check(tensor_to_buffer, workspace, handle)
             found = pack(key)
-        elif {other_type}:
+        elif not alike_but_for_sizes({tensors}) and ({other_type} or {negative}):
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         {replay}
         status = launch(handle.argument, argument, found.argument)
@@ -105,15 +111,14 @@ def _compile(
         default="own" if has_handle else "default_handle(device)",
         arrays="; ".join(f"t{i} = tensor_to_buffer[k{i}]" for i in numbers),
         tensors=", ".join(f"t{i}" for i in numbers),
+        negative=" or ".join(f"t{i}.is_neg()" for i in numbers),
         pointers=" ".join(f"t{i}.data_ptr()," for i in numbers),
         other_type=f"not ({' and '.join(same_type)})",
         workspace="workspace.data_ptr()" if needed else "0",
         replay=_REPLAY.strip() if replays else "",
         small_workspace=f" or workspace.get_device() != home or workspace.nbytes < {needed}" if needed else "",
     )
-    scope: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), scope)
-    return scope["make"]
+    return define("make", source, {})
 
 
 def specialised(
@@ -151,6 +156,7 @@ def specialised(
     return _compile(types, program.workspace_size(plan), own is not None, tuple(program.off_bits), replays)(
         *keys,
         *dtypes,
+        alike_but_for_sizes=alike_but_for_sizes(arrays),
         accepted=(home, like(arrays)),
         own=own,
         default_handle=default_handle,

@@ -21,9 +21,9 @@ from cudnn.backend.plan import ExecutionPlan, Pack
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import attention_implementation, behavior_note, data_type, numerical_note
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refused
-from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.lazy import torch
 from cudnn.pygraph.fast_call import current_device
+from cudnn.runtime.architecture import ARCHITECTURES
 
 if TYPE_CHECKING:
     from cudnn.pygraph.lowering import Bindings
@@ -185,7 +185,7 @@ class FusedConfig(EngineConfig):
             for name, tensor in self.tensors.items()
             if tensor is not None and name != "lse"
         }
-        samples["lse"] = torch.empty(self.rows, device="meta" if arch else "cpu")
+        samples["lse"] = torch.empty(self.rows, dtype=torch.float32, device="meta" if arch else "cpu")
         scale = 1.0 if node.attn_scale is None else node.attn_scale
         _, alignment, left, right = _bounds(node)
         top_left = not choice.is_level(q[2], k[2], alignment)
@@ -237,7 +237,7 @@ def memory(address: int, size: int, device: int) -> Any:
     """
     if device < 0:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-    made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
+    made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}", dtype=torch.uint8)
     if made.data_ptr() != address:
         raise refused(
             ValueError,

@@ -15,6 +15,7 @@ from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
+from cudnn.arrays.layout import element_wise_layout
 from cudnn.backend import library
 from cudnn.backend.device import DeviceProperties, KernelCache
 from cudnn.backend.engine import OperationGraph
@@ -28,7 +29,6 @@ from cudnn.datatypes import (
 from cudnn.enums import build_plan_policy, heur_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph import known_faults, serialization
-from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.methods import Methods
 from cudnn.pygraph.node import NOT_SET, Context
@@ -36,9 +36,10 @@ from cudnn.pygraph.plan_methods import PlanMethods
 from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid, not_overridable
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
+from cudnn.strided import check_resolved
 
 if TYPE_CHECKING:
-    from cudnn.explain.model import Explanation
+    from cudnn.pygraph.explain.model import Explanation
 
 _log = logging.getLogger("cudnn")
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
@@ -259,6 +260,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
             self._all_tensors(),
             self._device(),
             self._override_shape,
+            self._outputs(),
             self._pools(),
             before,
             self._any_address(),
@@ -328,6 +330,9 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
 
     def _pools(self) -> set[int | None]:
         return {node.inputs[port].uid for node in self.nodes for port in node.pool_ports}
+
+    def _outputs(self) -> set[int]:
+        return {tensor.get_uid() for node in self.nodes for tensor in node.outputs.values()}
 
     def _forget_program(self) -> None:
         self._program = self._operation_graph = None
@@ -420,6 +425,8 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         override_strides: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Runs the graph on the handle's stream. Allocates nothing and does not wait, so a CUDA graph can capture it.
+
+        Only inputs that are negative views, whose memory has other values than they show, are copied first.
 
         Args:
             tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or, on a GPU, addresses. Entries
@@ -607,6 +614,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
     @staticmethod
     def _get_data_ptr(data: Any) -> int:
         """The address of a PyTorch or DLPack tensor's first element, or an address as it is."""
+        check_resolved("_get_data_ptr", "data", data)
         return address_of(data)
 
     # Descriptions.
@@ -616,12 +624,12 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         return f"graph {self.name!r} of {', '.join(named)}"
 
     def explain(self, narrow: bool = True) -> Explanation:
-        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook; see ``cudnn.explain``.
+        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook: ``cudnn.pygraph.explain``.
 
         Changes nothing in the graph. ``narrow`` looks for the smallest sets of nodes where cuDNN refuses the graph,
         with heuristics, and perhaps builds, of parts of it.
         """
-        from cudnn.explain.collect import explain
+        from cudnn.pygraph.explain.collect import explain
 
         return explain(self, narrow)
 
@@ -696,6 +704,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
             self._all_tensors(),
             handle.device,
             restored.override_shape,
+            self._outputs(),
             self._pools(),
             before,
             self._any_address(),

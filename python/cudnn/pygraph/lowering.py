@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, get_type_hints
 
+from cudnn.arrays.layout import span
 from cudnn.backend import enums as be
 from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.engine import OperationGraph
@@ -17,7 +18,6 @@ from cudnn.backend.handle import Handle
 from cudnn.datatypes import element_bits
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
-from cudnn.pygraph.layout import span
 from cudnn.pygraph.node import Context, Node, NodeList
 from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.tensor import Tensor

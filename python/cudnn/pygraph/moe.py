@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import strides_in_order
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, moe_grouped_matmul_mode
 from cudnn.errors import refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import strides_in_order
 from cudnn.pygraph.node import Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 

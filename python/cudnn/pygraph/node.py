@@ -8,10 +8,10 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 
+from cudnn.arrays.layout import row_major
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
 from cudnn.errors import E, refused
-from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.schema import ENUMERATIONS, conforming
 from cudnn.pygraph.tensor import Tensor
 

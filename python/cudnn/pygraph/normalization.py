@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
 
+from cudnn.arrays.layout import channels_last, strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, norm_forward_phase
 from cudnn.errors import checked_number, refused
-from cudnn.pygraph.layout import channels_last, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Results, Tensor

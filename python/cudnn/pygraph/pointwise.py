@@ -7,11 +7,11 @@ import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import broadcast, strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type
 from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import broadcast, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 
@@ -184,7 +184,8 @@ class Pointwise(Node):
         if self.mode == "GEN_INDEX":
             assert self.axis is not None
             view = [-1 if axis == self.axis else 1 for axis in range(x[0].dim())]
-            return {"OUT_0": torch.arange(x[0].shape[self.axis], device=x[0].device).view(view).expand(x[0].shape)}
+            index = torch.arange(x[0].shape[self.axis], dtype=torch.int64, device=x[0].device)
+            return {"OUT_0": index.view(view).expand(x[0].shape)}
         if self.mode.endswith("_BWD"):
             return {"OUT_0": self._derivative(loss=x[0], x=x[1])}
         return {"OUT_0": self._forward(*x)}

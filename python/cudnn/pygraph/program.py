@@ -9,6 +9,8 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cudnn.arrays.check import check_array
+from cudnn.arrays.dlpack import data_pointer
 from cudnn.backend import library
 from cudnn.backend.attributes import Attribute
 from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
@@ -21,11 +23,11 @@ from cudnn.datatypes import (
 )
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal, refused
-from cudnn.pygraph.arrays import check_array
-from cudnn.pygraph.dlpack import data_pointer
+from cudnn.lazy import torch
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
 from cudnn.pygraph.tensor import Tensor
+from cudnn.strided import as_input, check_output, check_resolved, is_lazy
 
 if TYPE_CHECKING:
     from cudnn.pygraph.graph import pygraph
@@ -152,12 +154,14 @@ class CudnnProgram:
         tensors: Iterable[Tensor],
         device: int,
         override_shape: bool = False,
+        outputs: Collection[int] = (),
         pools: Collection[int | None] = (),
         before: Sequence[Before] = (),
         for_any_address: Callable[[int], pygraph] | None = None,
     ) -> None:
         """
         Args:
+            outputs: The uids of tensors that calls write.
             pools: The uids of tensors whose memory may go on beyond their shape.
             plans: None for a graph restored with its one plan.
             tensors: All of the graph, with uids.
@@ -174,6 +178,7 @@ class CudnnProgram:
         self.by_value = frozenset(uid for uid, tensor in self._tensors.items() if tensor.is_pass_by_value)
         self.device = device
         self.override_shape = override_shape
+        self._outputs = frozenset(outputs)
         self._pools = frozenset(pools)
         self.before = before
         self._for_any_address = for_any_address
@@ -230,7 +235,7 @@ class CudnnProgram:
         ready = plan or self.plan
         assert ready is not None
         given = {} if override is None else dict(zip(override[0], zip(*override[1:], strict=False), strict=False))
-        pointers, space = self._addresses(variant_pack, workspace, used, ready, given)
+        pointers, space, _copies = self._addresses(variant_pack, workspace, used, ready, given)
         self.launch(pointers, space, used, ready, override and self._overriding(*override))
 
     def _addresses(
@@ -240,8 +245,12 @@ class CudnnProgram:
         handle: Handle,
         plan: ExecutionPlan,
         overridden: Mapping[int, tuple[Sequence[int], Sequence[int]]] = MappingProxyType({}),
-    ) -> tuple[list[int], int]:
-        """Where the data of ``bindings.user`` and the workspace lie, checked."""
+        copies: bool = True,
+    ) -> tuple[list[int], int, Sequence[Any]]:
+        """Where the data of ``bindings.user`` and the workspace lie, checked; and the data, to be kept until then.
+
+        Inputs that show other values than their memory has are copied or, without ``copies``, refused.
+        """
         keys = keys_by_uid(variant_pack)
         for uid in self.bindings.user:
             if uid not in keys:
@@ -255,12 +264,26 @@ class CudnnProgram:
                 )
         ordered = [keys[uid] for uid in self.bindings.user]
         values = [variant_pack[key] for key in ordered]
+        for place, uid in enumerate(self.bindings.user):
+            if uid in self._outputs:
+                check_output("execute", self._label(uid), values[place])
+            elif copies:
+                values[place] = self._readable(uid, values[place], handle)
+            else:
+                check_resolved("execute", self._label(uid), values[place])
         self.check(values, workspace, handle, plan, overridden)
         pointers = [
             address_of(value, lambda uid=uid: self._label(uid))
             for uid, value in zip(self.bindings.user, values, strict=True)
         ]
-        return pointers, 0 if workspace is None else address_of(workspace, lambda: "workspace")
+        return pointers, 0 if workspace is None else address_of(workspace, lambda: "workspace"), values
+
+    def _readable(self, uid: int, value: Any, handle: Handle) -> Any:
+        """An input as cuDNN reads it. A copy is made, and its memory is used again, in the order of the stream."""
+        if is_lazy(value) and value.is_cuda:
+            with torch.cuda.stream(torch.cuda.ExternalStream(handle.stream, device=value.device)):
+                return as_input("execute", self._label(uid), value)
+        return as_input("execute", self._label(uid), value)
 
     def launch(
         self,
@@ -349,7 +372,7 @@ class CudnnProgram:
                 "graphs of one plan",
                 "capture execute() in a stream instead",
             )
-        pointers, space = self._addresses(variant_pack, workspace, used, plan)
+        pointers, space, _ = self._addresses(variant_pack, workspace, used, plan, copies=False)
         if self.is_off(pointers):
             raise ValueError(self._off(pointers, "aligned addresses, in a CUDA graph that is not captured"))
         key = (*pointers, space, used.ptr)
@@ -431,7 +454,7 @@ class CudnnProgram:
             self._copies
             or self.before
             or self.bindings.narrowed
-            or not all(_is_torch_tensor(variant_pack[key]) for key in ordered)
+            or not all(_is_torch_tensor(variant_pack[key]) and not is_lazy(variant_pack[key]) for key in ordered)
         ):
             return None
         if self.workspace_size(self.plan) and not _is_torch_tensor(workspace):
@@ -518,6 +541,7 @@ class CudnnProgram:
         needed = self.workspace_size(plan)
         if not needed or isinstance(workspace, int):
             return
+        check_output("execute", "workspace", workspace)
         have = 0 if workspace is None else getattr(workspace, "nbytes", needed)
         if have < needed:
             raise refused(

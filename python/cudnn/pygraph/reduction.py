@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import channels_last
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import channels_last
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.pointwise import PointwiseMethods
 from cudnn.pygraph.tensor import Tensor

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cudnn.arrays.layout import strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, padding_mode, resample_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 

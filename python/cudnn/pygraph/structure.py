@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn import enums
+from cudnn.arrays.layout import channels_last, row_major, span, strides_like
 from cudnn.backend import enums as be
 from cudnn.backend.library import format_version
 from cudnn.datatypes import element_bits
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import channels_last, row_major, span, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from math import gcd, prod
 from typing import Any, NoReturn, TypeAlias
 
+from cudnn.arrays.dlpack import describe
+from cudnn.arrays.layout import row_major, span
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
     _torch_to_cudnn_data_type,  # pyright: ignore[reportPrivateUsage]
@@ -17,9 +19,8 @@ from cudnn.datatypes import (
 )
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refused
-from cudnn.pygraph.dlpack import describe
-from cudnn.pygraph.layout import row_major, span
 from cudnn.pygraph.schema import conforming
+from cudnn.strided import check_strided
 
 NOT_SET = data_type.NOT_SET
 _WITHOUT_DATA = "a cudnn.tensor, which has no data"
@@ -96,6 +97,7 @@ class Tensor:
             copy.dim, copy.stride, copy.uid, copy.name = [*source.dim], [*source.stride], None, name
             return copy
         if _is_torch_tensor(source):
+            check_strided("tensor_like", f"source {name!r}" if name else "source", source)
             dims, strides = list(source.shape), list(source.stride())
             kind, on_cpu = _torch_to_cudnn_data_type(source.dtype) or NOT_SET, source.device.type == "cpu"
             if kind is data_type.FP4_E2M1:  # two elements a byte: torch counts bytes along the last dimension

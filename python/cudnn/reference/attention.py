@@ -49,8 +49,8 @@ class Masks:
 
     def visible(self, s_q: int, s_kv: int, device: Any) -> Any:
         """Which of the scores take part, as a boolean tensor that broadcasts to ``[b, h_q, s_q, s_kv]``."""
-        row = torch.arange(s_q, device=device).view(1, 1, -1, 1)
-        column = torch.arange(s_kv, device=device).view(1, 1, 1, -1)
+        row = torch.arange(s_q, dtype=torch.int64, device=device).view(1, 1, -1, 1)
+        column = torch.arange(s_kv, dtype=torch.int64, device=device).view(1, 1, 1, -1)
         seen = torch.ones(1, 1, s_q, s_kv, dtype=torch.bool, device=device)
         rows, columns = s_q, s_kv
         if self.seq_len_q is not None:
@@ -77,9 +77,9 @@ class Masks:
         if self.bias is not None:
             scores = scores + self.bias
         if self.alibi:
-            row = torch.arange(scores.shape[2], device=scores.device).view(-1, 1)
-            column = torch.arange(scores.shape[3], device=scores.device)
-            slopes = torch.tensor(alibi_slopes(scores.shape[1]), device=scores.device)
+            row = torch.arange(scores.shape[2], dtype=torch.int64, device=scores.device).view(-1, 1)
+            column = torch.arange(scores.shape[3], dtype=torch.int64, device=scores.device)
+            slopes = torch.tensor(alibi_slopes(scores.shape[1]), dtype=torch.float32, device=scores.device)
             scores = scores + slopes.view(1, -1, 1, 1) * (column - row)
         return scores.masked_fill(~self.visible(scores.shape[-2], scores.shape[-1], scores.device), float("-inf"))
 
@@ -108,8 +108,8 @@ def random_mask(seed: Any, offset: Any, probability: float, dims: Sequence[int])
 
     cuDNN draws from a Philox stream whose order it does not document, so these are not the numbers of a GPU.
     """
-    generator = torch.Generator().manual_seed(int(seed) ^ (int(offset) * 0x9E3779B97F4A7C15 & (1 << 63) - 1))
-    return (torch.rand(tuple(dims), generator=generator) < probability).float()
+    generator = torch.Generator("cpu").manual_seed(int(seed) ^ (int(offset) * 0x9E3779B97F4A7C15 & (1 << 63) - 1))
+    return (torch.rand(tuple(dims), generator=generator, dtype=torch.float32, device="cpu") < probability).float()
 
 
 def gathered(container: Any, table: Any, s_kv: int) -> Any:
@@ -157,7 +157,7 @@ def _valid(x: Any, lengths: Any) -> Any:
     """Zeros in the rows beyond each entry's length: they may hold anything, and zero times NaN is NaN."""
     if lengths is None:
         return x
-    return torch.where(torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1) < lengths, x, 0.0)
+    return torch.where(torch.arange(x.shape[2], dtype=torch.int64, device=x.device).view(1, 1, -1, 1) < lengths, x, 0.0)
 
 
 def attention_forward(q: Any, k: Any, v: Any, masks: Masks) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def attention_weights(q: Any, k: Any, masks: Masks) -> tuple[Any, dict[str, Any]
     weights, statistics = softmax(masks.scores(q, _heads(k, q.shape[1])), masks.sink)
     if masks.seq_len_q is not None:
         # Rows of padding: a sink would give them statistics, and they are not to be read.
-        rows = torch.arange(q.shape[2], device=q.device).view(1, 1, -1, 1)
+        rows = torch.arange(q.shape[2], dtype=torch.int64, device=q.device).view(1, 1, -1, 1)
         statistics = {port: torch.where(rows < masks.seq_len_q, x, NO_ROW[port]) for port, x in statistics.items()}
     return masks.dropped(weights), statistics
 

@@ -8,13 +8,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.check import check_array, span_bytes
 from cudnn.backend.handle import resolve
 from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
 from cudnn.errors import refused
+from cudnn.full_precision import full_precision
 from cudnn.lazy import torch
-from cudnn.pygraph.arrays import check_array, span_bytes
 from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
+from cudnn.strided import as_input, check_output
 
 if TYPE_CHECKING:
     from cudnn.pygraph.node import Node
@@ -76,7 +78,7 @@ class ReferenceProgram:
             _said = True
             _log.warning("this graph runs on the reference executor (PyTorch), which is correct but not fast")
         device = self._check(buffers)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             values = {
                 uid: self._load(tensor, buffers, device)
                 for uid, tensor in self._inputs.items()
@@ -89,7 +91,11 @@ class ReferenceProgram:
                 rows = self._rows.get(uid)
                 self._store(tensor, results[uid], buffers, device, None if rows is None else values[rows.get_uid()])
 
-    def _check(self, buffers: Mapping[int, Any]) -> Any:
+    def _check(self, buffers: dict[int, Any]) -> Any:
+        """Refuses data that do not fit, and puts copies in the place of inputs that show other values than memory has.
+
+        Returns the device.
+        """
         for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
             for uid, tensor in tensors.items():
                 if buffers.get(uid) is None:
@@ -112,6 +118,11 @@ class ReferenceProgram:
                         "a torch.Tensor or an object with __dlpack__; addresses on a GPU only",
                         "pass one of these",
                     )
+                label = f"tensor {tensor.name!r} (uid {uid})"
+                if kind == "input":
+                    buffers[uid] = as_input("execute", label, data)
+                else:
+                    check_output("execute", label, data)
         big = [
             (uid, buffers[uid])
             for uid, tensor in {**self._inputs, **self._outputs}.items()
@@ -169,7 +180,7 @@ class ReferenceProgram:
         if in_place and _axes(output) == _axes(tensor):
             return False
         start = min(first, second)
-        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool)
+        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool, device="cpu")
         elements(taken, first - start, output).fill_(True)
         return bool(elements(taken, second - start, tensor).any())
 

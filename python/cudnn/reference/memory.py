@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.check import span_bytes, tiles
 from cudnn.datatypes import (
     _cudnn_to_torch_data_type,
     _is_torch_tensor,
@@ -14,7 +15,7 @@ from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refused
 from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
-from cudnn.pygraph.arrays import span_bytes, tiles
+from cudnn.strided import readable
 
 if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
@@ -62,7 +63,7 @@ def rounded(value: Any, kind: data_type, where: str) -> Any:
 def memory(data: Any, nbytes: int, where: str) -> Any:
     """A uint8 view of the ``nbytes`` bytes at a torch tensor's or DLPack object's first element."""
     if not _is_torch_tensor(data):
-        data = torch.from_dlpack(data)
+        data = torch.from_dlpack(readable(data))
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start
     if available < nbytes:
@@ -153,7 +154,7 @@ def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
     column, rows, columns, _ = tiles(tensor)
     last = len(tensor.dim) - 1
     position = [
-        torch.arange(extent, device=device).view([-1 if at == axis else 1 for at in range(last + 1)])
+        torch.arange(extent, dtype=torch.int64, device=device).view([-1 if at == axis else 1 for at in range(last + 1)])
         for axis, extent in enumerate(tensor.dim)
     ]
     c, r = position[column], position[2 * last - 1 - column]
@@ -171,11 +172,11 @@ def pack_bits(mask: Any) -> Any:
     Eight channels share a byte, the lowest channel in the lowest bit: ``[N, C / 8, ...]`` uint8.
     """
     groups = mask.to(torch.uint8).unflatten(1, (-1, 8))
-    weights = (1 << torch.arange(8, device=mask.device)).view(1, 1, 8, *[1] * (mask.dim() - 2))
+    weights = (1 << torch.arange(8, dtype=torch.int64, device=mask.device)).view(1, 1, 8, *[1] * (mask.dim() - 2))
     return (groups * weights).sum(2).to(torch.uint8)
 
 
 def unpack_bits(packed: Any) -> Any:
     """The inverse of ``pack_bits``."""
-    shifts = torch.arange(8, device=packed.device).view(1, 1, 8, *[1] * (packed.dim() - 2))
+    shifts = torch.arange(8, dtype=torch.int64, device=packed.device).view(1, 1, 8, *[1] * (packed.dim() - 2))
     return ((packed.unsqueeze(2) >> shifts) & 1).flatten(1, 2).bool()

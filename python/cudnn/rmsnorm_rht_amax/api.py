@@ -6,22 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.errors import refused
-from cudnn.fused.call import Plan
-from cudnn.fused.host import FusedAPI
+from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Rows, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.rmsnorm_rht_amax import reference
+from cudnn.runtime.call import Plan
 from cudnn_kernels.norm.heuristics import (
     BLOCK,
     MAXIMUM_COLUMNS,
     USUAL_COLUMNS,
-    WARP,
     best_num_threads,
     configure_rmsnorm_rht_amax,
     pick_rows_per_cta,
 )
+from cudnn_kernels.threads import WARP_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,10 +106,16 @@ class RmsNormRhtAmax(FusedAPI):
         self.rows_per_cta = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(rows)
         self._chosen_threads = num_threads
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_tensor: Tensor, w_tensor: Tensor, o_tensor: Tensor, amax_tensor: Tensor, current_stream: Any = None
     ) -> None:
         """Writes ``o_tensor`` and ``amax_tensor``. See :attr:`FusedAPI.run`."""
+
+    @classmethod
+    def flops(cls, sizes: Mapping[str, int]) -> int:
+        """None that PyTorch counts: element-wise operations, and a transform by sums and differences."""
+        return 0
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
@@ -128,8 +134,8 @@ class RmsNormRhtAmax(FusedAPI):
         n, threads = sizes["n"], self.num_threads
         if threads is None:
             raise self.error("columns of x", n, "multiples of 512", "pass num_threads")
-        if threads <= 0 or threads > 1024 or threads % WARP:
-            raise self.error("num_threads", threads, f"multiples of {WARP} from {WARP} to 1024")
+        if threads <= 0 or threads > 1024 or threads % WARP_SIZE:
+            raise self.error("num_threads", threads, f"multiples of {WARP_SIZE} from {WARP_SIZE} to 1024")
         if n % threads or n // threads % 8:
             raise self.error("num_threads", threads, f"{n} / num_threads a multiple of 8")
         if n > MAXIMUM_COLUMNS:
@@ -158,7 +164,7 @@ class RmsNormRhtAmax(FusedAPI):
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         x = torch.empty(shape, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
-        amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), device="meta")
+        amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), dtype=torch.float32, device="meta")
         return [cls(x, x[0], x, amax, arch=arch)]
 
 

@@ -36,7 +36,7 @@ def additions(x: Any, w: Any, eps: float, rows_per_cta: int) -> tuple[Any, Any]:
 
 def product(x: Any, w: Any, eps: float, rows_per_cta: int) -> tuple[Any, Any]:
     """The same for a compiler, the Hadamard transform as a product."""
-    h = hadamard(torch.eye(BLOCK, device=x.device)) / BLOCK**0.5
+    h = hadamard(torch.eye(BLOCK, dtype=torch.float32, device=x.device)) / BLOCK**0.5
     y = x.float()
     y = (y * torch.rsqrt(y.square().mean(dim=1, keepdim=True) + eps) * w.float()).unflatten(1, (-1, BLOCK)) @ h
     return y.flatten(1).to(x.dtype), y.flatten(1).abs().unflatten(0, (-1, rows_per_cta)).amax(dim=(1, 2))

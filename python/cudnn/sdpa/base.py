@@ -254,7 +254,7 @@ class Attention(OverHeads):
         if ((lengths < 0) | (lengths > most)).any():
             raise self.error("seqlen_k", lengths.tolist(), f"numbers from 0 to {most}, the keys that there is room for")
         if table is not None:
-            used = torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]
+            used = torch.arange(table.shape[1], dtype=torch.int64, device=table.device) * page < lengths[:, None]
             if (used & ((table < 0) | (table >= k.shape[0]))).any():
                 allowed = f"pages from 0 to {k.shape[0] - 1}, up to the end of each sequence"
                 raise self.error("page_table", table.tolist(), allowed)
@@ -262,7 +262,7 @@ class Attention(OverHeads):
     def ends(self) -> dict[str, Any]:
         """Options of a configuration: on which sides the window ends, and where the diagonal lies."""
         right, left = (end is not None for end in (self.window.right, self.window.left))
-        return {"packed": self.packed, "right": right, "left": left, "top_left": self.top_left}
+        return {"varlen": self.packed, "right": right, "left": left, "top_left": self.top_left}
 
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
@@ -282,7 +282,7 @@ class Attention(OverHeads):
                 if not spec.optional
             }
             if packed:
-                tensors |= {spec.name: s * torch.arange(b + 1, dtype=torch.int32) for spec in OFFSETS}
+                tensors |= {spec.name: s * torch.arange(b + 1, dtype=torch.int32, device="cpu") for spec in OFFSETS}
             for causal in (False, True):
                 arguments: dict[str, Any] = {**cls.samples(tensors), "is_causal": causal, "arch": arch}
                 yield cls(**arguments)

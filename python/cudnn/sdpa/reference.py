@@ -26,8 +26,9 @@ class Window:
 
     def hidden(self, queries: int, keys: int, device: Any) -> Any:
         """True for keys that a row does not see: (queries, keys)."""
-        row = torch.arange(queries, device=device)[:, None] + (0 if self.top_left else keys - queries)
-        key = torch.arange(keys, device=device)
+        row = torch.arange(queries, dtype=torch.int64, device=device)[:, None]
+        row = row if self.top_left else row + keys - queries
+        key = torch.arange(keys, dtype=torch.int64, device=device)
         hidden = torch.zeros(queries, keys, dtype=torch.bool, device=device)
         if self.right is not None:
             hidden |= key > row + self.right

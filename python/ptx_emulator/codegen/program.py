@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import weakref
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
@@ -53,6 +55,8 @@ class Program:
             "int32": np.int32,
             "int64": np.int64,
         }
+        linecache.cache[self.filename] = (len(self.source), None, self.source.splitlines(keepends=True), self.filename)
+        weakref.finalize(self, linecache.cache.pop, self.filename, None).atexit = False
         exec(compile(self.source, self.filename, "exec"), names)
         self.functions: list[Callable[..., Any]] = [names[f"b{i}"] for i in range(len(self.blocks))]
         opcodes = {i.opcode for i in kernel.instructions}

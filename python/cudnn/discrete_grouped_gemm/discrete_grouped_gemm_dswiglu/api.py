@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
 from cudnn.fused.grouped import ExpertsGemm, behind_addresses, bias_gradient
+from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 
@@ -77,6 +78,7 @@ class DiscreteGroupedGemmDswiglu(GatedExpertsBackward):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.wrapper import call, supports
 
@@ -78,6 +79,7 @@ class GroupedGemm(ExpertsGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
 from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
@@ -115,6 +116,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
 from cudnn.fused.grouped import indexed
+from cudnn.fused.host import derived
 from cudnn.fused.wrapper import call
 from cudnn.lazy import torch
 
@@ -70,6 +71,7 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
 from cudnn.fused.grouped import COUNTER, indexed
+from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
 
@@ -107,6 +108,7 @@ class GroupedGemmGlu(GatedExperts):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

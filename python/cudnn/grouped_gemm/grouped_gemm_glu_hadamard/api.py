@@ -271,7 +271,7 @@ def grouped_gemm_glu_hadamard_wrapper(
     """
     older = GroupedGemmGluHadamard.follows_older(locals())
     if older:
-        amax_tensor = torch.full((alpha_tensor.numel(), 1), -math.inf, device=a_tensor.device)
+        amax_tensor = torch.full((alpha_tensor.numel(), 1), -math.inf, dtype=torch.float32, device=a_tensor.device)
     results = call(GroupedGemmGluHadamardSm100, locals())
     if older:
         results.pop("post_rht_amax_tensor")

@@ -19,7 +19,7 @@ def hadamard_matrix(n: int, dtype: Any = None, device: Any = None) -> Any:
     """
     if not is_power_of_2(n):
         raise refused(ValueError, "hadamard_matrix", "n", n, "powers of 2")
-    signs = torch.ones(1, 1)
+    signs = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while signs.shape[0] < n:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     return signs.to(dtype=dtype or torch.float32, device=device)

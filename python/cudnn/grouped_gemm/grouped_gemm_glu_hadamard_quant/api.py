@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cudnn.fused.host import derived
 from cudnn.fused.transformed_experts import TransformedExperts
 from cudnn.fused.wrapper import call
 
@@ -87,6 +88,7 @@ class GroupedGemmGluHadamardQuant(TransformedExperts):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.grouped import BIAS, COUNTER, PROB, ExpertsGemm, operands, quantized
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes, TensorSpec, TokenColumn
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
@@ -103,6 +104,7 @@ class GroupedGemmQuant(ExpertsGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

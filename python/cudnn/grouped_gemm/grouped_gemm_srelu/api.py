@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output, quantized
+from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -83,6 +84,7 @@ class GroupedGemmSrelu(ExpertsGemm):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

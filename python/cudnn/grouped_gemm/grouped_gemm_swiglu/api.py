@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExperts
 from cudnn.fused.grouped import indexed
+from cudnn.fused.host import derived
 from cudnn.fused.wrapper import call
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class GroupedGemmSwiglu(GatedExperts):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

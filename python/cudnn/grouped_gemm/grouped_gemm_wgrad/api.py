@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.errors import refused
 from cudnn.fused.gradients import ExpertGradients, WGradInputOrder
+from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
 
@@ -80,6 +81,7 @@ class GroupedGemmWgrad(ExpertGradients):
     ) -> None:
         super().__init__(locals())
 
+    @derived
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,
@@ -98,7 +100,9 @@ class GroupedGemmWgrad(ExpertGradients):
         a_index: Tensor | None = None,
         b_index: Tensor | None = None,
     ) -> None:
-        """Writes ``wgrad_tensor``. See :attr:`FusedAPI.run`."""
+        """Writes the gradients. An object for gradients behind addresses takes ``wgrad_ptrs`` or, packed, one
+        ``wgrad_tensor`` (experts, hidden, inter) of ``wgrad_dtype``. See :attr:`FusedAPI.run`.
+        """
 
 
 class GroupedGemmWgradSm100(GroupedGemmWgrad):

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, TYPES, checked_scale, keys, queries
 from cudnn_kernels.attention import ForwardConfiguration
 
@@ -160,13 +160,13 @@ class CompressionAttention(Compressed):
             name_of(self.dtype("q")),
             *heads,
             tile,
-            packed=self.packed,
+            varlen=self.packed,
             right=True,
             compressed=True,
             lse="by strides" if self.given("lse") else "",
-            ends=name_of(ends) if ends is not None else "int32",
-            queue=arch == "sm_90a" and self.packed,
-            result=name_of(self.dtype("o")),
+            cu_seqlens_dtype=name_of(ends) if ends is not None else "int32",
+            dynamic_scheduler=arch == "sm_90a" and self.packed,
+            out_dtype=name_of(self.dtype("o")),
         )
         return kernel_plan(arch, configuration)
 

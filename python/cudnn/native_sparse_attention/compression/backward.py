@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
 from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention import GradientsConfiguration
@@ -117,9 +117,9 @@ class CompressionAttentionBackward(Gradients, Compressed):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         given = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
         if arch == "sm_100a":
-            options = {"packed": self.packed, "compressed": True, "lse": "by strides"}
+            options = {"varlen": self.packed, "compressed": True, "lse": "by strides"}
             return kernel_plan(arch, GradientsConfiguration(*given, **options))
-        options = {**TILES[given[1:]], "packed": self.packed}
+        options = {**TILES[given[1:]], "varlen": self.packed}
         return kernel_plan(arch, CompressionBackwardConfiguration(*given, **options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
@@ -14,6 +13,7 @@ from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.native_sparse_attention.top_k.api import check_lists
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
 from cudnn_kernels.attention.sparse import ALWAYS, CompressionTopKConfiguration

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import keep, written
 from cudnn.gemm.formats import name_of
@@ -15,8 +14,9 @@ from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.selection import by_blocks
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
-from cudnn_kernels.attention.sparse import APART, SelectionConfiguration
+from cudnn_kernels.attention.sparse import SINGLE_QUERY, SelectionConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -30,9 +30,9 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 """Rows and keys of a step, and buffers, by head sizes."""
 
 
-def apart(rows: int, heads: tuple[int, int], block: int) -> int:
-    """``apart`` of the kernel's configuration for so many rows: where it was timed, and faster."""
-    limit, first = APART
+def single_query_threshold(rows: int, heads: tuple[int, int], block: int) -> int:
+    """``single_query_threshold`` of the kernel's configuration for so many rows: where it was timed, and faster."""
+    limit, first = SINGLE_QUERY
     return limit if rows >= first and heads == (128, 128) and block == 64 else 0
 
 
@@ -150,8 +150,8 @@ class SelectionAttention(Selected):
             self.block_size,
             self.is_causal,
             **TILES[heads],
-            result=name_of(self.dtype("o")),
-            apart=apart(sizes["sq"], heads, self.block_size),
+            out_dtype=name_of(self.dtype("o")),
+            single_query_threshold=single_query_threshold(sizes["sq"], heads, self.block_size),
         )
         return kernel_plan(arch, configuration)
 

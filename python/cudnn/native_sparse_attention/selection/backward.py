@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
@@ -15,8 +14,9 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa.base import checked_scale, keys, queries
-from cudnn_kernels.attention.sparse import PART, SelectionBackwardConfiguration
+from cudnn_kernels.attention.sparse import LIST_CHUNK, SelectionBackwardConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ class SelectionAttentionBackward(Selected):
         scale_softmax: float | None = None,
         arch: str | None = None,
         is_causal: bool = False,
-        part: int = PART,
+        part: int = LIST_CHUNK,
         adds: bool = False,
     ) -> None:
         super().__init__(locals())
@@ -158,7 +158,7 @@ class SelectionAttentionBackward(Selected):
             *heads,
             self.block_size,
             self.is_causal,
-            part=self.part,
+            list_chunk=self.part,
             adds=self.adds,
             **TILES[heads],
         )
@@ -172,7 +172,7 @@ class SelectionAttentionBackward(Selected):
 
 def turned_around(indices: Any, counts: Any, ends: Any, block_size: int, is_causal: bool) -> tuple[int, Any, Any]:
     """A number of rows of a part that fills the GPU, and what ``choosing_rows`` makes of lists with it."""
-    part = PART
+    part = LIST_CHUNK
     while part > LEAST_PART and part * PARTS > indices.numel():
         part //= 2
     return part, *choosing_rows(indices, counts, ends, block_size, is_causal, part)

@@ -9,10 +9,10 @@ from typing import Any, ParamSpec
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
-from cudnn.fused.call import say
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention.base import Sparse
+from cudnn.runtime.call import say
 from cudnn.sdpa.layouts import Heads
 
 BLOCKS = (16, 32, 64, 128)

@@ -8,11 +8,11 @@ from typing import Any
 from cudnn import settings
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
-from cudnn.moe._run import architecture, run
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
-from cudnn.ops._memory import placed
+from cudnn.runtime.memory import placed
+from cudnn.runtime.run import architecture, run
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.attention.sparse import SelectionByBlocksConfiguration
+from cudnn_kernels.attention.sparse import SelectionKVOuterConfiguration
 
 ARCH, HEADS, BLOCK = "sm_90a", ((128, 128),), 64
 """Where it was timed: elements of heads, keys of a block."""
@@ -63,7 +63,7 @@ def attend(
     (rows, heads, d), (_, key_heads, dv), indices = q.shape, v.shape, lists[0]
     entries, group = rows * indices.shape[2], heads // key_heads
     part = STEPS * 64 // _rounded(group)
-    c = SelectionByBlocksConfiguration(name_of(q.dtype), heads, key_heads, d, dv, block_size, is_causal, part=part)
+    c = SelectionKVOuterConfiguration(name_of(q.dtype), heads, key_heads, d, dv, block_size, is_causal, list_chunk=part)
     choosing, ends, places = choosing_rows(*lists, block_size, is_causal, part, tells=True)
     at_a_time = min(max(MEMORY // (entries * group * (dv * q.element_size() + 8)), 1), key_heads)
     of_chosen = q.new_empty(entries * at_a_time, group, dv)

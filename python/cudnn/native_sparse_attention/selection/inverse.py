@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn import launch
 from cudnn.lazy import torch
-from cudnn_kernels.attention.sparse import PART, InverseConfiguration
+from cudnn.runtime import launch
+from cudnn_kernels.attention.sparse import LIST_CHUNK, CsrTransposeConfiguration
 
-_SOURCE = "cudnn_kernels.attention.inverse:Inverse"
+_SOURCE = "cudnn_kernels.attention.csr_transpose:CsrTranspose"
 ROWS = (16, 32, 64, 128)
 WARPS = 2048
 """Rows of lists that a warp may have, one after the other, and how many warps are enough for all multiprocessors."""
@@ -20,7 +20,7 @@ def choosing_rows(
     cum_seqlen: Any,
     block_size: int,
     is_causal: bool = False,
-    part: int = PART,
+    part: int = LIST_CHUNK,
     tells: bool = False,
 ) -> tuple[Any, ...]:
     """The rows that chose each block, in ascending order, and where each block's rows end; on the lists' device.
@@ -53,7 +53,7 @@ def choosing_rows(
         numbers, order = numbers.flatten().sort(stable=True)
         choosing = (order // (heads * most)).int()
         ends = torch.searchsorted(numbers, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32)).int()
-        found = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+        found = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), dtype=torch.int64, device=device))
         places = [found.where(found < ends[-1], -1).int().view(block_indices.shape)]
     parts = (ends.diff() + part - 1).div(part, rounding_mode="floor").clamp_(min=1)
     several = parts.where(parts > 1, 0)
@@ -65,11 +65,11 @@ def _sorted(
     indices: Any, counts: Any, ends: Any, block: int, causal: bool, blocks: int, tells: bool
 ) -> tuple[Any, ...]:
     """By the kernel: rows by block, where each block's begin and the last one's end, and where entries went."""
-    from cudnn.moe._run import run
+    from cudnn.runtime.run import run
 
     rows, heads, _ = indices.shape
     each = next((x for x in ROWS if x * WARPS >= rows * heads), ROWS[-1])
-    passes = [InverseConfiguration(block, causal, puts, each, puts and tells) for puts in (False, True)]
+    passes = [CsrTransposeConfiguration(block, causal, puts, each, puts and tells) for puts in (False, True)]
     places = indices.new_zeros(blocks, -(-rows // each))
     run(_SOURCE, passes[0], indices, counts, ends, places)
     total = places.view(-1).cumsum(0, dtype=torch.int32)
@@ -91,7 +91,7 @@ def _numbers(block_indices: Any, block_counts: Any, cum_seqlen: Any, block_size:
     first, last = cum_seqlen[sequence], cum_seqlen[sequence + 1]
     length = torch.where((row >= first) & (row < last), row - first + 1 if is_causal else last - first, 0)
     present = (length + block_size - 1) // block_size  # blocks that the row may have
-    listed = torch.arange(most, device=device) < block_counts[..., None]
+    listed = torch.arange(most, dtype=torch.int64, device=device) < block_counts[..., None]
     listed &= (block_indices >= 0) & (block_indices < present[:, None, None])
     number = block_indices + (first // block_size + sequence).int()[:, None, None]
     number += (blocks * torch.arange(heads, device=device, dtype=torch.int32))[:, None]

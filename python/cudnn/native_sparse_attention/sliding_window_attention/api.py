@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cudnn import launch
 from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
 from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
 from cudnn.fused.objects import written
 from cudnn.lazy import torch
+from cudnn.runtime import launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -241,8 +241,8 @@ class SlidingWindowAttention(APIBase):
 
     def _build(self) -> Any:
         """The graph, and its tensors by name."""
-        from cudnn.experimental.ops._graphs import backend, build
-        from cudnn.experimental.ops.sdpa import describe_forward
+        from cudnn.attention.graphs import describe_forward
+        from cudnn.pygraph.operator_graphs import backend, build
 
         inputs, outputs = {}, {}
         for name in _RAGGED:

@@ -7,10 +7,10 @@ import logging
 from math import prod
 from typing import Any, NamedTuple
 
+from cudnn.arrays.layout import broadcast, row_major, strides_like
 from cudnn.enums import data_type, reduction_mode
-from cudnn.pygraph.attention import support
+from cudnn.pygraph.attention import faults, support
 from cudnn.pygraph.attention.scores import Attention, ScoreGraph, ScoreModifier, swapped
-from cudnn.pygraph.layout import broadcast, row_major, strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import Context
 from cudnn.pygraph.tensor import Tensor
@@ -146,7 +146,10 @@ class AttentionBackward(Attention):
 
         scores = graph.scores(graph.product(q, key, m=seq_len_q, n=seq_len_kv))
         scores = graph.scores(graph.sub(graph.apply(self.SCORE_STEPS, scores), stats))
-        weights = graph.scores(graph.exp(graph.apply(self.BAND_STEPS, scores)))
+        scores = graph.apply(self.BAND_STEPS, scores)
+        if faults.weights_overflow(self):
+            scores = graph.at_most(scores, 0.0)
+        weights = graph.scores(graph.exp(scores))
         self._key_gradient(graph, dropout.rescaled(dropout.dropped(weights)), d_o, "V")
 
         d_weights = dropout.dropped(graph.scores(graph.product(d_o, value, m=seq_len_q, n=seq_len_kv)))

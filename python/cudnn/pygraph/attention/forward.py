@@ -7,13 +7,13 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cudnn.arrays.layout import strides_like
 from cudnn.backend import enums as be
 from cudnn.backend.attributes import Attribute as A
 from cudnn.enums import attention_implementation, data_type
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.operations import Softmax
 from cudnn.pygraph.attention.scores import BAND_MASK_SINCE, Attention, ScoreGraph
-from cudnn.pygraph.layout import strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.tensor import Tensor

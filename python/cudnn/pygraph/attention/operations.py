@@ -92,8 +92,8 @@ class DiagonalBandMask(Node):
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x = values["X"]
-        row = torch.arange(x.shape[-2], device=x.device).view(-1, 1)
-        column = torch.arange(x.shape[-1], device=x.device)
+        row = torch.arange(x.shape[-2], dtype=torch.int64, device=x.device).view(-1, 1)
+        column = torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
         if "Seq_len_q" in values:
             row = row + values["Seq_len_kv"] - values["Seq_len_q"]
         if self.comparison == "CMP_GE":

@@ -13,11 +13,11 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from cudnn.arrays.layout import broadcast, row_major
 from cudnn.enums import attention_implementation, data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refused
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
-from cudnn.pygraph.layout import broadcast, row_major
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.matmul import Matmul
 from cudnn.pygraph.node import Context, Node
@@ -495,6 +495,10 @@ class ScoreGraph(SubGraph[Tensor]):
         """Scores where ``keep`` is true, else -inf."""
         self.scores(keep).set_data_type(data_type.BOOLEAN)
         return self.scores(self.binary_select(scores, self.number(float("-inf")), keep))
+
+    def at_most(self, scores: Tensor, bound: float) -> Tensor:
+        """The smaller of each score and the bound."""
+        return self.scores(self.min(scores, self.number(bound)))
 
     def softmax(self, scores: Tensor, sink: Tensor | None, outputs: Mapping[str, Tensor]) -> Tensor:
         """cuDNN's softmax operation; ``outputs`` (Stats, Max, Sum_exp) are written too."""

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from cudnn.arrays.layout import row_major
 from cudnn.backend import library
 from cudnn.backend.library import format_version
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph.attention import faults
-from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.node import NOT_SET, Context
 
 if TYPE_CHECKING:

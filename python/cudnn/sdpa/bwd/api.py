@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values
 from cudnn.sdpa.bwd import parts
@@ -39,7 +39,7 @@ CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
-    small = ends.get("queue") or (ends["right"] and (ends["packed"] or ends.get("split")))
+    small = ends.get("dynamic_scheduler") or (ends["right"] and (ends["varlen"] or ends.get("split")))
     tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if small else {})
     choices = {
         "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
@@ -173,7 +173,7 @@ class SdpaBackward(Gradients, Attention):
         """
         draws = heads == (64, 64) or (heads == (128, 128) and not self.softcap)
         options = {"softcap": self.softcap > 0, "deterministic": self.in_turns}
-        return self.ends() | options | {"queue": draws and self.window.right is not None}
+        return self.ends() | options | {"dynamic_scheduler": draws and self.window.right is not None}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}

@@ -51,9 +51,9 @@ def lengths(c: BackwardConfiguration, sizes: Sizes, window: Window) -> list[int]
     share, right, left = sizes["hq"] // max(sizes["hk"], 1), window.right, window.left
     found: list[int] = []
     first = 0 if window.top_left else sizes["sq"] - sizes["sk"]
-    for key in range(first, first + sizes["sk"], c.keys):
+    for key in range(first, first + sizes["sk"], c.cluster_tile_n):
         begin = 0 if right is None else max(key - right, 0)
-        end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
+        end = sizes["sq"] if left is None else min(key + c.cluster_tile_n + left, sizes["sq"])
         found.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
     return found
 
@@ -64,9 +64,9 @@ def faster_in_turns(c: BackwardConfiguration, sizes: Sizes, window: Window, mult
     So docs/performance.md has it for the head sizes ``IN_TURNS``. Packed sequences, whose lengths only the GPU knows,
     count as if all had the average.
     """
-    if (c.head, c.head_v) not in IN_TURNS or c.softcap or (c.right and sizes["hq"] != sizes["hk"]):
+    if (c.head_dim, c.head_dim_v) not in IN_TURNS or c.softcap or (c.right and sizes["hq"] != sizes["hk"]):
         return False
-    batches = max(sizes["b"], 1) if c.packed else 1
+    batches = max(sizes["b"], 1) if c.varlen else 1
     steps = lengths(c, {**sizes, **{x: sizes[x] // batches for x in ("sq", "sk")}}, window)
     many = sizes["b"] * sizes["hk"] * len(steps) >= UNEVEN * (multiprocessors // (1 + c.pair))
     return many and (c.right or max(steps) >= LONG)

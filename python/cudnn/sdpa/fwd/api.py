@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.objects import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
+from cudnn.runtime.call import Plan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, TYPES, Attention, checked_scale, keys, queries, row_values
 from cudnn.sdpa.layouts import HeadValues
@@ -87,12 +87,17 @@ def configuration(
     arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any], **options: Any
 ) -> ForwardConfiguration:
     """What an architecture's kernel is compiled for."""
-    draws = arch == "sm_90a" and ends["packed"]  # timed faster so, or as fast
-    others = (ends["left"], ends["packed"], ends["top_left"], *options.values())
-    holds = (arch, dtype, *heads) in HOLDING and ends["right"] and not any(others)
-    kind = EIGHT_BITS if options.get("result") else arch
+    draws = arch == "sm_90a" and ends["varlen"]  # timed faster so, or as fast
+    others = (ends["left"], ends["varlen"], ends["top_left"], *options.values())
+    loop_bounds_in_registers = (arch, dtype, *heads) in HOLDING and ends["right"] and not any(others)
+    kind = EIGHT_BITS if options.get("out_dtype") else arch
     tile, stages = (WINDOW_TILES if ends["left"] else {}).get((kind, *heads), (TILES[kind][heads], 0))
-    chosen = {"queue": draws, "holds": holds, "own": stages > 0, "stages": stages or 2}
+    chosen = {
+        "dynamic_scheduler": draws,
+        "loop_bounds_in_registers": loop_bounds_in_registers,
+        "n_blocks_per_warpgroup": stages > 0,
+        "stages": stages or 2,
+    }
     return ForwardConfiguration(dtype, *heads, tile, **ends, **chosen, **options)
 
 
@@ -297,7 +302,7 @@ class SdpaForward(Attention):
         if self.eight_bits:
             if arch != "sm_90a":
                 raise self.unsupported("q tensor dtype", dtype, f"float16, bfloat16 on {arch}; 8 bits on sm_90a")
-            options["result"] = name_of(self.dtype("o"))
+            options["out_dtype"] = name_of(self.dtype("o"))
         return kernel_plan(arch, configuration(arch, dtype, heads, self.ends(), **options))
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
@@ -314,7 +319,7 @@ class SdpaForward(Attention):
             softcap=self.softcap > 0,
             sink=self.given("sink"),
             cached=self.given("seqlen_k"),
-            page=sizes["sk"] if self.given("page_table") else 0,
+            page_size=sizes["sk"] if self.given("page_table") else 0,
         )
 
     def reference(self, tensors: Mapping[str, Any]) -> None:

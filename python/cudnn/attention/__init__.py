@@ -1,0 +1,1 @@
+"""Scaled dot-product attention as operators of PyTorch: by graphs of cuDNN, and by the kernels of ``cudnn.sdpa``."""

@@ -1,0 +1,179 @@
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+import functools
+from typing import Any
+
+import torch
+
+from cudnn import settings
+from cudnn.fused.host import FusedAPI
+from cudnn.gemm.formats import name_of
+from cudnn.native_sparse_attention.selection.api import TILES, single_query_threshold
+from cudnn.native_sparse_attention.selection.base import BLOCKS
+from cudnn.runtime import flops, launch
+from cudnn.runtime.memory import aligned
+from cudnn.runtime.registration import custom_op
+from cudnn.runtime.run import has_kernel, run
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention.sparse import (
+    TILE_COUNT_SEMAPHORE,
+    GateConfiguration,
+    GatedSelectionConfiguration,
+    SelectionConfiguration,
+)
+from cudnn_kernels.signature import workspace_size
+
+_SOURCE = "cudnn_kernels.attention.gates:Gates"
+
+
+@functools.cache
+def say(choice: str) -> None:
+    """Says in the log which kernels nsa_attention runs, each sentence once."""
+    settings.configure_logging().info("nsa_attention: %s", choice)
+
+
+def _run(branches: list[torch.Tensor], gates: torch.Tensor, out: torch.Tensor, *changes: torch.Tensor) -> None:
+    """The kernel, on rows of heads. ``changes``: the gradients of the branches and of the gates."""
+    width = out.shape[-1]
+    configuration = GateConfiguration(name_of(out.dtype), name_of(gates.dtype), width, bool(changes))
+    *rows, of_gates = (*branches, out, *changes[:-1], gates)
+    tensors = [x.view(-1, width) for x in rows]
+    run(_SOURCE, configuration, *tensors, of_gates.view(-1, 3), *(x.view(-1, 3) for x in changes[-1:]))
+
+
+def _by_kernel(x: torch.Tensor) -> bool:
+    """Whether the kernel computes it: wider types are for tests on the CPU."""
+    return x.element_size() == 2 and x.numel() > 0 and has_kernel(x, "nsa_gates")
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient, or a sum."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@custom_op("nsa_gates", flops=flops.none)
+def nsa_gates(
+    compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """The sum of three ``[T, H, D]``, each times its gate of ``[T, H, 3]``, rounded once."""
+    branches = [aligned(x) for x in (compressed, selected, near)]
+    if _by_kernel(compressed):
+        out = torch.empty_like(branches[0])
+        _run(branches, aligned(gates), out)
+        return out
+    wide = torch.promote_types(compressed.dtype, torch.float32)
+    factors = gates.to(wide).unbind(-1)
+    parts = [x.to(wide) * g[..., None] for x, g in zip(branches, factors, strict=True)]
+    return (parts[0] + parts[1] + parts[2]).to(compressed.dtype)
+
+
+nsa_gates.register_fake(lambda compressed, *_: like(compressed))
+
+
+@custom_op("nsa_gates_bwd", flops=flops.none)
+def nsa_gates_bwd(
+    d_out: torch.Tensor, compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of all but the first."""
+    branches = [aligned(x) for x in (compressed, selected, near)]
+    gates, d_out = aligned(gates), aligned(d_out)
+    if _by_kernel(compressed):
+        changes = [torch.empty_like(x) for x in (*branches, gates)]
+        _run(branches, gates, d_out, *changes)
+        return tuple(changes)  # type: ignore[return-value]
+    wide = torch.promote_types(compressed.dtype, torch.float32)
+    given, factors = d_out.to(wide), gates.to(wide)
+    found = [(given * g[..., None]).to(compressed.dtype) for g in factors.unbind(-1)]
+    products = torch.stack([(given * x.to(wide)).sum(-1) for x in branches], -1)
+    return found[0], found[1], found[2], products.to(gates.dtype)
+
+
+nsa_gates_bwd.register_fake(lambda d_out, *branches_and_gates: tuple(map(like, branches_and_gates)))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
+    return nsa_gates_bwd(d_out, *ctx.saved_tensors)
+
+
+nsa_gates.register_autograd(_differentiate, setup_context=_setup)
+
+
+def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> bool:
+    """Whether there are kernels of :func:`selection` and :func:`gated_selection` for tensors like these. What is
+    compiled for the CPU has none: the emulator may not be there when it runs.
+    """
+    heads = (q.shape[-1], v.shape[-1])
+    by_kernel = q.is_cuda or (not torch.compiler.is_compiling() and bool(launch.emulated_architecture()))
+    return by_kernel and q.element_size() == 2 and q.numel() > 0 and heads in TILES and block_size in BLOCKS
+
+
+def gated_selection(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    block_size: int,
+    window: int,
+    compressed: torch.Tensor,
+    near: torch.Tensor,
+    gates: torch.Tensor,
+    *kept: torch.Tensor,
+) -> torch.Tensor:
+    """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel.
+
+    ``near`` is memory for the window's O, and ``kept`` for its log-sum-exp ``[B, H_q, longest]``, selection's O and
+    its log-sum-exp.
+    """
+    say("one kernel computes selection and the window, and adds up the branches, each times its gate")
+    out, own = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "save_for_backward": bool(kept)}
+    tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *kept, lists, ends]
+    _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, own)
+    return out
+
+
+def selection(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    lists: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    block_size: int,
+) -> None:
+    """Writes O and log-sum-exp of causal attention to the blocks of lists."""
+    tensors = [*map(aligned, (q, k, v)), o, lse, lists, ends]
+    _select(SelectionConfiguration, tensors, (scale,), block_size, {"lse": True})
+
+
+def _select(
+    kind: Any, tensors: list[torch.Tensor], numbers: tuple[Any, ...], block_size: int, options: dict[str, Any]
+) -> None:
+    """Runs a kernel of selection on tensors that begin with those of q, k and v."""
+    q, k, v, *_ = tensors
+    heads, index = (q.shape[-1], v.shape[-1]), q.get_device()
+    configuration = kind(
+        name_of(q.dtype),
+        q.shape[1],
+        k.shape[1],
+        *heads,
+        block_size,
+        True,
+        **TILES[heads],
+        **options,
+        single_query_threshold=0
+        if options.get("save_for_backward")
+        else single_query_threshold(len(q), heads, block_size),
+    )
+    arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
+    architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
+    multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.num_sms
+    workspace = torch.empty(workspace_size([TILE_COUNT_SEMAPHORE], {}), dtype=torch.uint8, device=q.device)
+    run(architecture.source(configuration), configuration, *tensors, *numbers, multiprocessors, workspace)

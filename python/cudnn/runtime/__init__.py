@@ -1,0 +1,1 @@
+"""How kernels run: compilation, the kernel cache, streams, calls on tensors, and operators registered with PyTorch."""

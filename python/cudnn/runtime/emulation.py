@@ -1,0 +1,67 @@
+"""Fused APIs on CPU tensors: the reference in PyTorch or, where asked for, the real kernel in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cudnn import settings
+from cudnn.errors import refused
+from cudnn.runtime.architecture import ARCHITECTURES
+from cudnn.runtime.kernels import emulated, emulated_kernel
+
+
+@contextlib.contextmanager
+def emulation(arch: str, **options: Any) -> Iterator[Any]:
+    """Within the block, fused APIs on CPU tensors run the real kernel for ``arch`` in the emulator.
+
+    The block belongs to the thread that entered it; other threads go on as they were, and may emulate at the same time.
+
+    Args:
+        arch: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
+        options: Those of ``ptx_emulator.emulate``: ``races=True`` looks for data races; ``scheduler`` and ``seed`` say
+            in which order threads run.
+
+    Yields:
+        The emulator's ``Report``.
+
+    Raises:
+        ValueError: there is no kernel for ``arch``.
+        ptx_emulator.Fault: the kernel did something that PTX forbids.
+    """
+    if arch not in ARCHITECTURES.values():
+        raise refused(ValueError, "cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values()))
+    import ptx_emulator
+
+    with ptx_emulator.emulate(arch, **options) as report:
+        emulated.set(arch)
+        try:
+            yield report
+        finally:
+            emulated.set("")
+
+
+def emulated_architecture() -> str:
+    """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else none."""
+    return emulated.get() or settings.EMULATE.get()
+
+
+def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
+    """Runs a kernel in the emulator on its arguments, which are on the CPU, on the null stream."""
+    with contextlib.nullcontext() if emulated.get() else emulation(arch):
+        emulated_kernel(source, configuration, arch)(*arguments)
+
+
+def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callable[..., None]:
+    """Compiles a kernel for the emulator; the result runs it as :func:`emulate` does."""
+    with contextlib.nullcontext() if emulated.get() else emulation(arch):
+        emulated_kernel(source, configuration, arch)
+    return functools.partial(emulate, source, configuration, arch)
+
+
+@functools.cache
+def say_reference_runs(name: str) -> None:
+    """Says in the log, once for each API, that no kernel runs."""
+    settings.configure_logging().warning("%s: on CPU tensors the reference in PyTorch runs, not the kernel", name)

@@ -1,0 +1,97 @@
+"""FLOPs of operators for ``torch.utils.flop_counter``, by its rules: 2 m n k for a product, masks do not count."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_COUNTER = "torch.utils.flop_counter"
+_waiting: list[tuple[Any, Callable[..., int]]] = []
+Shape = Sequence[int]
+
+
+def none() -> int:
+    """Data movement, and element-wise operations, of which PyTorch counts none."""
+    return 0
+
+
+def attention(q: Shape, k: Shape, v: Shape) -> int:
+    """Q K^T and P V, of ``[B, H, S, D]``."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+
+
+def attention_backward(q: Shape, k: Shape, v: Shape) -> int:
+    """Five products: the scores again, dP, dV, dQ and dK."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
+
+
+def register(operator: Any, formula: Callable[..., int]) -> None:
+    """Registers a formula, which gets those of the operator's arguments that it names: the shapes of tensors.
+
+    ``out`` are those of the results. A formula of ``*arguments`` gets all, and the tensors themselves.
+
+    PyTorch's counter is not loaded for it, since it loads Triton: the formulas wait until a program imports it.
+    """
+    packet, names = operator._opoverload._overloadpacket, [a.name for a in operator._opoverload._schema.arguments]
+    parameters = inspect.signature(formula).parameters.values()
+    wanted = [p.name for p in parameters if p.name in (*names, "out") or p.default is p.empty]
+    whole = inspect.getfullargspec(formula).varargs is not None
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs, "out": out_val}
+        if whole:
+            return formula(*(given[name] for name in names))
+        return formula(**{name: _shapes(given[name]) for name in wanted})
+
+    _waiting.append((packet, count))
+    if _COUNTER in sys.modules:
+        _hand_over(sys.modules[_COUNTER])
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def _shapes(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape)
+    return type(x)(_shapes(each) for each in x) if type(x) in (list, tuple) else x
+
+
+def _hand_over(counter: Any) -> None:
+    """Also to the modes that are counting: each copied the formulas when it was made, maybe before the first use of an
+    operator registered it.
+    """
+    modes = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
+    counting = [mode for mode in modes if isinstance(mode, counter.FlopCounterMode)]
+    while _waiting:
+        packet, count = _waiting.pop()
+        counter.register_flop_formula(packet, get_raw=True)(count)
+        for mode in counting:
+            mode.flop_registry.setdefault(packet, count)
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Hands the formulas to PyTorch's counter as soon as a program imports it."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def then_register(module: ModuleType) -> None:
+                execute(module)
+                _hand_over(module)
+
+            spec.loader.exec_module = then_register
+        return spec

@@ -1,0 +1,300 @@
+"""How functions become operators of PyTorch: with their types, for type checkers, and with a rule for autocast."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
+
+from cudnn.errors import misfit, refused
+from cudnn.runtime.flops import register as register_flops
+from cudnn.runtime.vmap import one_by_one
+from cudnn.strided import check_strided
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)  # float64 and types of 8 bits and fewer stay what they are
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WRONG_TYPE = re.compile(r"for argument '(?P<argument>\w+)' but instead found type '(?P<type>[^']*)'")
+_library = torch.library.Library("cudnn", "FRAGMENT")
+_CURE = "To fix it, detach its tensors, or compute this part in PyTorch."
+_TWICE = f"nothing here is differentiated twice. {_CURE}"
+
+
+class Operator(Protocol[P, R_co]):
+    """What :func:`custom_op` returns, with the types of the function behind it."""
+
+    register_autograd: Any
+    register_fake: Any
+    register_vmap: Any
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+def custom_op(
+    name: str,
+    autocast: Collection[str] = (),
+    schema: str | None = None,
+    mutates: Collection[str] = (),
+    *,
+    flops: Callable[..., int],
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Registers a function as the operator ``cudnn::<name>``, which ``mutates`` these arguments.
+
+    ``autocast`` names the tensors, or lists of them, that take the type of ``torch.autocast``, as PyTorch's own
+    operators of the kind do: those of 32 and 16 bits. The operator itself then runs outside of autocast. ``schema``:
+    from the function's types. ``flops``: the number of floating-point operations, from the shapes of the arguments
+    that it names; see :func:`cudnn.runtime.flops.register`.
+    """
+
+    def register(function: Callable[P, R]) -> Operator[P, R]:
+        operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=mutates, schema=schema)
+        operator.__class__ = _Operator
+        operator.__doc__ = inspect.getdoc(function)
+        operator.__signature__ = inspect.signature(function)  # that of __call__ says nothing
+        names = list(operator.__signature__.parameters)
+        places = frozenset(names.index(each) for each in autocast)
+        operator.prepare(places)
+        register_flops(operator, flops)
+        for device in ("cpu", "cuda") if autocast else ():
+            _library.impl(name, _cast(operator, device, places), f"Autocast{device.upper()}")
+        return operator
+
+    return register
+
+
+class _Operator(CustomOpDef):
+    """A custom operator whose function is called directly where nothing of PyTorch's has to see the call.
+
+    PyTorch's own way to it takes 0.1 to 0.3 ms of the host's time for operators with many arguments. Modes, transforms,
+    autocast, the profiler, tracing, compilers and tensors of other classes go that way.
+    """
+
+    def prepare(self, cast: Collection[int]) -> None:
+        """What a call needs to know of the operator."""
+        arguments = self._opoverload._schema.arguments
+        self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
+        self._places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+        self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
+        self._function, self._rule = None, None
+        self._last = _differentiable(self, self._refuse, lambda **_: None)
+        if not self._mutated:  # PyTorch takes no gradient of others; theirs are refused in its words
+            super().register_autograd(self._refuse)
+
+    def __repr__(self) -> str:
+        return f"<operator {self._opoverload._schema}>"
+
+    def _refuse(self, *_: Any) -> Any:
+        why = f": {_TWICE}" if "_bwd" in self._qualname else f". {_CURE}"
+        raise RuntimeError(f"{self._qualname} has no gradient{why}")
+
+    def register_autograd(self, backward: Callable[..., Any], /, *, setup_context: Any = None) -> None:
+        super().register_autograd(backward, setup_context=setup_context)
+        self._function = _differentiable(self, backward, setup_context)
+
+    def register_fake(self, function: Callable[..., Any], /) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """PyTorch calls it too where only some tensors are on the meta device, and results would be without values."""
+
+        @functools.wraps(function)
+        def described(*args: Any, **kwargs: Any) -> Any:
+            results = function(*args, **kwargs)
+            names = (argument.name for argument in self._opoverload._schema.arguments)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            listed = {name: x if isinstance(x, (list, tuple)) else [x] for name, x in given.items()}
+            tensors = {name: [t for t in x if isinstance(t, torch.Tensor)] for name, x in listed.items()}
+            found = {name: str(x[0].device) for name, x in tensors.items() if x}
+            if len({device == "meta" for device in found.values()}) > 1:
+                raise refused(ValueError, self._qualname, "devices", found, "one device", "move them to one")
+            return results
+
+        super().register_fake(described)
+        return function
+
+    def register_vmap(self, func: Callable[..., Any]) -> Any:
+        self._rule = func
+        return super().register_vmap(func)
+
+    def _by_pytorch(self, *args: Any, **kwargs: Any) -> Any:
+        """A call in PyTorch's own way. What it says of arguments that do not fit names C++ types and prints values."""
+        try:
+            return self._opoverload(*args, **kwargs)
+        except RuntimeError as error:
+            self._refuse_unstrided(args, kwargs, error)
+            told = str(error)
+            if not told.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
+                raise
+            if wrong := misfit(self._qualname, self._init_fn, args, kwargs):
+                raise wrong from error
+            if found := _WRONG_TYPE.search(told):
+                allowed = inspect.signature(self._init_fn).parameters[found["argument"]].annotation
+                if isinstance(allowed, type):
+                    allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
+                raise refused(TypeError, self._qualname, found["argument"], found["type"], allowed) from error
+            raise
+
+    def _refuse_unstrided(self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
+        """Raises, of an error about tensors that have no strides, a better one."""
+        names = [argument.name for argument in self._opoverload._schema.arguments]
+        try:
+            for name, given in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                for x in given if isinstance(given, (list, tuple)) else [given]:
+                    check_strided(self._qualname, name, x)
+        except TypeError as better:
+            raise better from error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._opoverload(*args, **kwargs)
+        derived = differentiating()
+        if kwargs or len(args) != self._count:
+            if not derived:
+                return self._by_pytorch(*args, **kwargs)
+            bound = inspect.signature(self._init_fn).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        tensors: list[torch.Tensor] = []
+        for place in self._places:
+            given = args[place]
+            if isinstance(given, (list, tuple)):
+                tensors += given
+            elif given is not None:
+                tensors.append(given)
+        writes = any(len(args[place]) for place in self._mutated)
+        if derived and not writes:
+            device = tensors[0].device.type
+            if self._has_autocast and torch.is_autocast_enabled(device):
+                return _cast(self, device, self._cast)(*args)
+            return (self._function or self._last).apply(args, *tensors)
+        if is_seen(tensors, self._has_autocast):
+            return self._by_pytorch(*args)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return self._opoverload(*args) if writes else (self._function or self._last).apply(args, *tensors)
+        for place in self._mutated:
+            torch.autograd.graph.increment_version(args[place])
+        return self._init_fn(*args)
+
+
+def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """For the backward pass of an ``autograd.Function`` that has no gradient: one that is asked for says so.
+
+    PyTorch's ``once_differentiable`` lets gradients count as constants where those of the results need no gradient.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        # They lead to what they were made of, so that a gradient that is asked for by its tensors comes by here, too.
+        made_of = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        make = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
+        refuse = make(f"cudnn: {_TWICE}".encode(), len(found) + len(made_of))
+        return refuse(*(None if x is None else x.detach().requires_grad_() for x in found), *made_of)[: len(found)]
+
+    return call
+
+
+def differentiating() -> bool:
+    """Whether a transform of ``torch.func`` is a derivative, or there may be tangents. PyTorch's own way to an operator
+    refuses the former in reverse mode, and finds 0 in forward mode.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    stack = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
+    return any(each.key() in (TransformType.Grad, TransformType.Jvp) for each in stack or ())
+
+
+def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
+    """Whether something in PyTorch has to see a call with these tensors: of an operator, where this is asked."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or _profiler_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or (has_autocast and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
+    ):
+        return True
+    return any(type(x) not in _PLAIN or not torch._C._has_storage(x) or x.is_meta or x.is_neg() for x in tensors)
+
+
+def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., Any]) -> Any:
+    """The operator's function for autograd: of its arguments, and of the tensors among them, some of them in lists."""
+    function, places = operator._init_fn, operator._places
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            result = function(*arguments)
+            return tuple(result) if isinstance(result, list) else result  # a list would have no gradient
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            arguments = inputs[0]
+            setup(ctx=ctx, inputs=arguments, output=output)
+            given = [arguments[place] for place in places]
+            ctx.lengths = [len(x) if isinstance(x, (list, tuple)) else None if x is None else -1 for x in given]
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if operator._rule is None:
+                return one_by_one(operator, info.batch_size, in_dims[0], arguments)
+            return operator._rule(info, in_dims[0], *arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            asked = ctx.needs_input_grad
+            flags = iter(asked[1:])
+            needs: list[Any] = [False] * (places[-1] + 1)
+            for place, length in zip(places, ctx.lengths, strict=True):
+                if length is not None:
+                    needs[place] = next(flags) if length < 0 else [next(flags) for _ in range(length)]
+            ctx.needs_input_grad = tuple(needs)
+            try:
+                found = backward(ctx, *gradients)
+            finally:
+                ctx.needs_input_grad = asked  # a graph that is kept may be gone through again
+            found = found if isinstance(found, tuple) else (found,)
+            flat: list[Any] = [None]
+            for place, length in zip(places, ctx.lengths, strict=True):
+                if length is not None:
+                    flat += [found[place]] if length < 0 else found[place]
+            return tuple(flat)
+
+    return Differentiable
+
+
+def _cast(operator: Any, device: str, places: Collection[int]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        taken = [in_type(x, dtype) if place in places else x for place, x in enumerate(arguments)]
+        with torch.autocast(device, enabled=False):
+            return operator(*taken)
+
+    return call
+
+
+def autocast_type(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast, where it is on for the tensor's device, makes of its type. It knows no device "meta"."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+
+
+def in_type(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or each of a list, in a type, as autocast has it."""
+    if isinstance(x, (list, tuple)):
+        return [in_type(each, dtype) for each in x]
+    return x.to(dtype) if x is not None and x.dtype in _CAST else x
