@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import cudnn
 from cudnn.cli import app, progress, selftest
 from cudnn.demo_cases import grouped
-from cudnn.demo_cases.gemm_matrix import Variant
+from cudnn.demo_cases.gemm_variants import Variant
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from typer.testing import Result
 import cudnn
 from cudnn.cli import selftest
 from cudnn.demo_cases import gemm_operands, grouped
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases.gemm_variants import Variant, sample, variants
 from cudnn.fused import registry
 from cudnn.runtime import launch
 from support.cli import invoke, words

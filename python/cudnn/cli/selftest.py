@@ -28,7 +28,7 @@ from cudnn.cli import progress
 from cudnn.cli.info import driver_version
 from cudnn.demo_cases import grouped
 from cudnn.demo_cases.dense import make
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases.gemm_variants import Variant, sample, variants
 from cudnn.lazy import torch
 
 SAMPLE_SIZE = 60  # variants that run without --full

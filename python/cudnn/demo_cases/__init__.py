@@ -42,10 +42,11 @@ class Program:
 
 def find(name: str) -> Program:
     """Returns the program with a name in ``PROGRAMS``."""
-    from cudnn.demo_cases import dense, grouped, whole
+    from cudnn.demo_cases import dense, grouped, non_gemm
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
     api: Any = registry.find(name)
     programs = {DenseGemm: dense.program, ExpertsGemm: grouped.program}
-    return next((make_program for base, make_program in programs.items() if issubclass(api, base)), whole.program)(api)
+    make = next((make for base, make in programs.items() if issubclass(api, base)), non_gemm.program)
+    return make(api)

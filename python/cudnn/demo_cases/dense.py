@@ -10,8 +10,8 @@ from typing import Any
 
 from cudnn.api_base import TupleDict
 from cudnn.demo_cases import Problem, Program
-from cudnn.demo_cases.gemm_matrix import FP4, Variant
 from cudnn.demo_cases.gemm_operands import NORM_CONST, judge, judge_quantised, matrix, operands, plain
+from cudnn.demo_cases.gemm_variants import FP4, Variant
 from cudnn.fused import dense as declared
 from cudnn.fused import registry
 from cudnn.fused.dense import DenseGemm

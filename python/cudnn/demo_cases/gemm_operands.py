@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn.api_base import ceil_div
 from cudnn.demo_cases import Comparison, compare
-from cudnn.demo_cases.gemm_matrix import BF16, BYTES, E4M3, E5M2, F16, F32, FP4, Variant
+from cudnn.demo_cases.gemm_variants import BF16, BYTES, E4M3, E5M2, F16, F32, FP4, Variant
 from cudnn.gemm import dequantize, pack_scales, scale_values, unpack_float4, unpack_scales
 from cudnn.gemm.formats import LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of
 from cudnn.gemm.scales import sum_scale_shape, sum_scale_stride
