@@ -186,15 +186,15 @@ def test_the_choice_of_an_earlier_run(planned: cudnn.pygraph, caplog: pytest.Log
     choice.write(second)
     again = module._Choice(planned, "a GPU").read()
     assert again == second
-    assert module._adopt(planned, again, None)
+    assert module._build_cached(planned, again, None)
     assert planned.get_plan_name() == second
     assert module._Choice(planned, "another GPU").read() is None
-    assert not module._adopt(planned, "eng999", None)
+    assert not module._build_cached(planned, "eng999", None)
     size = planned.get_workspace_size()
-    assert module._adopt(planned, second, torch.empty(size, dtype=torch.uint8))
+    assert module._build_cached(planned, second, torch.empty(size, dtype=torch.uint8))
     planned.deselect_engines([second])
     with caplog.at_level(logging.INFO, "cudnn"):
-        assert not module._adopt(planned, second, None)
+        assert not module._build_cached(planned, second, None)
     assert "of an earlier run cannot be used" in caplog.text
 
 

@@ -297,7 +297,7 @@ def test_the_layout_of_a_copy_is_that_of_the_driver() -> None:
     """CUDA_MEMCPY3D of cuda.h on a machine of 64 bits."""
     fields = cuda_graph.Copy
     assert (ctypes.sizeof(fields), fields.target.offset, fields.width_bytes.offset) == (200, 88, 176)
-    side = cuda_graph._Side
+    side = cuda_graph._MemcpyEndpoint
     assert [getattr(side, name).offset for name in ("host", "device", "pitch", "height")] == [40, 48, 72, 80]
 
 

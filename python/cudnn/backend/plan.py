@@ -104,7 +104,7 @@ class ExecutionPlan:
         self.argument = library.pointer_argument(descriptor.pointer)
         self.packs: dict[tuple[int, ...], Pack] = {}
         self.uids: tuple[int, ...] = ()
-        self._caches: dict[int, _PackCache] = {}
+        self._by_handle: dict[int, _PackCache] = {}
         self._library = library.load()
         self.launch = self._library.execute_unchecked
         self.bind(())
@@ -182,7 +182,7 @@ class ExecutionPlan:
         """
         lib = self._library
         pointers = pointers or key
-        handle_packs = self._caches.get(key[-1]) or self._first_pack(pointers)
+        handle_packs = self._by_handle.get(key[-1]) or self._first_pack(pointers)
         is_cached = len(handle_packs.keys) < self.MAX_PACKS
         status = 0
         if is_cached:
@@ -228,7 +228,7 @@ class ExecutionPlan:
             raise refused(
                 ValueError, "variant pack", "handle", "one that selects the reference executor", "a handle of a GPU"
             )
-        handle_packs = self._caches[key[-1]] = _PackCache(self._new_pack())
+        handle_packs = self._by_handle[key[-1]] = _PackCache(self._new_pack())
         return handle_packs
 
     def _new_pack(self) -> Pack:
@@ -354,10 +354,10 @@ class ExecutionPlan:
             self._drop_packs()
 
     def _drop_packs(self) -> None:
-        for handle_packs in self._caches.values():
+        for handle_packs in self._by_handle.values():
             self._forget(handle_packs.keys)
             self._library.destroy(handle_packs.scratch.argument)
-        self._caches.clear()
+        self._by_handle.clear()
 
 
 class _Offered(NamedTuple):
