@@ -27,7 +27,7 @@ class Registers:
 
     def __init__(self, machine: Machine, load_waits: bool) -> None:
         self.machine, self.load_waits = machine, load_waits
-        self.names = list(machine.program.in_flight.registers)
+        self.names = list(machine.program.in_flight.numbers)
         warps = machine.count // 32
         self.source = np.array([LOAD if role == LOADED else WGMMA for _, role in self.names])
         self.held = np.zeros((warps, len(self.names)), np.int64)
