@@ -1,12 +1,12 @@
-"""Host time from the first call that describes a graph to its plan, beside the other Python frontend of cuDNN.
+"""Host time from the first call that describes a graph to its plan, compared with cuDNN's other Python frontend.
 
     python benchmarks/build_overhead.py --peer FOLDER [--rounds 3] [--csv FILE]
 
 FOLDER holds the unpacked wheel of nvidia-cudnn-frontend 1.23.0, made for this Python. Both packages are imported as
-``cudnn``, so each runs in processes of its own, in turn. With a GPU, graphs are built for it; without one, for a
-described H200. The clock counts the thread's own time, so that other processes disturb less; a figure is the least of
-all builds. The plan that is built first compiles a kernel, which takes longer than all else together: "to plan" is the
-sum with that plan, "cached" a whole build with a kernel cache that has the kernel (attention has none).
+``cudnn``, so each runs in separate processes that alternate. Graphs are built for the GPU or, without one, for a
+described H200. The clock is the thread's CPU time, which other processes disturb less; each result is the minimum over
+all builds. The first plan compiles a kernel, which takes longer than all other steps together. "to plan" is the sum
+with that plan; "cached" is a whole build with a kernel cache that has the kernel (attention has none).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def work() -> None:
     sys.path.append(str(ROOT / "test"))
     from support import driver
 
-    driver.load_stub_driver()  # where there is no real one
+    driver.load_stub_driver()  # if no real driver is installed
 
     import cudnn
 
@@ -84,7 +84,7 @@ def work() -> None:
         return cudnn.pygraph(compute_data_type=cudnn.data_type.FLOAT, **types, **options, **more)
 
     modes = [cudnn.heur_mode.A]
-    found: dict[str, dict[str, float]] = {}
+    best_times: dict[str, dict[str, float]] = {}
     for name, describe in PROBLEMS.items():
         best = dict.fromkeys(STEPS, float("inf"))
         for i in range(BUILDS):
@@ -108,16 +108,16 @@ def work() -> None:
         best["to plan"] = sum(best.values())
         if name != "attention":
             cache = cudnn.create_kernel_cache()
-            took: list[float] = []
+            times: list[float] = []
             for _ in range(BUILDS):
                 start = time.thread_time()
                 graph = new(kernel_cache=cache)
                 describe(graph, cudnn)
                 graph.build(modes)
-                took.append(1e6 * (time.thread_time() - start))
-            best["cached"] = min(took)
-        found[name] = best
-    print(json.dumps({"version": f"{cudnn.__version__}, cuDNN {cudnn.backend_version()}", "found": found}))
+                times.append(1e6 * (time.thread_time() - start))
+            best["cached"] = min(times)
+        best_times[name] = best
+    print(json.dumps({"version": f"{cudnn.__version__}, cuDNN {cudnn.backend_version()}", "found": best_times}))
 
 
 def measure(paths: list[Path]) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def main() -> None:
         for step, ours in figures.items():
             peer = best[1]["found"][problem][step] if arguments.peer else None
             rows.append((problem, step, round(ours, 1), peer and round(peer, 1), peer and round(ours / peer, 2)))
-            beside = "" if peer is None else f"{peer:12.1f}{ours / peer:8.2f}"
-            print(f"{problem:14}{step:12}{ours:12.1f}{beside}")
+            peer_columns = "" if peer is None else f"{peer:12.1f}{ours / peer:8.2f}"
+            print(f"{problem:14}{step:12}{ours:12.1f}{peer_columns}")
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             csv.writer(file).writerows([("graph", "step", "ours_us", "peer_us", "ratio"), *rows])

@@ -1,11 +1,11 @@
-"""Host time of a warm ``graph.execute``, beside the other Python frontend of cuDNN in the same run.
+"""Host time of a warm ``graph.execute``, compared with cuDNN's other Python frontend in the same run.
 
     python benchmarks/execute_overhead.py --peer FOLDER [--tensors 20] [--csv FILE]
 
 FOLDER holds the unpacked wheel of nvidia-cudnn-frontend 1.23.0, made for this Python: both packages are imported as
-``cudnn``, so each runs in a process of its own, and the batches of the two alternate. Measured: matmul + bias in fp16
-at a small size, once with the same tensors at every call and once with tensors that no call had before. The figure is
-the minimum over the batches of the mean time of a call.
+``cudnn``, so each runs in a separate process, and their batches alternate. The graph is matmul + bias in fp16 at a
+small size, with the same tensors at every call and with new tensors at every call. The result is the minimum over the
+batches of the mean time of a call.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def main() -> None:
     )
     print(f"{'pointers':10}{'ours, us':>10}{'peer, us':>10}{'ratio':>8}{'bar':>7}")
     for row in rows:
-        beside = "" if row.peer is None else f"{row.peer:10.2f}{row.ratio:8.2f}"
-        print(f"{row.tensors:10}{row.ours:10.2f}{beside:18}{row.bar:7.2f}")
+        peer_columns = "" if row.peer is None else f"{row.peer:10.2f}{row.ratio:8.2f}"
+        print(f"{row.tensors:10}{row.ours:10.2f}{peer_columns:18}{row.bar:7.2f}")
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.writer(file)

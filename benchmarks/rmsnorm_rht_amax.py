@@ -1,9 +1,9 @@
-"""Which configuration of RMSNorm + Hadamard + amax is fastest on this GPU, and what loading a compiled kernel takes.
+"""Finds the fastest configuration of RMSNorm + Hadamard + amax on this GPU, and times loading a compiled kernel.
 
     python benchmarks/rmsnorm_rht_amax.py
 
-Times every configuration beside a copy of the same bytes and checks its results. `cudnn bench rmsnorm_rht_amax`
-measures the API as a user gets it.
+Times every configuration and a copy of the same bytes, and checks the results. `cudnn bench rmsnorm_rht_amax` measures
+the API with its default configuration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def configurations(n: int) -> Iterator[RmsNormRhtAmaxConfiguration]:
 
 
 def tune(m: int, n: int) -> None:
-    """Prints every configuration's speed, the copy's being 1, the best first."""
+    """Prints the speed of every configuration relative to the copy, best first."""
     x, w, o, amax = tensors(m, n)
     target, stream = torch.empty_like(x), torch.cuda.current_stream().cuda_stream
     arguments = (x, w, o, amax, EPS, stream)
@@ -56,7 +56,7 @@ def tune(m: int, n: int) -> None:
     seconds = GPU.summary(copy)
     print(f"\n{m} x {n}, bfloat16: copy {seconds * 1e6:.1f} us, {4e-12 * m * n / seconds:.2f} TB/s")
     measured = zip(labels, times, strict=True)
-    rows = [(ratio(copy, mine).median, GPU.summary(mine) * 1e6, *label) for label, mine in measured]
+    rows = [(ratio(copy, own_times).median, GPU.summary(own_times) * 1e6, *label) for label, own_times in measured]
     for speed, microseconds, label, wrong in sorted(rows, reverse=True):
         print(f"   {speed:.3f}  {label}  {microseconds:8.1f} us{wrong}")
 

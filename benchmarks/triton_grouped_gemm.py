@@ -1,8 +1,8 @@
-"""A grouped GEMM in Triton: what a good Triton kernel reaches, beside which ``cudnn bench`` shows the grouped APIs.
+"""A grouped GEMM in Triton, a peer of the grouped APIs in ``cudnn bench``.
 
-Persistent; operands arrive through TMA descriptors, rows are stored by pointers, since experts have any number of them;
-float32 accumulation. Every program counts the tiles of all experts from their ends, on the device. Autotuned for each
-problem over a few tiles.
+A persistent kernel. Operands load through TMA descriptors; rows are stored through masked pointers, because experts
+have any number of rows. Accumulators are float32. Every program derives the tile schedule from the experts' end rows on
+the device. Autotuned per problem over a few tiles.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ def grouped_gemm_kernel(
     """d (m, n) = a (m, k) b[e] (n, k)^T for the rows of each expert e, which end at ``ends``."""
     source_a = tl.make_tensor_descriptor(a, [m, k], [k, 1], [TILE_M, TILE_K])
     source_b = tl.make_tensor_descriptor(b, [experts * n, k], [k, 1], [TILE_N, TILE_K])
-    number = tl.arange(0, EXPERTS)
-    last = tl.load(ends + number, mask=number < experts, other=0)
-    first = tl.load(ends + number - 1, mask=(number > 0) & (number < experts), other=0)
+    expert_ids = tl.arange(0, EXPERTS)
+    last = tl.load(ends + expert_ids, mask=expert_ids < experts, other=0)
+    first = tl.load(ends + expert_ids - 1, mask=(expert_ids > 0) & (expert_ids < experts), other=0)
     columns = tl.cdiv(n, TILE_N)
-    tiles = tl.where(number < experts, tl.cdiv(last - first, TILE_M) * columns, 0)
+    tiles = tl.where(expert_ids < experts, tl.cdiv(last - first, TILE_M) * columns, 0)
     upto = tl.cumsum(tiles, 0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), CTAS, flatten=True):
         expert = tl.sum((upto <= tile).to(tl.int32), 0)
-        mine = number == expert
-        begin, end = tl.sum(tl.where(mine, first, 0), 0), tl.sum(tl.where(mine, last, 0), 0)
-        place = tile - tl.sum(tl.where(mine, upto - tiles, 0), 0)
-        row, column = begin + place // columns * TILE_M, place % columns * TILE_N
+        is_expert = expert_ids == expert
+        begin, end = tl.sum(tl.where(is_expert, first, 0), 0), tl.sum(tl.where(is_expert, last, 0), 0)
+        tile_of_expert = tile - tl.sum(tl.where(is_expert, upto - tiles, 0), 0)
+        row, column = begin + tile_of_expert // columns * TILE_M, tile_of_expert % columns * TILE_N
         x = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
         for block in range(tl.cdiv(k, TILE_K)):
-            part_a = source_a.load([row, block * TILE_K])
-            part_b = source_b.load([expert * n + column, block * TILE_K])
-            x = tl.dot(part_a, part_b.T, x)
-        rows, place_n = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
-        target = d + rows[:, None].to(tl.int64) * n + place_n[None, :]
-        tl.store(target, x.to(d.dtype.element_ty), mask=(rows < end)[:, None] & (place_n < n)[None, :])
+            tile_a = source_a.load([row, block * TILE_K])
+            tile_b = source_b.load([expert * n + column, block * TILE_K])
+            x = tl.dot(tile_a, tile_b.T, x)
+        rows, columns_n = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
+        target = d + rows[:, None].to(tl.int64) * n + columns_n[None, :]
+        tl.store(target, x.to(d.dtype.element_ty), mask=(rows < end)[:, None] & (columns_n < n)[None, :])
 
 
 _tuned = triton.autotune(configurations(), key=["m", "n", "k", "experts"])(grouped_gemm_kernel)

@@ -1,4 +1,4 @@
-"""Measures the plans of a graph on the caller's own data, and keeps the fastest, also for later processes."""
+"""Measures the plans of a graph on the caller's data and selects the fastest, also for later processes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _OTHER_DATA = 1 << 28  # bytes; several times the L2 cache of an H200 (60 MiB)
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """One plan of a graph, as ``autotune`` found it."""
+    """The measurement of one plan of a graph."""
 
     index: int
     tag: str  # ``eng<engine>_k<knob>=<value>...``
-    microseconds: float | None  # median of one call on the GPU; None where there is none, with the reason
-    workspace: int | None  # bytes; None where the plan was not built
+    microseconds: float | None  # median of one call on the GPU; None if it was not measured, with the reason
+    workspace: int | None  # bytes; None if the plan was not built
     reason: str = ""
 
 
@@ -63,10 +63,10 @@ class TuningReport:
         for plan in sorted(
             self.plans, key=lambda plan: float("inf") if plan.microseconds is None else plan.microseconds
         ):
-            took = "-" if plan.microseconds is None else f"{plan.microseconds:.2f}"
+            microseconds = "-" if plan.microseconds is None else f"{plan.microseconds:.2f}"
             bytes_needed = "-" if plan.workspace is None else str(plan.workspace)
             mark = "  <- chosen" if plan.tag == self.chosen else f"  {plan.reason}"
-            lines.append(f"{plan.tag:<40} {took:>9} {bytes_needed:>12}{mark}".rstrip())
+            lines.append(f"{plan.tag:<40} {microseconds:>9} {bytes_needed:>12}{mark}".rstrip())
         return "\n".join(lines)
 
 
@@ -81,13 +81,13 @@ def autotune(
 ) -> TuningReport:
     """Builds every plan of a graph, times each on the given data, and makes the fastest the one that ``execute`` runs.
 
-    A call is timed between two CUDA events, with an L2 cache full of other data; the figure is the median. The data are
-    those of a call; outputs are saved first and put back afterwards, so that graphs that work in place may be tuned.
-    Waits for the GPU, and takes memory: copies of the outputs, 256 MiB to fill the cache, the workspace unless given.
-    Ask ``get_workspace_size()`` anew afterwards: it is that of the chosen plan.
+    Two CUDA events time each call, with an L2 cache full of other data; the result is the median. Outputs are saved
+    before and restored afterwards, so that graphs that work in place can be tuned. The function waits for the GPU and
+    allocates memory: copies of the outputs, 256 MiB to flush the cache, and the workspace unless one is passed.
+    Afterwards call ``get_workspace_size()`` again: it returns the size of the chosen plan.
 
-    The choice is kept in the folder of compiled kernels (``CUDNN_KERNEL_CACHE``) by the graph's description, version of
-    cuDNN and name of the GPU, and taken from there, unmeasured, next time.
+    The choice is saved in the folder of compiled kernels (``CUDNN_KERNEL_CACHE``) by the graph's description, the
+    version of cuDNN and the name of the GPU. A later call reads it and does not measure.
 
     Args:
         graph: A ``pygraph``, built or only described (then the modes A, B and FALLBACK give the plans), or a
@@ -126,16 +126,16 @@ def autotune(
         graph.create_execution_plans([heur_mode.CUDNN_FIND])
     if graph._runs_on_reference():  # pyright: ignore[reportPrivateUsage]
         return _reference(graph, tensors, handle)
-    own = graph._handle if handle is None else handle  # pyright: ignore[reportPrivateUsage]
-    used = default_handle(graph._device()) if own is None else resolve(own)  # pyright: ignore[reportPrivateUsage]
+    chosen_handle = graph._handle if handle is None else handle  # pyright: ignore[reportPrivateUsage]
+    handle_ = default_handle(graph._device()) if chosen_handle is None else resolve(chosen_handle)  # pyright: ignore[reportPrivateUsage]
     if torch.cuda.is_current_stream_capturing():
         raise refused(RuntimeError, "autotune", "stream", "one being captured", "any other", "tune before the capture")
-    choice = _Choice(graph, torch.cuda.get_device_name(used.device)) if cache else None
-    kept = choice.read() if choice else None
-    if kept is not None and _adopt(graph, kept, workspace):
-        return TuningReport((), kept, from_cache=True)
-    with _kept_outputs(graph, tensors):
-        plans = tuple(_Bench(graph, tensors, workspace, used, iterations).plans())
+    choice = _Choice(graph, torch.cuda.get_device_name(handle_.device)) if cache else None
+    cached_tag = choice.read() if choice else None
+    if cached_tag is not None and _build_cached(graph, cached_tag, workspace):
+        return TuningReport((), cached_tag, from_cache=True)
+    with _restored_outputs(graph, tensors):
+        plans = tuple(_Bench(graph, tensors, workspace, handle_, iterations).plans())
     report = _best(graph, plans)
     _log.info("graph %r tuned:\n%s", graph.name, report)
     if choice:
@@ -153,8 +153,8 @@ def _best(graph: pygraph, plans: tuple[TunedPlan, ...]) -> TuningReport:
     return TuningReport(plans, best.tag, from_cache=False)
 
 
-def _adopt(graph: pygraph, tag: str, workspace: Any) -> bool:
-    """Builds the plan of that name; False where it is gone, refused, or needs more workspace than there is."""
+def _build_cached(graph: pygraph, tag: str, workspace: Any) -> bool:
+    """Builds the plan with this name; False if it is missing, unsupported, or needs more than the workspace."""
     for index in range(graph.get_execution_plan_count()):
         if graph.get_plan_name_at_index(index) == tag:
             try:
@@ -167,21 +167,21 @@ def _adopt(graph: pygraph, tag: str, workspace: Any) -> bool:
 
 
 def _reference(graph: pygraph, tensors: Mapping[Any, Any], handle: Handle | int | None) -> TuningReport:
-    """The one plan of the reference executor, timed by the clock of the host."""
+    """Times the only plan of the reference executor by the host's clock."""
     graph.build_plans()
-    with _kept_outputs(graph, tensors):
+    with _restored_outputs(graph, tensors):
         start = time.perf_counter()
         graph.execute_plan_at_index(tensors, None, 0, handle)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        took = 1e6 * (time.perf_counter() - start)
+        microseconds = 1e6 * (time.perf_counter() - start)
     tag = graph.get_plan_name_at_index(0)
-    return TuningReport((TunedPlan(0, tag, took, 0),), tag, from_cache=False)
+    return TuningReport((TunedPlan(0, tag, microseconds, 0),), tag, from_cache=False)
 
 
 @contextmanager
-def _kept_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[None]:
-    """Puts the content of the outputs back at the end."""
+def _restored_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[None]:
+    """Restores the content of the outputs at the end of the block."""
     by_uid = {uid: tensors[key] for uid, key in keys_by_uid(tensors).items()}
     saved: list[tuple[Any, Any]] = []
     for node in graph.nodes:
@@ -226,7 +226,7 @@ class _Bench:
         ]
 
     def plans(self) -> Iterator[TunedPlan]:
-        """Every configuration once: two heuristic modes may propose the same."""
+        """Every configuration once: two heuristic modes can return the same one."""
         seen: set[str] = set()
         for index in range(self._graph.get_execution_plan_count()):
             tag = self._graph.get_plan_name_at_index(index)
@@ -244,10 +244,12 @@ class _Bench:
             space = self._workspace
             if space is None:
                 space = torch.empty(size, dtype=torch.uint8, device=self._device)
-            took = self._time(lambda: self._graph.execute_plan_at_index(self._tensors, space, index, self._handle))
+            microseconds = self._time(
+                lambda: self._graph.execute_plan_at_index(self._tensors, space, index, self._handle)
+            )
         except (cudnnGraphNotSupportedError, RuntimeError) as error:
             return TunedPlan(index, tag, None, size, str(error))
-        return TunedPlan(index, tag, took, size)
+        return TunedPlan(index, tag, microseconds, size)
 
     def _time(self, call: Callable[[], None]) -> float:
         try:
@@ -255,7 +257,7 @@ class _Bench:
                 for _ in range(_WARM_UP):
                     call()
                 for start, end in self._events:
-                    # Pushes the data out of the cache, and takes longer than the host needs to queue the call.
+                    # Evicts the data from the L2 cache, and takes longer than the host needs to enqueue the call.
                     self._other.zero_()
                     start.record()
                     call()
@@ -271,18 +273,18 @@ class _Choice:
     def __init__(self, graph: pygraph, device: str) -> None:
         from cudnn.runtime.cache import user
 
-        self._what = {"graph": repr(graph), "cudnn": library.version(), "device": device}
-        digest = hashlib.sha256(json.dumps(self._what, sort_keys=True).encode()).hexdigest()
+        self._key = {"graph": repr(graph), "cudnn": library.version(), "device": device}
+        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self._store = user()
         self._path = None if self._store is None else self._store.folder / "plans" / f"{digest[:32]}.json"
 
     def read(self) -> str | None:
-        """Name of the plan; None where none is known."""
+        """Name of the saved plan; None if no choice is saved."""
         if self._path is None:
             return None
         try:
-            found = json.loads(self._path.read_bytes())
-            return found["plan"] if {key: found[key] for key in self._what} == self._what else None
+            stored = json.loads(self._path.read_bytes())
+            return stored["plan"] if {key: stored[key] for key in self._key} == self._key else None
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -290,7 +292,7 @@ class _Choice:
             return None
 
     def write(self, tag: str) -> None:
-        """Keeps the name of the plan. A folder that cannot be written to costs the next run a measurement."""
+        """Saves the name of the plan. If the folder is not writable, the next run measures again."""
         if self._store is None or self._path is None:
             return
         try:
@@ -298,7 +300,7 @@ class _Choice:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
             with open(descriptor, "w") as file:
-                json.dump({**self._what, "plan": tag}, file)
+                json.dump({**self._key, "plan": tag}, file)
             os.replace(temporary, self._path)  # a reader sees the old file or the new one
         except OSError as error:
             _log.warning("autotune: the choice could not be saved: %s", error)

@@ -44,9 +44,9 @@ def graph(
 def jit(
     heur_modes: heur_mode | Sequence[heur_mode] = heur_mode.A, **options: Any
 ) -> Callable[[Callable[P, tuple[pygraph, Sequence[Any]]]], Callable[P, tuple[pygraph, list[int]]]]:
-    """Decorates a function returning ``(graph, tensors)``: builds the graph if need be; returns ``(graph, uids)``.
+    """Decorates a function returning ``(graph, tensors)``: builds the graph if needed; returns ``(graph, uids)``.
 
-    ``options`` are accepted for programs that pass any; none has an effect.
+    ``options`` are accepted for compatibility and have no effect.
 
     Raises:
         TypeError: ``heur_modes`` is something else, such as the function itself, where ``@cudnn.jit`` lacks its ``()``.
@@ -54,20 +54,22 @@ def jit(
     modes: list[Any] = [*heur_modes] if isinstance(heur_modes, Iterable) else [heur_modes]
     if any(not isinstance(mode, heur_mode) for mode in modes):
         got = "a function" if callable(heur_modes) else repr(heur_modes)
-        cure = "write @cudnn.jit(), with parentheses" if callable(heur_modes) else "pass cudnn.heur_mode.A, say"
-        raise refused(TypeError, "jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", cure)
+        hint = "write @cudnn.jit(), with parentheses" if callable(heur_modes) else "pass cudnn.heur_mode.A, say"
+        raise refused(TypeError, "jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", hint)
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[pygraph, list[int]]:
-            found: Any = function(*args, **kwargs)
-            if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], pygraph):
+            returned: Any = function(*args, **kwargs)
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2 or not isinstance(returned[0], pygraph):
                 what, allowed = f"what {function.__name__}() returned", "(graph, tensors)"
-                raise refused(TypeError, "jit", what, type(found).__name__, allowed, "return both, as `g, [a, b, out]`")
-            built, tensors = found
-            if built.get_execution_plan_count() <= 0:
-                built.build(modes)
-            return built, [tensor.get_uid() for tensor in tensors]
+                raise refused(
+                    TypeError, "jit", what, type(returned).__name__, allowed, "return both, as `g, [a, b, out]`"
+                )
+            graph_, tensors = returned
+            if graph_.get_execution_plan_count() <= 0:
+                graph_.build(modes)
+            return graph_, [tensor.get_uid() for tensor in tensors]
 
         return wrapper
 
@@ -92,17 +94,17 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
             key = key_fn(*args, **kwargs)
             try:
                 return results[key]
-            except KeyError:  # another thread may drop it meanwhile
+            except KeyError:  # also if another thread has just evicted it
                 pass
             except TypeError as error:
-                what, cure = f"what key_fn of {function.__name__} returned", "return tuples in place of lists"
-                raise refused(TypeError, "graph_cache", what, repr(key), "a hashable value", cure) from error
-            made = function(*args, **kwargs)
+                what, hint = f"what key_fn of {function.__name__} returned", "return tuples in place of lists"
+                raise refused(TypeError, "graph_cache", what, repr(key), "a hashable value", hint) from error
+            result = function(*args, **kwargs)
             with lock:
-                made = results.setdefault(key, made)
+                result = results.setdefault(key, result)
                 while len(results) > maxsize:
                     del results[next(iter(results))]
-            return made
+            return result
 
         return wrapper
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     Operations = Methods[Tensor | Array]
-else:  # they are looked up in the pygraph of the block
+else:  # operations are looked up in the pygraph of the block
     Operations = object
 
 _TENSOR_METHODS = frozenset({"tensor", "tensor_like", "tensor_scalar"})
@@ -82,7 +82,7 @@ class _OnClassOrInstance:
 
 
 class _Results(list[Any]):
-    """What an operation with several results returns. None stands for those that were not asked for."""
+    """The results of an operation with several outputs; None for those that were not requested."""
 
     def __init__(self, node: str, method: str, results: list[Any]) -> None:
         super().__init__(results)
@@ -92,8 +92,8 @@ class _Results(list[Any]):
         if not hasattr(Tensor, name):
             raise AttributeError(f"'list' object has no attribute {name!r}")
         ports = ", ".join("_" if x is None else x.name.rpartition("::")[2].lower() or "_" for x in self)
-        cure = f"write {ports} = graph.{self._method}(...)"
-        raise refused(AttributeError, self._node, name, "a list of results", "one tensor", cure)
+        hint = f"write {ports} = graph.{self._method}(...)"
+        raise refused(AttributeError, self._node, name, "a list of results", "one tensor", hint)
 
 
 class Graph(Operations):
@@ -112,7 +112,7 @@ class Graph(Operations):
         inputs: The order of positional arguments: names, uids, tensors, or the arrays used in the block. Default: the
             order of first use. Scalars on the CPU keep the value from the block, and may be passed too.
         outputs: The order of results, likewise. Default: the order of creation.
-        heuristics: Modes asked in turn; default A, then FALLBACK. With CUDNN_FIND the first call with tensors
+        heuristics: Modes queried in this order; default A, then FALLBACK. With CUDNN_FIND the first call with tensors
             (not addresses, and outside of a stream capture) measures every plan on them and keeps the fastest, as
             ``cudnn.autotune`` does.
         workspace_alloc: Allocates the workspace once, at the end of the block. A graph called from several threads at
@@ -145,13 +145,15 @@ class Graph(Operations):
         for key in ("intermediate_data_type", "compute_data_type"):
             if self._kwargs.get(key, NOT_SET) is NOT_SET:
                 self._kwargs[key] = data_type.FLOAT
-        self._wanted: tuple[Sequence[Any] | None, Sequence[Any] | None] = (inputs, outputs)
+        self._io_order: tuple[Sequence[Any] | None, Sequence[Any] | None] = (inputs, outputs)
         self._graph: pygraph | None = None
         self._described: pygraph | None = None  # also after a build that failed
         self._open = False
         self._counters: dict[str, int] = {}
         self._node_names: set[str] = set()
-        self._arrays: dict[int, tuple[Callable[[], Any], Tensor]] = {}  # by id(), good while the reference leads to it
+        self._arrays: dict[
+            int, tuple[Callable[[], Any], Tensor]
+        ] = {}  # by id(), valid while the weak reference is alive
         self._names: dict[str, Tensor] = {}  # canonical names, in order of first use
         self._tensors: dict[Tensor, None] = {}  # every tensor that the user has seen
         self._inputs: list[Tensor] = []
@@ -172,14 +174,14 @@ class Graph(Operations):
         self._open = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         graph = self._built()
         self._open, self._graph = False, None
-        if kind is not None:
+        if error_type is not None:
             return
         self._default_outputs(graph)
         self._default_type(graph)
-        self._order(graph, *self._wanted)
+        self._order(graph, *self._io_order)
         graph.build(self._heuristics)
         self._prepare(graph)
         self._graph = graph
@@ -198,7 +200,7 @@ class Graph(Operations):
 
     @staticmethod
     def _default_outputs(graph: pygraph) -> None:
-        """Without any set_output(True), the first output of every node that nobody consumes."""
+        """Without any set_output(True), marks the first output of every node whose outputs no node consumes."""
         outputs = [tensor for node in graph.nodes for tensor in node.outputs.values()]
         if any(not tensor.is_virtual for tensor in outputs):
             return
@@ -210,10 +212,12 @@ class Graph(Operations):
     def _default_type(self, graph: pygraph) -> None:
         if graph.context.io_data_type is not NOT_SET:
             return
-        given = [t.data_type for t in self._tensors if not t.is_virtual and t.data_type is not NOT_SET]
-        given.sort(key=_INTEGERS.__contains__)  # stable: an index or a mask counts only where there is nothing else
-        if given:
-            graph.context = dataclasses.replace(graph.context, io_data_type=given[0])
+        types = [t.data_type for t in self._tensors if not t.is_virtual and t.data_type is not NOT_SET]
+        types.sort(
+            key=_INTEGERS.__contains__
+        )  # stable sort: integer types, such as those of indices or masks, come last
+        if types:
+            graph.context = dataclasses.replace(graph.context, io_data_type=types[0])
 
     def _prepare(self, graph: pygraph) -> None:
         """Allocates the workspace."""
@@ -226,7 +230,7 @@ class Graph(Operations):
     def set_io_tuples(self, inputs: Sequence[Any] | None = None, outputs: Sequence[Any] | None = None) -> None:
         """Sets the order of positional inputs and of results. Inside the block it takes effect at the block's end."""
         if self._open:
-            self._wanted = (inputs, outputs)
+            self._io_order = (inputs, outputs)
         else:
             self._order(self._built(), inputs, outputs)
 
@@ -243,7 +247,7 @@ class Graph(Operations):
     def _declared(
         self, what: str, keys: Sequence[Any], allowed: Sequence[Tensor], needed: Sequence[Tensor]
     ) -> list[Tensor]:
-        found: list[Tensor] = []
+        order: list[Tensor] = []
         for key in keys:
             tensor = self._find(key)
             if tensor is None or tensor not in allowed:
@@ -252,20 +256,20 @@ class Graph(Operations):
                     ValueError,
                     "Graph",
                     what,
-                    f"{_shown(key)}{why}",
+                    f"{_format_key(key)}{why}",
                     f"one of {self._listing(allowed)}",
                     "use these names",
                 )
-            if tensor in found:
-                raise refused(ValueError, "Graph", what, f"{_shown(key)} twice", "each tensor once", "drop one")
-            found.append(tensor)
-        missing = [tensor for tensor in needed if tensor not in found]
+            if tensor in order:
+                raise refused(ValueError, "Graph", what, f"{_format_key(key)} twice", "each tensor once", "drop one")
+            order.append(tensor)
+        missing = [tensor for tensor in needed if tensor not in order]
         if missing:
             names = self._listing(missing)
             raise refused(
                 ValueError, "Graph", what, f"a list without {names}", f"all {what} of the graph", f"add {names} to it"
             )
-        return found
+        return order
 
     def _listing(self, tensors: Iterable[Tensor]) -> str:
         return ", ".join(repr(self._name(tensor)) for tensor in tensors)
@@ -274,18 +278,18 @@ class Graph(Operations):
         return next((name for name, other in self._names.items() if other is tensor), tensor.name)
 
     def _find(self, key: Any) -> Tensor | None:
-        """The tensor that a key names: a graph tensor, a canonical or assigned name, a uid, an array of the block."""
+        """The tensor of a key: a graph tensor, a canonical or assigned name, a uid, or an array of the block."""
         if isinstance(key, Tensor):
             return key if key in self._tensors else None
         if isinstance(key, str):
-            # A name may be given twice; the later tensor has it.
+            # If two tensors have the same name, the later one is meant.
             assigned = (tensor for tensor in reversed(self._tensors) if tensor.name == key)
             return self._names.get(key) or next(assigned, None)
         if isinstance(key, int):
             return next((tensor for tensor in self._tensors if tensor.uid == key), None)
-        return self._of_array(key)
+        return self._tensor_of_array(key)
 
-    def _of_array(self, array: Any) -> Tensor | None:
+    def _tensor_of_array(self, array: Any) -> Tensor | None:
         reference, tensor = self._arrays.get(id(array), (None, None))
         return tensor if reference is not None and reference() is array else None
 
@@ -298,13 +302,13 @@ class Graph(Operations):
                 "Graph",
                 name,
                 "a call",
-                "operations, tensors and queries: a cudnn.Graph goes through its life cycle by itself",
+                "operations, tensors and queries: a cudnn.Graph runs the build steps automatically",
                 "use cudnn.pygraph for the single steps",
             )
         if not callable(getattr(pygraph, name, None)):
-            alike = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
-            cure = f"write {alike[0]}" if alike else "look at dir(cudnn.Graph())"
-            raise refused(AttributeError, "Graph", "attribute", repr(name), "an operation of cudnn.pygraph", cure)
+            similar = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
+            hint = f"write {similar[0]}" if similar else "look at dir(cudnn.Graph())"
+            raise refused(AttributeError, "Graph", "attribute", repr(name), "an operation of cudnn.pygraph", hint)
         method = getattr(self._built(), name)
         if not self._open:
             raise refused(
@@ -317,7 +321,7 @@ class Graph(Operations):
             )
         return partial(self._make_tensor if name in _TENSOR_METHODS else self._add_node, method)
 
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+    if not TYPE_CHECKING:  # otherwise a type checker accepts any attribute name
         __getattr__ = _operation
 
     def __dir__(self) -> list[str]:
@@ -342,8 +346,8 @@ class Graph(Operations):
         try:
             result = method(*positional, **keyword, name=node)
         except TypeError as error:
-            wrong = misfit(f"{node} ({method.__name__})", method, positional, {**keyword, "name": node})
-            raise wrong or error from None
+            signature_error = misfit(f"{node} ({method.__name__})", method, positional, {**keyword, "name": node})
+            raise signature_error or error from None
         for index, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(tensor, Tensor):
                 self._register(tensor.name or f"{node}::{index}", tensor)
@@ -355,7 +359,7 @@ class Graph(Operations):
             items = [self._argument(f"{name}::{index}", item) for index, item in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         if not isinstance(value, Tensor) and hasattr(value, "__dlpack__"):
-            value = self._of_array(value) or self._from_array(name, value)
+            value = self._tensor_of_array(value) or self._from_array(name, value)
         if isinstance(value, Tensor):
             self._register(name, value)
         return value
@@ -394,11 +398,13 @@ class Graph(Operations):
         if isinstance(handle, str):
             _check_auto(handle)
             handle = default_handle(graph._device())  # pyright: ignore[reportPrivateUsage]
-        pack, made = self._bind(args)
+        pack, allocated = self._bind(args)
         if self._untuned and self._tunable(graph, [workspace, *pack.values()]):
             self._untuned = False
-            none = workspace is None and not self._workspace_alloc  # then the plan may need none either
-            self._autotune(args, self._workspace if none else workspace, handle=handle)
+            pass_none = (
+                workspace is None and not self._workspace_alloc
+            )  # then the tuned plan must not need a workspace either
+            self._autotune(args, self._workspace if pass_none else workspace, handle=handle)
         if workspace is None:
             if self._workspace_size and not self._workspace_alloc:
                 raise refused(
@@ -411,9 +417,9 @@ class Graph(Operations):
                 )
             workspace = self._workspace
         graph.execute(pack, workspace, handle)
-        outputs = list(made.values())
+        outputs = list(allocated.values())
         if len(args) == 1 and isinstance(args[0], dict):
-            args[0].update({self._name(tensor): value for tensor, value in made.items()})
+            args[0].update({self._name(tensor): value for tensor, value in allocated.items()})
             return args[0]  # pyright: ignore[reportUnknownVariableType]
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -427,13 +433,13 @@ class Graph(Operations):
 
     @staticmethod
     def _tunable(graph: pygraph, data: Sequence[Any]) -> bool:
-        """Not while a stream is captured, and not where data are bare addresses, whose size nobody knows."""
+        """Whether a call can tune: not during a stream capture, and not with bare addresses, whose size is unknown."""
         if graph._runs_on_reference():  # pyright: ignore[reportPrivateUsage]
             return False
         return not torch.cuda.is_current_stream_capturing() and not any(isinstance(item, int) for item in data)
 
     def _bind(self, args: Sequence[Any]) -> tuple[dict[Tensor, Any], dict[Tensor, Any]]:
-        """The data of a call by tensor, and those of them that are outputs allocated here."""
+        """The data of a call by tensor, and the outputs among them that were allocated here."""
         if len(args) == 1 and isinstance(args[0], dict):
             return self._by_name(args[0])  # pyright: ignore[reportUnknownArgumentType]
         order = self._inputs if len(args) == len(self._inputs) else self._all_inputs
@@ -443,11 +449,11 @@ class Graph(Operations):
                 ValueError, "Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}", "pass them in order"
             )
         pack = {**self._values, **dict(zip(order, args, strict=True))}
-        made = self._allocate(pack, self._outputs)
-        return {**pack, **made}, made
+        allocated = self._allocate(pack, self._outputs)
+        return {**pack, **allocated}, allocated
 
     def _by_name(self, data: dict[Any, Any]) -> tuple[dict[Tensor, Any], dict[Tensor, Any]]:
-        given: dict[Tensor, Any] = {}
+        data_of: dict[Tensor, Any] = {}
         for key, value in data.items():
             tensor = self._find(key)
             if tensor is None or (tensor not in self._all_inputs and tensor not in self._outputs):
@@ -457,32 +463,32 @@ class Graph(Operations):
                     ValueError,
                     "Graph",
                     "key",
-                    f"{_shown(key)}{why}",
+                    f"{_format_key(key)}{why}",
                     f"{listing}, or their assigned names, uids or tensors",
                     "correct the key",
                 )
-            if tensor in given:
-                got = f"{_shown(key)}, another key for {self._name(tensor)!r}"
+            if tensor in data_of:
+                got = f"{_format_key(key)}, another key for {self._name(tensor)!r}"
                 raise refused(ValueError, "Graph", "key", got, "one key for each tensor", "drop one")
             if value is not None:
-                given[tensor] = value
-        pack = {**self._values, **given}
+                data_of[tensor] = value
+        pack = {**self._values, **data_of}
         missing = [tensor for tensor in self._all_inputs if tensor not in pack]
         if missing:
             names = self._listing(missing)
             raise refused(
                 RuntimeError, "Graph", "inputs", f"no data for {names}", "data for every input", "add it to the dict"
             )
-        made = self._allocate(pack, [tensor for tensor in self._outputs if tensor not in pack])
-        return {**pack, **made}, made
+        allocated = self._allocate(pack, [tensor for tensor in self._outputs if tensor not in pack])
+        return {**pack, **allocated}, allocated
 
     def _allocate(self, pack: Mapping[Tensor, Any], outputs: Sequence[Tensor]) -> dict[Tensor, Any]:
         devices = (_device_of(value) for tensor, value in pack.items() if not tensor.is_pass_by_value)
         device = next(filter(None, devices), self._device)
-        made: dict[Tensor, Any] = {}
+        allocated: dict[Tensor, Any] = {}
         for tensor in outputs:
-            kind = _cudnn_to_torch_data_type(tensor.data_type)
-            if kind is None or tensor.data_type is data_type.FP4_E2M1:
+            dtype = _cudnn_to_torch_data_type(tensor.data_type)
+            if dtype is None or tensor.data_type is data_type.FP4_E2M1:
                 raise refused(
                     NotImplementedError,
                     "Graph",
@@ -491,8 +497,8 @@ class Graph(Operations):
                     "a type of which PyTorch can allocate single elements",
                     "call with a dict that holds memory for this output",
                 )
-            made[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=kind, device=device)
-        return made
+            allocated[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=dtype, device=device)
+        return allocated
 
     # Asking.
     def get_plan_name(self) -> str:
@@ -500,7 +506,7 @@ class Graph(Operations):
         return self._built().get_plan_name()
 
     def get_workspace_size(self) -> int:
-        """Bytes of device memory that a call needs beside the tensors."""
+        """Bytes of device memory that a call needs in addition to the tensors."""
         return self._built().get_workspace_size()
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
@@ -508,7 +514,7 @@ class Graph(Operations):
         return self._built().get_workspace_size_plan_at_index(index)
 
     def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
-        """A copy of the tensor with this uid. RuntimeError where there is none."""
+        """A copy of the tensor with this uid; raises RuntimeError if no tensor has it."""
         return self._built().query_tensor_attributes_of_uid(uid)
 
     def explain(self, narrow: bool = True) -> Explanation:
@@ -550,15 +556,15 @@ class Graph(Operations):
         graph.deserialize(*arguments)
         data = arguments[-1]
         document = json.loads(data if isinstance(data, str) else bytes(data))
-        known = document.get("wrapper", {"names": {}, "values": []})
+        stored = document.get("wrapper", {"names": {}, "values": []})
         tensors = {tensor.uid: tensor for node in graph.nodes for tensor in node.tensors()}
         with refusing("names and values of a cudnn.Graph"):
-            for name, uid in known["names"].items():
+            for name, uid in stored["names"].items():
                 self._register(name, tensors[uid])
-            for uid, number in known["values"]:
-                kind = _cudnn_to_torch_data_type(tensors[uid].data_type)
-                self._values[tensors[uid]] = torch.tensor(number, dtype=kind, device="cpu")
-            order = [conforming(known.get(what), list[int] | None, what) for what in ("inputs", "outputs")]
+            for uid, number in stored["values"]:
+                dtype = _cudnn_to_torch_data_type(tensors[uid].data_type)
+                self._values[tensors[uid]] = torch.tensor(number, dtype=dtype, device="cpu")
+            order = [conforming(stored.get(what), list[int] | None, what) for what in ("inputs", "outputs")]
         for node in graph.nodes:
             for port, tensor in node.inputs.items():
                 self._register(tensor.name or f"{node.name}::{port}", tensor)
@@ -584,20 +590,20 @@ def _check_auto(handle: str) -> None:
 
 
 def _device_of(array: Any) -> Any:
-    """Where an array lies, for PyTorch; None for an address."""
+    """The PyTorch device of an array; None for an address."""
     if _is_torch_tensor(array):
         return array.device
     if not hasattr(array, "__dlpack_device__"):
         return None
-    kind, index = array.__dlpack_device__()
-    return "cpu" if kind == 1 else f"cuda:{index}"
+    device_type, index = array.__dlpack_device__()
+    return "cpu" if device_type == 1 else f"cuda:{index}"
 
 
 def _number(array: Any) -> int | float:
     return (array if _is_torch_tensor(array) else torch.from_dlpack(readable(array))).item()
 
 
-def _shown(key: Any) -> str:
+def _format_key(key: Any) -> str:
     return repr(key) if isinstance(key, (str, int)) else f"a {type(key).__name__}"
 
 
@@ -616,6 +622,6 @@ def get_default_handle(stream: Any = None) -> Handle:
 
 
 def destroy_default_handle() -> None:
-    """Destroys the handles that ``get_default_handle`` gave out; the next call makes a new one."""
+    """Destroys the handles that ``get_default_handle`` returned; its next call creates a new one."""
     while _default:
         destroy_handle(_default.pop())

@@ -143,7 +143,7 @@ def bit_reverse(a: Array, bits: int) -> Array:
 
 
 def find_msb(a: Array, signed: bool, bits: int, shift: bool) -> Array:
-    """bfind: position of the highest bit that differs from the sign; all ones if there is none."""
+    """bfind: position of the highest bit that differs from the sign; all ones without such a bit."""
     value = np.atleast_1d(np.asarray(a))
     if signed:
         value = np.where(value.view(SIGNED[value.dtype.itemsize]) < 0, ~value, value)
@@ -225,27 +225,31 @@ def one(x: Any, lane: int) -> int:
     return int(base[lane] if np.ndim(base) else base) + offset
 
 
-def halves(x: Any, kind: str, count: int) -> Array:
+def halves(x: Any, ptx_type: str, count: int) -> Array:
     """(count, n) float32 of a scalar or packed half register."""
     x = lanes_of(x, count)
-    if kind == "f32x2":
+    if ptx_type == "f32x2":
         return x.view(f32).reshape(-1, 2)
     bits = x.view(u16).reshape(count, -1)
-    return N.bf16_to_f32(bits) if kind.startswith("bf16") else N.f16_to_f32(bits)
+    return N.bf16_to_f32(bits) if ptx_type.startswith("bf16") else N.f16_to_f32(bits)
 
 
 def half_op(
-    m: Any, op: str, kind: str, relu: bool, nan: bool, rounding: str, flush: bool, d: Array, *sources: Any
+    m: Any, op: str, ptx_type: str, relu: bool, nan: bool, rounding: str, flush: bool, d: Array, *sources: Any
 ) -> None:
     """add, sub, mul, fma, min, max, neg, abs on f16, bf16, their pairs, and f32x2."""
     count = d.shape[0]
-    v = [halves(x, kind, count) for x in sources]
-    flush = flush and kind in ("f32x2", "bf16", "bf16x2")  # exp2 of a subnormal half is 1, and no result is subnormal
+    v = [halves(x, ptx_type, count) for x in sources]
+    flush = flush and ptx_type in (
+        "f32x2",
+        "bf16",
+        "bf16x2",
+    )  # exp2 of a subnormal half is 1, and no result is subnormal
     if flush:
         v = [N.flush(x) for x in v]
     if rounding:
         result = N.directed(op, rounding, *v)
-    elif op == "fma" and kind.startswith("f16"):  # float64 holds the sum exactly enough to be rounded to half once
+    elif op == "fma" and ptx_type.startswith("f16"):  # float64 holds the sum exactly enough to be rounded to half once
         result = (v[0].astype(f64) * v[1] + v[2]).astype(np.float16).astype(f32)
     elif op == "fma":
         result = N.fma_f32(v[0], v[1], v[2])
@@ -266,18 +270,18 @@ def half_op(
     where = m if m is True else m[:, None]
     if flush:
         result = N.flush(result)
-    if kind == "f32x2":
+    if ptx_type == "f32x2":
         put(where, d.view(f32).reshape(-1, 2), result)
         return
-    bits = N.f32_to_bf16(result) if kind.startswith("bf16") else N.f32_to_f16(result)
+    bits = N.f32_to_bf16(result) if ptx_type.startswith("bf16") else N.f32_to_f16(result)
     put(where, d.view(u16).reshape(count, -1), bits)
 
 
-def mixed(op: str, kinds: list[str], count: int, *sources: Any) -> Array:
+def mixed(op: str, ptx_types: list[str], count: int, *sources: Any) -> Array:
     """add/sub/fma.rn.f32.{bf16,f16}: the narrow sources widen exactly, one rounding at the end."""
     v = [
         np.asarray(x).view(f32) if k == "f32" else halves(x, k, count)[:, 0]
-        for x, k in zip(sources, kinds, strict=True)
+        for x, k in zip(sources, ptx_types, strict=True)
     ]
     return {"fma": N.fma_f32, "add": np.add, "sub": np.subtract}[op](*v)
 

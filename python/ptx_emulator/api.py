@@ -87,14 +87,14 @@ def run(
         scheduler: "lowest-pc", "random" (a random warp at a time) or "lazy" (asynchronous work completes as late as
             possible).
         seed: For the schedulers "random" and "lazy".
-        multiprocessors: How many blocks of a kernel with cluster launch control are resident. The others are handed
-            out, or start when those end.
+        multiprocessors: Number of resident blocks of a kernel with cluster launch control. `try_cancel` assigns the
+            others to resident blocks, or they start when those end.
         load_waits: False: with `races`, a register of `tcgen05.ld` may be used without `tcgen05.wait::ld`; its first
             use counts as the wait.
         memory: More arrays that the kernel may access.
 
     Raises:
-        Fault: the kernel did something that PTX forbids. The subclass says what.
+        Fault: the kernel violated a rule of PTX; the subclass names the rule.
         UnsupportedPTX: the emulator does not know an instruction or one of its forms.
         ValueError, TypeError: the arguments do not fit the kernel's parameters.
     """
@@ -124,13 +124,13 @@ def emulate(
 
     Plain `cute.compile` and `--enable-tvm-ffi` both work. A kernel compiled inside one block may be called inside a
     later one. The block belongs to the thread that entered it (to its context, in the sense of `contextvars`); other
-    threads may be in blocks of their own, of any architecture, at the same time.
+    threads can be in separate blocks, of any architecture, at the same time.
 
     Args:
         arch: What the DSL compiles for: "sm_90a" or "sm_100a".
         races, scheduler, seed: As for `run`.
-        multiprocessors: How many multiprocessors the kernel's host code sees. With cluster launch control, as many
-            blocks are resident.
+        multiprocessors: Number of SMs that the kernel's host code sees. With cluster launch control it is also the
+            number of resident blocks.
         load_waits: False lets a kernel leave the wait for `tcgen05.ld` to the compiler that comes after PTX, as some of
             NVIDIA's kernels do.
         memory: Arrays that kernels may access besides the storages of all live CPU tensors.
@@ -139,8 +139,8 @@ def emulate(
         A `Report`, to which every launch is added.
 
     Raises:
-        Fault: a kernel did something that PTX forbids. It is raised by the call that launched the kernel, or at the end
-            of the block where that call was made on the bare TVM-FFI function.
+        Fault: a kernel violated a rule of PTX. The call that launched the kernel raises it; for a call of the bare
+            TVM-FFI function, the end of the block raises it.
         ValueError: no such architecture or scheduler.
         EmulatorError: the thread is inside such a block already.
     """

@@ -1,4 +1,4 @@
-"""Work that completes later: copy groups, and the queues of the lazy scheduler."""
+"""Asynchronous operations: copy groups, and the queues of the lazy scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ptx_emulator.alu import UINT, at
 from ptx_emulator.errors import Fault, Misaligned
-from ptx_emulator.memory import Place, combine
+from ptx_emulator.memory import AddressOperand, combine
 from ptx_emulator.numerics import Array
 from ptx_emulator.race import ATOMIC, Issue
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Queues:
-    """Eager: an operation runs when issued. Lazy: when nothing else can, in random order; each queue is in order."""
+    """Eager: operations run when issued. Lazy: when no thread can run, in random order; each queue is in order."""
 
     def __init__(self, lazy: bool, seed: int) -> None:
         self.lazy = lazy
@@ -31,7 +31,7 @@ class Queues:
         self.count = 0
 
     def issue(self, queue: Hashable, operation: Callable[[], None]) -> None:
-        """`queue` None: no order with anything else."""
+        """`queue` None: unordered with other operations."""
         if not self.lazy:
             operation()
             return
@@ -57,7 +57,7 @@ class Queues:
 
 @dataclass
 class Group:
-    """One pending operation of a commit group: lanes, the group number of each, and how to run a part of them."""
+    """One pending operation of a commit group: lanes, the group index of each, and a function that runs some lanes."""
 
     lanes: Array
     numbers: Array
@@ -69,50 +69,50 @@ class AsyncCopies:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.committed = {kind: np.zeros(machine.count, np.int64) for kind in ("cp.async", "bulk")}
+        self.committed = {mechanism: np.zeros(machine.count, np.int64) for mechanism in ("cp.async", "bulk")}
         self.pending: dict[str, list[Group]] = {"cp.async": [], "bulk": []}
         # Groups of bulk copies whose source has been waited for, and that must be waited for before the block ends.
         self.waited, self.reading = (np.zeros(machine.count, np.int64), np.zeros(machine.count, np.int64))
 
-    def add(self, kind: str, lanes: Array, run: Callable[[Array], None]) -> None:
-        if kind == "bulk":
-            self.reading[lanes] = self.committed[kind][lanes] + 1
+    def add(self, mechanism: str, lanes: Array, run: Callable[[Array], None]) -> None:
+        if mechanism == "bulk":
+            self.reading[lanes] = self.committed[mechanism][lanes] + 1
         if self.machine.queues.lazy:
-            self.pending[kind].append(Group(lanes, self.committed[kind][lanes], run))
+            self.pending[mechanism].append(Group(lanes, self.committed[mechanism][lanes], run))
         else:
             run(np.arange(len(lanes)))
 
-    def component(self, kind: str, what: str, lane: int) -> int:
-        thread = lane >> 5 if kind == "cp.async" else lane
+    def component(self, mechanism: str, what: str, lane: int) -> int:
+        thread = lane >> 5 if mechanism == "cp.async" else lane
         return self.machine.race.component(
-            (kind, what, thread), f"{kind} ({what}s) of {self.machine.warp_name(lane >> 5)}"
+            (mechanism, what, thread), f"{mechanism} ({what}s) of {self.machine.warp_name(lane >> 5)}"
         )
 
-    def epoch(self, kind: str, lane: int) -> int:
-        return int(self.committed[kind][lane]) + 1
+    def epoch(self, mechanism: str, lane: int) -> int:
+        return int(self.committed[mechanism][lane]) + 1
 
-    def commit(self, site: int, m: Any, kind: str) -> None:
-        self.committed[kind][self.machine.lanes(m)] += 1
+    def commit(self, site: int, m: Any, mechanism: str) -> None:
+        self.committed[mechanism][self.machine.lanes(m)] += 1
 
-    def wait(self, site: int, m: Any, kind: str, left: int, full: bool) -> None:
+    def wait(self, site: int, m: Any, mechanism: str, left: int, full: bool) -> None:
         machine = self.machine
         lanes = machine.lanes(m)
         limits = np.full(machine.count, -1, np.int64)
-        limits[lanes] = self.committed[kind][lanes] - left
-        self._run(kind, limits)
-        if kind == "bulk":
+        limits[lanes] = self.committed[mechanism][lanes] - left
+        self._run(mechanism, limits)
+        if mechanism == "bulk":
             self.waited[lanes] = np.maximum(self.waited[lanes], limits[lanes])
         if not machine.race.on:
             return
-        for lane in lanes.tolist() if kind == "bulk" else np.unique(lanes >> 5 << 5).tolist():
+        for lane in lanes.tolist() if mechanism == "bulk" else np.unique(lanes >> 5 << 5).tolist():
             for what in ("read", "write") if full else ("read",):
-                if (kind, what, lane if kind == "bulk" else lane >> 5) in machine.race.components:
-                    component = self.component(kind, what, lane)
+                if (mechanism, what, lane if mechanism == "bulk" else lane >> 5) in machine.race.components:
+                    component = self.component(mechanism, what, lane)
                     machine.race.learn(np.array([lane >> 5]), component, int(limits[lane]))
 
-    def _run(self, kind: str, limits: Array) -> None:
+    def _run(self, mechanism: str, limits: Array) -> None:
         left = []
-        for group in self.pending[kind]:
+        for group in self.pending[mechanism]:
             due = group.numbers < limits[group.lanes]
             if due.any():
                 group.run(np.flatnonzero(due))
@@ -120,11 +120,11 @@ class AsyncCopies:
                     continue
                 group.numbers = np.where(due, np.int64(1) << 60, group.numbers)
             left.append(group)
-        self.pending[kind] = left
+        self.pending[mechanism] = left
 
     def drain(self) -> None:
-        for kind in self.pending:
-            self._run(kind, np.full(self.machine.count, np.int64(1) << 59))
+        for mechanism in self.pending:
+            self._run(mechanism, np.full(self.machine.count, np.int64(1) << 59))
 
     def check_exit(self, lanes: Array) -> None:
         left = lanes[self.reading[lanes] > self.waited[lanes]]
@@ -134,29 +134,29 @@ class AsyncCopies:
                 left,
             )
 
-    def mbarrier_arrive(self, site: int, m: Any, barrier: Place, no_increment: bool) -> None:
-        """Arrives when the thread's earlier cp.async are done. Without .noinc the pending count first grows by one."""
+    def mbarrier_arrive(self, site: int, m: Any, barrier: AddressOperand, no_increment: bool) -> None:
+        """Arrives when the thread's earlier cp.async complete. Without .noinc it first increments the pending count."""
         machine, sync = self.machine, self.machine.sync
-        lanes, places = sync.places(site, m, barrier)
+        lanes, addresses = sync.barrier_addresses(site, m, barrier)
         if not no_increment:
-            for place in places.tolist():
-                sync.get(place, site).pending += 1
+            for address in addresses.tolist():
+                sync.get(address, site).pending += 1
 
         def finish() -> None:
             everything = np.full(machine.count, -1, np.int64)
             everything[lanes] = np.int64(1) << 59
             self._run("cp.async", everything)
-            for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+            for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
                 known = None
                 if machine.race.on:
                     component = self.component("cp.async", "write", lane)
                     known = machine.race.empty()
                     known[0, component] = self.epoch("cp.async", lane)  # a write of the generic proxy
-                sync.agent_arrive(place, site, known, None)
+                sync.agent_arrive(address, site, known, None)
 
         machine.queues.issue(None, finish)
 
-    def copy(self, site: int, m: Any, target: Place, source: Place, size: int, valid: Any) -> None:
+    def copy(self, site: int, m: Any, target: AddressOperand, source: AddressOperand, size: int, valid: Any) -> None:
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         lanes = machine.lanes(m)
         to = memory.physical(lanes, target, size, site)
@@ -187,32 +187,43 @@ class AsyncCopies:
             bytes_, first_byte = memory.array("global", 1)
             for one in ragged.tolist():
                 start, rest = int(amount[one]) // unit * unit, int(amount[one]) % unit
-                place, here = (int(to[one]) + start, int(origin[one]) + start - first_byte)
-                memory.shared[place : place + rest] = bytes_[here : here + rest]
+                address, here = (int(to[one]) + start, int(origin[one]) + start - first_byte)
+                memory.shared[address : address + rest] = bytes_[here : here + rest]
 
         self.add("cp.async", lanes, run)
 
     def remote(
-        self, site: int, m: Any, op: str, kind: str, size: int, target: Place, values: list[Any], barrier: Place
+        self,
+        site: int,
+        m: Any,
+        op: str,
+        ptx_type: str,
+        size: int,
+        target: AddressOperand,
+        values: list[Any],
+        barrier: AddressOperand,
     ) -> None:
         """st.async and, with an `op`, red.async: the bytes complete on an mbarrier of the block they go to."""
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         lanes, total = machine.lanes(m), size * len(values)
-        places, signals = (memory.physical(lanes, target, total, site), machine.sync.places(site, m, barrier)[1])
-        if (places % total).any() or (places >> 24 != signals >> 24).any():
+        addresses, signals = (
+            memory.physical(lanes, target, total, site),
+            machine.sync.barrier_addresses(site, m, barrier)[1],
+        )
+        if (addresses % total).any() or (addresses >> 24 != signals >> 24).any():
             raise Misaligned(
                 f"{total} bytes to a misaligned address or to another block than their mbarrier", lanes, site
             )
         data = np.stack([at(v, lanes).astype(UINT[8 * size]) for v in values], 1)
 
-        def run(place: int, signal: int, new: Array, issue: Issue | None) -> None:
+        def run(address: int, signal: int, new: Array, issue: Issue | None) -> None:
             if issue is not None:
                 completion, flags = machine.sync.completion(signal, site), ATOMIC if op else 0
-                memory.touched_by_agent(site, np.array([place]), total, issue, *completion, True, flags)
-            view = memory.views[size][place // size : place // size + len(values)]
-            view[:] = combine(op, kind, view.copy(), new) if op else new
+                memory.touched_by_agent(site, np.array([address]), total, issue, *completion, True, flags)
+            view = memory.views[size][address // size : address // size + len(values)]
+            view[:] = combine(op, ptx_type, view.copy(), new) if op else new
             machine.sync.complete(signal, total, site, issue)
             machine.event += 1
 
-        for lane, place, signal, new in zip(lanes.tolist(), places.tolist(), signals.tolist(), data, strict=True):
-            machine.queues.issue(None, partial(run, place, signal, new, race.issue(lane)))
+        for lane, address, signal, new in zip(lanes.tolist(), addresses.tolist(), signals.tolist(), data, strict=True):
+            machine.queues.issue(None, partial(run, address, signal, new, race.issue(lane)))

@@ -1,4 +1,4 @@
-"""Products of tiles are too small to be shared among threads: NumPy's BLAS would spend its time in handing them out."""
+"""Limits NumPy's BLAS to one thread: the GEMMs of tiles are too small for its thread pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from threadpoolctl import ThreadpoolController
 
 _lock = threading.Lock()
-_inside: list[Any] = []  # a limit for each thread that is within the block
+_inside: list[Any] = []  # one limit per thread inside the block
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def _controller() -> ThreadpoolController:
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Within the block, and as long as another thread is within one, NumPy's BLAS runs on the thread that calls it."""
+    """Inside the block, and while another thread is inside one, NumPy's BLAS runs on the calling thread."""
     with _lock:
         _inside.append(_inside[0] if _inside else _controller().limit(limits=1, user_api="blas"))
     try:

@@ -1,4 +1,4 @@
-"""What the emulator raises. Every fault of a kernel is a `Fault` that names the PTX line, the block and the lanes."""
+"""Exceptions of the emulator. Every fault of a kernel is a `Fault` that names the PTX line, the block and the lanes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class EmulatorError(RuntimeError):
 
 
 class UnsupportedPTX(EmulatorError, NotImplementedError):  # noqa: N818
-    """An opcode, modifier, descriptor bit or tensor-map bit that the emulator does not know."""
+    """An opcode, modifier, descriptor bit or tensor-map bit that the emulator does not support."""
 
 
 class Fault(EmulatorError):  # noqa: N818
-    """The kernel did something that PTX forbids.
+    """The kernel violated a rule of PTX.
 
-    `lanes` are indices into the machine's lane axis; the machine adds the place (`where`) before the fault leaves it.
+    `lanes` are indices into the machine's lane axis. The machine sets the location (`where`) before it reraises.
     """
 
     def __init__(self, message: str, lanes: Iterable[Any] = (), site: int | None = None) -> None:
@@ -44,7 +44,7 @@ class UninitializedRead(Fault):
 
 
 class Deadlock(Fault):
-    """No thread can go on. The message lists every waiting group and every barrier."""
+    """No thread can make progress. The message lists every waiting group and every barrier."""
 
 
 class BarrierError(Fault):
@@ -52,7 +52,7 @@ class BarrierError(Fault):
 
 
 class CollectiveError(Fault):
-    """A warp- or warpgroup-wide instruction executed by a part of it."""
+    """A warp- or warpgroup-wide instruction executed by only some of its lanes."""
 
 
 class TensorMemoryError(Fault):
@@ -60,4 +60,4 @@ class TensorMemoryError(Fault):
 
 
 class RaceError(Fault):
-    """Two conflicting accesses that no chain of synchronisation orders."""
+    """Two conflicting accesses that synchronization does not order."""

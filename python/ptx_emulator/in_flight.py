@@ -1,4 +1,4 @@
-"""Registers that `wgmma` or `tcgen05.ld` still hold, at the instructions that may touch one too early."""
+"""Registers that an asynchronous `wgmma` or `tcgen05.ld` still uses, checked at instructions that access them."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ _WHY = {
 
 
 class Registers:
-    """By warp and number of a register: the group or load that holds it last, and of each warp what has completed."""
+    """Per warp and register, the last group or load that uses it; per warp, the groups and loads that completed."""
 
     def __init__(self, machine: Machine, load_waits: bool) -> None:
         self.machine, self.load_waits = machine, load_waits
         self.names = list(machine.program.in_flight.numbers)
         warps = machine.count // 32
-        self.kind = np.array([LOAD if role == LOADED else WGMMA for _, role in self.names])
+        self.source = np.array([LOAD if role == LOADED else WGMMA for _, role in self.names])
         self.held = np.zeros((warps, len(self.names)), np.int64)
         self.by = np.zeros((warps, len(self.names)), np.int32)
         self.issued, self.done = np.zeros((warps, 2), np.int64), np.zeros((warps, 2), np.int64)
 
-    def hold(self, site: int, m: Any, numbers: Array) -> None:
+    def hold(self, site: int, m: Any, registers: Array) -> None:
         """A `wgmma` of the group that is next to be committed, or a load."""
-        place, kind = np.ix_(self.machine.race.warps_of(m), numbers), int(self.kind[numbers[0]])
-        if kind == LOAD:
-            self.issued[place[0], LOAD] += 1
-        self.held[place] = self.issued[place[0], kind] + (kind == WGMMA)
-        self.by[place] = site
+        entries, source = np.ix_(self.machine.race.warps_of(m), registers), int(self.source[registers[0]])
+        if source == LOAD:
+            self.issued[entries[0], LOAD] += 1
+        self.held[entries] = self.issued[entries[0], source] + (source == WGMMA)
+        self.by[entries] = site
 
     def commit(self, m: Any) -> None:
         self.issued[self.machine.race.warps_of(m), WGMMA] += 1
 
-    def wait(self, m: Any, kind: int, left: int) -> None:
+    def wait(self, m: Any, source: int, left: int) -> None:
         warps = self.machine.race.warps_of(m)
-        self.done[warps, kind] = np.maximum(self.done[warps, kind], self.issued[warps, kind] - left)
+        self.done[warps, source] = np.maximum(self.done[warps, source], self.issued[warps, source] - left)
 
     def move(self, m: Any, targets: Array, sources: Array) -> None:
         warps = self.machine.race.warps_of(m)
         last = sources[self.held[np.ix_(warps, sources)].argmax(1)]
-        place = np.ix_(warps, targets)
-        self.held[place], self.by[place] = self.held[warps, last][:, None], self.by[warps, last][:, None]
+        entries = np.ix_(warps, targets)
+        self.held[entries], self.by[entries] = self.held[warps, last][:, None], self.by[warps, last][:, None]
 
-    def touch(self, site: int, m: Any, numbers: Array) -> None:
+    def touch(self, site: int, m: Any, registers: Array) -> None:
         warps = self.machine.race.warps_of(m)
-        place = np.ix_(warps, numbers)
-        early = self.held[place] > self.done[warps][:, self.kind[numbers]]
+        entries = np.ix_(warps, registers)
+        early = self.held[entries] > self.done[warps][:, self.source[registers]]
         if not early.any():
             return
         row, column = (int(x[0]) for x in np.nonzero(early))
-        warp, number = int(warps[row]), int(numbers[column])
+        warp, number = int(warps[row]), int(registers[column])
         (name, role), other = self.names[number], int(self.by[warp, number])
         text = f"{name} is used while {self.machine.describe_site(other)} still {_WHY[role]}"
         if role != LOADED or self.load_waits:
             raise RaceError(text, range(warp * 32, warp * 32 + 32), site)
         self.machine.report.warn(f"{self.machine.describe_site(site)}: {text}")
-        self.done[warps, LOAD] = np.maximum(self.done[warps, LOAD], np.where(early, self.held[place], 0).max(1))
+        self.done[warps, LOAD] = np.maximum(self.done[warps, LOAD], np.where(early, self.held[entries], 0).max(1))
         self.machine.tensor.loaded(warps, self.done[warps, LOAD])

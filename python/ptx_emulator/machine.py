@@ -37,9 +37,9 @@ from ptx_emulator.tma import TMA
 
 Dim3 = tuple[int, int, int]
 SCHEDULERS = ("lowest-pc", "random", "lazy")
-WAVE = 256  # blocks resident at a time
+WAVE = 256  # resident blocks
 GRID_LIMIT = ((1 << 31) - 1, 65_535, 65_535)  # blocks by dimension
-IDLE_LIMIT = 200_000  # steps without any effect that another thread could see
+IDLE_LIMIT = 200_000  # steps without an effect that other threads can observe
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Machine:
     ) -> None:
         self.program, self.report = program, launch
         grid, block, cluster = launch.grid, launch.block, launch.cluster
-        # Clusters of the grid: resident here; not started; and started where a resident one ended, to run afterwards.
+        # Clusters of the grid: resident; not started; and started in place of one that ended, to run afterwards.
         self.clusters, self.waiting, self.started = np.array(clusters), waiting, deque[int]()
         self.cluster_size = cluster[0] * cluster[1] * cluster[2]
         self.blocks = blocks = len(clusters) * self.cluster_size
@@ -116,7 +116,7 @@ class Machine:
         self.executed = np.zeros(len(program.blocks), np.int64)
 
     def hand_out(self) -> tuple[int, int, int] | None:
-        """Cluster launch control: the first block of a cluster that has not started and now never will."""
+        """Cluster launch control: takes a cluster that has not started; returns its first block, None without one."""
         if not self.waiting:
             return None
         self.waiting.rotate(0 if self.scheduler == "lowest-pc" else self.random.randrange(len(self.waiting)))
@@ -169,8 +169,8 @@ class Machine:
         lane = warp * 32
         return f"warp {lane % self.lane_stride // 32} of {self.block_name(lane // self.lane_stride)}"
 
-    def shared_name(self, place: int) -> str:
-        return f"+{place & 0xFFFFFF:#x} of {self.block_name(place >> 24)}"
+    def shared_name(self, address: int) -> str:
+        return f"+{address & 0xFFFFFF:#x} of {self.block_name(address >> 24)}"
 
     def place(self, shadow: Shadow, granule: int) -> str:
         memory = self.memory
@@ -216,7 +216,7 @@ class Machine:
         before = self.running.reshape(-1, self.cluster_size).any(1)
         np.add.at(self.running, self.block_of[lanes], -1)
         for _ in range(int((before & ~self.running.reshape(-1, self.cluster_size).any(1)).sum())):
-            if self.waiting:  # its place is free for the next cluster
+            if self.waiting:  # its resources are free for the next cluster
                 self.started.append(self.waiting.popleft())
         self.sync.check_clusters()
         self.event += 1
@@ -263,7 +263,7 @@ class Machine:
         return block, ready & np.repeat(chosen, unit)
 
     def run(self) -> None:
-        """Runs until every thread has left."""
+        """Runs until every thread has exited."""
         pick = self.pick_random if self.scheduler == "random" else self.pick_lowest
         self.spins: dict[int, int] = {}
         self.polls: dict[int, Array] = {}
@@ -338,7 +338,7 @@ class Machine:
             self.sleeping.append((following, inner))
 
     def wake(self) -> None:
-        """Threads that sleep go on, when no other one can: they may wait for memory that another launch writes."""
+        """Resumes sleeping threads when no other can run: they may wait for memory that another launch writes."""
         time.sleep(1e-3)
         self.event += 1
         for block, mask in self.sleeping:
@@ -355,7 +355,7 @@ class Machine:
         self.blocked[block] = (self.event, held | waiting if event == self.event else waiting)
 
     def poll(self, block: int, mask: Array, ready: Array, predicate: Array) -> None:
-        """A bare try_wait: it may come back with false, so it holds its lanes only while there is other work."""
+        """A single try_wait, which may return false: it blocks its lanes only while other work exists."""
         predicate[ready] = True
         self.schedule(block + 1, ready)
         waiting = mask & ~ready
@@ -444,7 +444,7 @@ def execute(
 ) -> Launch:
     """Runs one launch, in waves of whole clusters, and adds it to `report`.
 
-    With cluster launch control a wave is as many blocks as there are multiprocessors: the others wait to be handed out.
+    With cluster launch control a wave has one block per SM; `try_cancel` assigns the others to running blocks.
     """
     program = load(text, entry)
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
@@ -452,7 +452,9 @@ def execute(
     if any(g > limit for g, limit in zip(grid, GRID_LIMIT, strict=True)):
         raise EmulatorError(f"grid {grid} is beyond what CUDA allows: {GRID_LIMIT}")
     launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared.bytes)
-    launch.warnings = [] if options.races else program.warnings()  # with races on, what does happen is reported
+    launch.warnings = (
+        [] if options.races else program.warnings()
+    )  # with race detection, actual uses are reported instead
     report.launches.append(launch)
     parameters, keep = parameter_buffer(program, values)
     size = cluster[0] * cluster[1] * cluster[2]

@@ -13,7 +13,7 @@ from ptx_emulator.memory import Memory
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, to_f32
 from ptx_emulator.tensormap import NONE, SW32, SW64, SW128, SW128_ATOM32, swizzle
 
-Touch = Callable[[Array], None]  # tells the race detector the addresses of 16-byte chunks
+Touch = Callable[[Array], None]  # reports the addresses of 16-byte chunks to the race detector
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def read_rows(
 ) -> Array:
     """(rows, chunks of 16 bytes); `touch` gets their addresses."""
     offsets = chunk_offsets(rows, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride)
-    place = swizzle(descriptor.start + offsets, descriptor.mode)
-    if int(place.max()) + 16 > memory.shared_end:
+    addresses = swizzle(descriptor.start + offsets, descriptor.mode)
+    if int(addresses.max()) + 16 > memory.shared_end:
         raise OutOfBounds(
-            f"matrix operand reaches shared +{int(place.max()) + 16:#x} of {memory.shared_end:#x}", [], site
+            f"matrix operand reaches shared +{int(addresses.max()) + 16:#x} of {memory.shared_end:#x}", [], site
         )
-    place = place + (block << 24)
-    touch(place.reshape(-1))
-    return np.ascontiguousarray(memory.chunks[place >> 4])
+    addresses = addresses + (block << 24)
+    touch(addresses.reshape(-1))
+    return np.ascontiguousarray(memory.chunks[addresses >> 4])
 
 
 def read(
@@ -104,14 +104,14 @@ def read(
     descriptor: Descriptor,
     rows: int,
     k: int,
-    kind: str,
+    ptx_type: str,
     k_major: bool,
     site: int,
     touch: Touch,
     packed_fp4: bool = False,
 ) -> Array:
     """The (rows, k) operand as float32."""
-    element = ELEMENT_BYTES[kind]
+    element = ELEMENT_BYTES[ptx_type]
     rows, extent = (rows, k) if k_major else (k, rows)
     chunks = extent // 32 if packed_fp4 else extent * element // 16
     data = read_rows(memory, block, descriptor, rows, chunks, site, touch, k_major)
@@ -119,9 +119,9 @@ def read(
     if packed_fp4:
         raw = data.view(np.uint8)
         codes = np.stack([raw & 15, raw >> 4], -1).reshape(len(data), -1)
-    elif kind in ("e2m1", "e2m3", "e3m2"):
-        codes = unpack_padded(data, 4 if kind == "e2m1" else 6)
+    elif ptx_type in ("e2m1", "e2m3", "e3m2"):
+        codes = unpack_padded(data, 4 if ptx_type == "e2m1" else 6)
     else:
         codes = data.view(UNSIGNED[element])
-    values = to_f32(codes, kind)
+    values = to_f32(codes, ptx_type)
     return values if k_major else values.T

@@ -26,7 +26,7 @@ from ptx_emulator.race import ASYNC, ATOMIC, Issue, Shadow
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
-Place = tuple[Any, int]  # an address operand: base register and byte offset
+AddressOperand = tuple[Any, int]  # an address operand: base register and byte offset
 SHARED_STRIDE = 1 << 24
 WINDOWS = {"shared": 1 << 60, "local": 1 << 61}  # generic addresses of other than global memory
 _FIRST_ADDRESS = 4096
@@ -61,7 +61,7 @@ def torch_storages() -> set[tuple[int, int]]:
         return set()
     kinds, new = {torch.Tensor}, [torch.Tensor]
     while new:
-        new = [k for kind in new for k in kind.__subclasses__()]
+        new = [k for ptx_type in new for k in ptx_type.__subclasses__()]
         kinds.update(new)
     # An object refers to its type. A list of all objects would hold those that other threads are just building, and a
     # tuple that is referred to from elsewhere cannot grow.
@@ -132,7 +132,7 @@ class Memory:
         self.shared = np.frombuffer(mmap.mmap(-1, blocks * SHARED_STRIDE, mmap.MAP_PRIVATE), u8)
         self.chunks = self.shared.view(np.complex128)  # 16 bytes each
         self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
-        for block in range(blocks):  # NaN in every format, so that uninitialised reads show
+        for block in range(blocks):  # NaN in every format, which makes uninitialized reads visible
             self.shared[block * SHARED_STRIDE : block * SHARED_STRIDE + self.shared_end] = 0xFF
         self.local_bytes = -(-machine.program.kernel.local.bytes // 16) * 16
         self.local = np.full(machine.count * self.local_bytes, 0xFF, u8)
@@ -145,37 +145,43 @@ class Memory:
 
     # -- address spaces
     def check_global(self, address: Array, size: int, lanes: Array, site: int, what: str = "global access") -> Array:
-        """Index of the range that holds each access."""
-        found = np.searchsorted(self.first, address, side="right") - 1
-        bad = (found < 0) | (address + size > self.last[np.maximum(found, 0)]) if len(self.first) else address >= 0
+        """Index of the range that contains each access."""
+        range_index = np.searchsorted(self.first, address, side="right") - 1
+        bad = (
+            (range_index < 0) | (address + size > self.last[np.maximum(range_index, 0)])
+            if len(self.first)
+            else address >= 0
+        )
         if bad.any():
             one = int(np.flatnonzero(bad)[0])
-            place = int(address[one])
+            first_bad = int(address[one])
             near = [
                 f"{int(a):#x}..{int(b):#x}"
                 for a, b in zip(self.first, self.last, strict=True)
-                if min(abs(int(a) - place), abs(int(b) - place)) < 1 << 24
+                if min(abs(int(a) - first_bad), abs(int(b) - first_bad)) < 1 << 24
             ][:3]
             raise OutOfBounds(
-                f"{what} out of bounds: {size} bytes at {place:#x}, {int(bad.sum())} of {len(address)}; "
+                f"{what} out of bounds: {size} bytes at {first_bad:#x}, {int(bad.sum())} of {len(address)}; "
                 f"allocations nearby: {', '.join(near) or 'none'}",
                 lanes[bad] if len(lanes) == len(bad) else lanes,
                 site,
             )
-        return found
+        return range_index
 
-    def physical(self, lanes: Array, place: Place, size: int, site: int) -> Array:
+    def physical(self, lanes: Array, operand: AddressOperand, size: int, site: int) -> Array:
         """Physical shared addresses of `lanes`, checked."""
-        address = at(place, lanes)
-        return self._physical(lanes, address & 0xFFFFFFFF if np.asarray(place[0]).dtype == u64 else address, size, site)
+        address = at(operand, lanes)
+        return self._physical(
+            lanes, address & 0xFFFFFFFF if np.asarray(operand[0]).dtype == u64 else address, size, site
+        )
 
     def _physical(self, lanes: Array, address: Array, size: int, site: int) -> Array:
-        place, rank = address & 0xFFFFFF, address >> 24
-        bad = (place + size > self.shared_end) | (rank < 0) | (rank >= self.machine.cluster_size)
+        offset, rank = address & 0xFFFFFF, address >> 24
+        bad = (offset + size > self.shared_end) | (rank < 0) | (rank >= self.machine.cluster_size)
         if bad.any():
             one = int(np.flatnonzero(bad)[0])
             raise OutOfBounds(
-                f"shared access out of bounds: {size} bytes at +{int(place[one]):#x} of rank {int(rank[one])}; the "
+                f"shared access out of bounds: {size} bytes at +{int(offset[one]):#x} of rank {int(rank[one])}; the "
                 f"block has {self.shared_end} bytes, the cluster {self.machine.cluster_size} blocks",
                 lanes[bad],
                 site,
@@ -187,14 +193,16 @@ class Memory:
             raise Fault(f"access to shared memory of {name}, which has ended", lanes[gone], site)
         return physical
 
-    def resolve(self, m: Any, space: str, place: Place, size: int, site: int) -> list[tuple[str, Array, Array]]:
-        """(space, lanes, physical addresses); generic addresses may fall into several spaces."""
+    def resolve(
+        self, m: Any, space: str, operand: AddressOperand, size: int, site: int
+    ) -> list[tuple[str, Array, Array]]:
+        """(space, lanes, physical addresses); generic addresses can belong to several spaces."""
         lanes = self.machine.lanes(m)
         if not len(lanes):
             return []
         if space == "shared":
-            return [(space, lanes, self.physical(lanes, place, size, site))]
-        address = at(place, lanes)
+            return [(space, lanes, self.physical(lanes, operand, size, site))]
+        address = at(operand, lanes)
         checks = {"shared": self._physical, "local": self._local, "global": self._global}
         if space != "generic":
             return [(space, lanes, checks[space](lanes, address, size, site))]
@@ -228,10 +236,10 @@ class Memory:
 
     # -- loads and stores
     def _access(
-        self, site: int, m: Any, what: str, space: str, place: Place, total: int, order: str
+        self, site: int, m: Any, what: str, space: str, operand: AddressOperand, total: int, order: str
     ) -> Iterator[tuple[str, Array, Array]]:
-        """(space, lanes, addresses), checked and accounted for."""
-        for where, lanes, address in self.resolve(m, space, place, total, site):
+        """(space, lanes, addresses), checked, counted and recorded for race detection."""
+        for where, lanes, address in self.resolve(m, space, operand, total, site):
             self._aligned(address, total, lanes, where, site)
             self.report.count_bytes(f"{where} {what}", len(lanes) * total)
             if self.machine.race.on and where != "local":
@@ -243,9 +251,17 @@ class Memory:
             self.machine.event += 1
 
     def load(
-        self, site: int, m: Any, space: str, place: Place, size: int, targets: list[Any], signed: bool, order: str
+        self,
+        site: int,
+        m: Any,
+        space: str,
+        operand: AddressOperand,
+        size: int,
+        targets: list[Any],
+        signed: bool,
+        order: str,
     ) -> None:
-        for where, lanes, address in self._access(site, m, "load", space, place, size * len(targets), order):
+        for where, lanes, address in self._access(site, m, "load", space, operand, size * len(targets), order):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
             for number, target in enumerate(targets):
@@ -260,8 +276,10 @@ class Memory:
                     value = value.view(SIGNED[size]).astype(SIGNED[target.dtype.itemsize]).view(target.dtype)
                 target[lanes] = value
 
-    def store(self, site: int, m: Any, space: str, place: Place, size: int, values: list[Any], order: str) -> None:
-        for where, lanes, address in self._access(site, m, "store", space, place, size * len(values), order):
+    def store(
+        self, site: int, m: Any, space: str, operand: AddressOperand, size: int, values: list[Any], order: str
+    ) -> None:
+        for where, lanes, address in self._access(site, m, "store", space, operand, size * len(values), order):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
             for number, value in enumerate(values):
@@ -277,28 +295,30 @@ class Memory:
         m: Any,
         space: str,
         op: str,
-        kind: str,
+        ptx_type: str,
         target: Any,
-        place: Place,
+        operand: AddressOperand,
         values: list[Any],
         order: str,
         alignment: int,
     ) -> None:
         """One element; `alignment` is that of the whole vector where it is the first."""
-        size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(kind) or int("".join(c for c in kind if c.isdigit())) // 8
+        size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(ptx_type) or int(
+            "".join(c for c in ptx_type if c.isdigit())
+        ) // 8
         if size == 16:
-            raise UnsupportedPTX(f"atom.{op}.{kind}")
-        for where, lanes, address in self._access(site, m, "atomic", space, place, size, order or "relaxed"):
+            raise UnsupportedPTX(f"atom.{op}.{ptx_type}")
+        for where, lanes, address in self._access(site, m, "atomic", space, operand, size, order or "relaxed"):
             self._aligned(address, alignment, lanes, where, site)
             memory, first = self.array(where, size)
             index = (address - first) // size
             sources = [at(v, lanes).astype(UINT[size * 8]) for v in values]
-            if target is None and kind[0] in "us" and op in ("add", "min", "max") and where != "global":
-                dtype = SIGNED[size] if kind[0] == "s" else UINT[size * 8]
+            if target is None and ptx_type[0] in "us" and op in ("add", "min", "max") and where != "global":
+                dtype = SIGNED[size] if ptx_type[0] == "s" else UINT[size * 8]
                 ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
                 ufunc.at(memory.view(dtype), index, sources[0].view(dtype))
             else:
-                flushed = "f32.ftz" if where == "global" and kind == "f32" else kind
+                flushed = "f32.ftz" if where == "global" and ptx_type == "f32" else ptx_type
                 for number, lane in enumerate(lanes):
                     old = memory[index[number] : index[number] + 1].copy()
                     memory[index[number]] = combine(op, flushed, old, *(s[number : number + 1] for s in sources))[0]
@@ -312,7 +332,7 @@ class Memory:
         return start[:, None] + np.arange(max(1, size // self.granule))
 
     def global_granules(self, address: Array, size: int) -> tuple[Shadow, Array]:
-        """Of accesses within one allocation."""
+        """Shadow and granules of accesses within one allocation."""
         number = int(np.searchsorted(self.first, address[0], side="right")) - 1
         shadow = self.global_shadows.get(number)
         if shadow is None:
@@ -361,7 +381,7 @@ _COMBINE = {
 }
 
 
-def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
+def combine(op: str, ptx_type: str, old: Array, *sources: Array) -> Array:
     """One atomic or reduction step on arrays of raw values."""
     new = sources[0]
     if op == "exch":
@@ -372,14 +392,14 @@ def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
         return np.where(old >= new, 0, old + old.dtype.type(1)).astype(old.dtype)
     if op == "dec":
         return np.where((old == 0) | (old > new), new, old - old.dtype.type(1)).astype(old.dtype)
-    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
-        widen, narrow = (N.bf16_to_f32, N.f32_to_bf16) if kind[0] == "b" else (N.f16_to_f32, N.f32_to_f16)
+    if ptx_type in ("f16", "bf16", "f16x2", "bf16x2"):
+        widen, narrow = (N.bf16_to_f32, N.f32_to_bf16) if ptx_type[0] == "b" else (N.f16_to_f32, N.f32_to_f16)
         a, b = (widen(np.ascontiguousarray(x).view(u16)) for x in (old, new))
         c = a + b if op == "add" else (minimum if op == "min" else maximum)(a, b, False)
         return narrow(c).astype(u16).view(old.dtype).reshape(old.shape)
-    signed = SIGNED[old.dtype.itemsize] if kind[0] == "s" else old.dtype
-    dtype: Any = {"f32": f32, "f32.ftz": f32, "f64": np.float64}.get(kind, signed)
+    signed = SIGNED[old.dtype.itemsize] if ptx_type[0] == "s" else old.dtype
+    dtype: Any = {"f32": f32, "f32.ftz": f32, "f64": np.float64}.get(ptx_type, signed)
     a, b = np.ascontiguousarray(old).view(dtype), np.ascontiguousarray(new).view(dtype)
-    if kind == "f32.ftz" and op == "add":
+    if ptx_type == "f32.ftz" and op == "add":
         return N.flush(N.flush(a) + N.flush(b)).view(u32)
     return _COMBINE[op](a, b).view(old.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from ptx_emulator import matrix, tensorcore
 from ptx_emulator.alu import lanes_of, one
 from ptx_emulator.errors import Fault, Misaligned, UnsupportedPTX
-from ptx_emulator.memory import Place
+from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, f32, to_f32, u16, u32
 from ptx_emulator.warp import whole_warps
 
@@ -26,15 +26,15 @@ def shape_of(name: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def elements(registers: list[Array], kind: str) -> Array:
+def elements(registers: list[Array], ptx_type: str) -> Array:
     """(registers, lanes, elements of a register) as float32."""
     words = np.stack(registers)
-    return to_f32(words.view(UNSIGNED[ELEMENT_BYTES[kind]]), kind).reshape(*words.shape, -1)
+    return to_f32(words.view(UNSIGNED[ELEMENT_BYTES[ptx_type]]), ptx_type).reshape(*words.shape, -1)
 
 
-def fragment_a(registers: list[Array], kind: str) -> Array:
+def fragment_a(registers: list[Array], ptx_type: str) -> Array:
     """(rows, k) from A registers of 32 or 128 lanes: register i holds row lane/4 + 8 (i%2) of the warp's 16 rows."""
-    values = elements(registers, kind)
+    values = elements(registers, ptx_type)
     lanes = values.shape[1]
     parts = values.reshape(-1, 2, lanes // 32, 8, 4, values.shape[2])
     return parts.transpose(2, 1, 3, 0, 4, 5).reshape(lanes // 2, -1)
@@ -54,30 +54,32 @@ class WarpMatrices:
         self.pending: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
     # -- ldmatrix, stmatrix
-    def _rows(self, site: int, m: Any, count: int, each: int, rows: Place, write: bool) -> tuple[Array, Array]:
-        """(warps x 32 lanes, row addresses (count, warps, each)): `each` threads in turn give the rows of a matrix."""
+    def _rows(
+        self, site: int, m: Any, count: int, rows_per_matrix: int, rows: AddressOperand, write: bool
+    ) -> tuple[Array, Array]:
+        """(warps x 32 lanes, row addresses (count, warps, rows_per_matrix)): adjacent threads hold a matrix's rows."""
         machine, memory = self.machine, self.machine.memory
         warps = whole_warps(m, machine.count, "stmatrix" if write else "ldmatrix", site)
-        givers = warps[:, : each * count].reshape(-1)
-        place = memory.physical(givers, rows, 16, site)
-        if (place & 15).any():
-            raise Misaligned("matrix row address is not a multiple of 16", givers[(place & 15) != 0], site)
+        givers = warps[:, : rows_per_matrix * count].reshape(-1)
+        addresses = memory.physical(givers, rows, 16, site)
+        if (addresses & 15).any():
+            raise Misaligned("matrix row address is not a multiple of 16", givers[(addresses & 15) != 0], site)
         machine.report.count_bytes(f"shared {'store' if write else 'load'}", 16 * len(givers))
         if machine.race.on:
-            machine.race.by_lanes(site, memory.shared_shadow, memory.shared_granules(place, 16), givers, write)
-            machine.report.count_conflicts(site, givers, place, 16)
-        return warps, place.reshape(len(warps), count, each).transpose(1, 0, 2)
+            machine.race.by_lanes(site, memory.shared_shadow, memory.shared_granules(addresses, 16), givers, write)
+            machine.report.count_conflicts(site, givers, addresses, 16)
+        return warps, addresses.reshape(len(warps), count, rows_per_matrix).transpose(1, 0, 2)
 
     def ldmatrix(
-        self, site: int, m: Any, shape: str, bits: int, transpose: bool, registers: list[Array], place: Place
+        self, site: int, m: Any, shape: str, bits: int, transpose: bool, registers: list[Array], operand: AddressOperand
     ) -> None:
         """Register i of thread t: row t / 4, bytes 4 (t % 4) of the matrix or of its transpose."""
-        per, each = (2, 16) if shape == "m16n16" else (1, 8)
+        per, rows_per_matrix = (2, 16) if shape == "m16n16" else (1, 8)
         count = len(registers) // per
-        warps, rows = self._rows(site, m, count, each, place, False)
+        warps, rows = self._rows(site, m, count, rows_per_matrix, operand, False)
         data = np.ascontiguousarray(self.machine.memory.chunks[rows >> 4])
         raw = data.view(np.uint8) if bits >= 8 else matrix.unpack_padded(data, bits)
-        tile = raw.view(u16 if bits == 16 else np.uint8).reshape(count, len(warps), each, -1)
+        tile = raw.view(u16 if bits == 16 else np.uint8).reshape(count, len(warps), rows_per_matrix, -1)
         words = np.ascontiguousarray(tile.swapaxes(2, 3) if transpose else tile).view(u32)
         for register, values in zip(
             registers, words.reshape(count, -1, per, 32).swapaxes(1, 2).reshape(-1, warps.size), strict=True
@@ -85,9 +87,9 @@ class WarpMatrices:
             register[warps.reshape(-1)] = values
 
     def stmatrix(
-        self, site: int, m: Any, shape: str, bits: int, transpose: bool, registers: list[Array], place: Place
+        self, site: int, m: Any, shape: str, bits: int, transpose: bool, registers: list[Array], operand: AddressOperand
     ) -> None:
-        warps, rows = self._rows(site, m, len(registers), 8, place, True)
+        warps, rows = self._rows(site, m, len(registers), 8, operand, True)
         self.machine.event += 1
         for register, row in zip(registers, rows, strict=True):
             data = np.ascontiguousarray(register[warps.reshape(-1)])
@@ -105,16 +107,16 @@ class WarpMatrices:
         site: int,
         m: Any,
         shape: str,
-        kinds: list[str],
+        ptx_types: list[str],
         d: list[Array],
         a: list[Array],
         b: list[Array],
         c: list[Any],
     ) -> None:
         rows, columns, k = shape_of(shape)
-        to, left, right, addend = kinds
+        to, left, right, addend = ptx_types
         if (rows, columns) != (16, 8) or to not in ("f32", "f16", "s32") or addend != to:
-            raise UnsupportedPTX(f"mma.sync {shape} {'.'.join(kinds)}")
+            raise UnsupportedPTX(f"mma.sync {shape} {'.'.join(ptx_types)}")
         warps = whole_warps(m, self.machine.count, "mma.sync", site)
         for warp in warps:
             A = fragment_a([x[warp] for x in a], left)
@@ -126,7 +128,7 @@ class WarpMatrices:
         A: Array,
         B: Array,
         to: str,
-        kinds: tuple[str, str],
+        ptx_types: tuple[str, str],
         d: list[Array],
         c: list[Array],
         lanes: Array,
@@ -143,7 +145,7 @@ class WarpMatrices:
         if to == "s32":
             D = (A @ B.T).astype(np.int32) + C
         else:
-            D = tensorcore.multiply_add(A, B, C, kinds, len(lanes) == 128)
+            D = tensorcore.multiply_add(A, B, C, ptx_types, len(lanes) == 128)
         words = np.ascontiguousarray(D.reshape(shape).transpose(order)).reshape(len(d), -1).view(u32)
         for register, values in zip(d, words, strict=True):
             register[here] = values
@@ -192,7 +194,7 @@ class WarpMatrices:
         site: int,
         m: Any,
         shape: str,
-        kinds: list[str],
+        ptx_types: list[str],
         fragments: Array,
         d: list[Array],
         a: Any,
@@ -202,9 +204,9 @@ class WarpMatrices:
     ) -> None:
         machine = self.machine
         _, n, k = shape_of(shape)
-        to, left, right = kinds
+        to, left, right = ptx_types
         if to not in ("f32", "f16", "s32") or left not in _K or right not in _K or _K[left] != k:
-            raise UnsupportedPTX(f"wgmma {shape}.{'.'.join(kinds)}")
+            raise UnsupportedPTX(f"wgmma {shape}.{'.'.join(ptx_types)}")
         sign = (rest[0] * rest[1]) if len(rest) >= 2 else 1
         transposed = rest[2:]
         b_k_major = not (transposed and transposed[-1])

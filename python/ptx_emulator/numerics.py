@@ -26,12 +26,12 @@ SMALL: dict[str, tuple[Any, float]] = {
 _BITS = {"e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
 
 
-def _table(kind: str) -> Array:
-    codes = np.arange(256, dtype=u8) & u8((1 << _BITS[kind]) - 1)
-    return codes.view(SMALL[kind][0]).astype(f32)
+def _table(ptx_type: str) -> Array:
+    codes = np.arange(256, dtype=u8) & u8((1 << _BITS[ptx_type]) - 1)
+    return codes.view(SMALL[ptx_type][0]).astype(f32)
 
 
-TABLES: dict[str, Array] = {kind: _table(kind) for kind in SMALL}
+TABLES: dict[str, Array] = {ptx_type: _table(ptx_type) for ptx_type in SMALL}
 TABLES["ue8m0"] = np.arange(256, dtype=u8).view(ml_dtypes.float8_e8m0fnu).astype(f32)
 # ue4m3: scale factors of nvfp4; the sign bit is not part of the format.
 TABLES["ue4m3"] = TABLES["e4m3"][np.arange(256) & 127]
@@ -86,8 +86,8 @@ def narrow(values: Array, dtype: Any, rounding: str) -> Array:
 
 
 def integer_to_f64(values: Array) -> Array:
-    """An integer as the float64 that rounds to every narrower float as the integer does: its last bit says whether
-    bits below it were cut off."""
+    """An integer as the float64 that rounds to every narrower float as the integer does: its last bit is sticky, set if
+    lower bits were truncated."""
     size = np.abs(values.astype(np.int64) if values.dtype.kind == "i" else values).astype(u64)
     cut = size & u64(0x7FF)
     odd = (size ^ cut) | ((cut != 0).astype(u64) << u64(11))
@@ -116,13 +116,13 @@ def f32_to_tf32(values: Array, rounding: str) -> Array:
     return np.where(np.isfinite(values), rounded, bits) & u32(0xFFFFE000)
 
 
-def f32_to_small(values: Array, kind: str) -> Array:
+def f32_to_small(values: Array, ptx_type: str) -> Array:
     """cvt.rn.satfinite to an 8-, 6- or 4-bit float: codes as uint32. NaN: 0x7f in fp8, the largest value elsewhere."""
     values = np.ascontiguousarray(values, dtype=f32)
-    dtype, largest = SMALL[kind]
+    dtype, largest = SMALL[ptx_type]
     codes = np.clip(np.nan_to_num(values, nan=0.0), -largest, largest).astype(dtype).view(u8).astype(u32)
-    nan_code = u32(0x7F) if _BITS[kind] == 8 else np.array(largest, f32).astype(dtype).view(u8).astype(u32)
-    return np.where(np.isnan(values), nan_code, codes & u32((1 << _BITS[kind]) - 1))
+    nan_code = u32(0x7F) if _BITS[ptx_type] == 8 else np.array(largest, f32).astype(dtype).view(u8).astype(u32)
+    return np.where(np.isnan(values), nan_code, codes & u32((1 << _BITS[ptx_type]) - 1))
 
 
 def f32_to_ue8m0(values: Array, rounding: str) -> Array:
@@ -139,17 +139,17 @@ def f32_to_ue8m0(values: Array, rounding: str) -> Array:
     return np.where(np.isnan(values), u32(255), np.minimum(exponent, u32(254))).astype(u32)
 
 
-def to_f32(raw: Array, kind: str) -> Array:
-    """Matrix operands of type `kind` (PTX name) as float32; tf32 drops the low 13 bits."""
-    if kind in TABLES:
-        return TABLES[kind][raw]
-    if kind == "tf32":
+def to_f32(raw: Array, ptx_type: str) -> Array:
+    """Matrix operands of type `ptx_type` as float32; tf32 drops the low 13 bits."""
+    if ptx_type in TABLES:
+        return TABLES[ptx_type][raw]
+    if ptx_type == "tf32":
         return (raw & u32(0xFFFFE000)).view(f32)
-    if kind == "bf16":
+    if ptx_type == "bf16":
         return bf16_to_f32(raw)
-    if kind not in ("f16", "s8", "u8"):
-        raise UnsupportedPTX(f"matrix element type {kind}")
-    return raw.view({"f16": np.float16, "s8": np.int8, "u8": u8}[kind]).astype(f32)
+    if ptx_type not in ("f16", "s8", "u8"):
+        raise UnsupportedPTX(f"matrix element type {ptx_type}")
+    return raw.view({"f16": np.float16, "s8": np.int8, "u8": u8}[ptx_type]).astype(f32)
 
 
 def flush(values: Array) -> Array:

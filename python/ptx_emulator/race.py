@@ -7,8 +7,8 @@ its last reads; an access is ordered after another if its clock has reached that
 is plain happens-before; plane 1 holds what has also passed a proxy fence, which an access of the async proxy needs to
 see a write of the generic proxy.
 
-In shared and global memory lanes of one warp count, too: a warp's turn ends with whatever brings its lanes together
-(`bar.warp.sync`, any other `.sync` instruction, a wait); two lanes conflict within one turn.
+In shared and global memory lanes of one warp can race, too. Any synchronization of the warp (`bar.warp.sync`, another
+`.sync` instruction, a wait) ends an interval; two lanes conflict within one interval.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Shadow:
         self.write_flags = np.zeros(granules, np.uint8)
         self.read_key = np.zeros((granules, READ_SLOTS), np.int64)
         self.read_site = np.zeros((granules, READ_SLOTS), np.int32)
-        # The warp's turn in the upper bits, below them its lane, or 32 for several.
-        self.write_turn = np.zeros(granules if by_lane else 0, np.int64)
-        self.read_turn = np.zeros((granules if by_lane else 0, READ_SLOTS), np.int64)
+        # The warp's interval in the upper bits, the lane below, or 32 for several lanes.
+        self.write_interval = np.zeros(granules if by_lane else 0, np.int64)
+        self.read_interval = np.zeros((granules if by_lane else 0, READ_SLOTS), np.int64)
 
 
 class Issue(NamedTuple):
@@ -52,8 +52,8 @@ class Issue(NamedTuple):
 
     clock: Array
     handed: Array
-    lane: int = -1  # of a single thread, in its warp's turn
-    turn: int = 0
+    lane: int = -1  # of a single thread, in its warp's interval
+    interval: int = 0
 
 
 def alike(x: Array) -> bool:
@@ -84,7 +84,7 @@ class Races:
         self.clock = np.zeros((self.warps, 2, self.capacity), np.int32)
         index = np.arange(self.warps)
         self.clock[index, 0, index] = 1
-        self.turn = np.ones(self.warps, np.int64)
+        self.interval = np.ones(self.warps, np.int64)
         self.fenced: dict[int, Array] = {}
         self.pending: dict[int, Array] = {}
         self.locations: dict[int, Array] = {}
@@ -135,7 +135,7 @@ class Races:
             clock = self.clock[warp].copy()
             handed = clock.copy()
             handed[0, warp] -= 1
-            return Issue(clock, handed, lanes, int(self.turn[warp]))
+            return Issue(clock, handed, lanes, int(self.interval[warp]))
         warps = np.unique(lanes >> 5)
         clock = self.clock[warps].min(0)
         handed = clock.copy()
@@ -149,7 +149,7 @@ class Races:
         return known
 
     def acquire(self, warps: Array, clock: Array | None) -> None:
-        self.turn[warps] += 1
+        self.interval[warps] += 1
         if clock is not None:
             self.clock[warps] = np.maximum(self.clock[warps], self.fit(clock))
 
@@ -158,7 +158,7 @@ class Races:
         self.clock[warps, 0, component] = np.maximum(self.clock[warps, 0, component], epoch)
 
     def converge(self, m: Any) -> None:
-        self.turn[self.warps_of(m)] += 1
+        self.interval[self.warps_of(m)] += 1
 
     # -- fences
     def proxy_fence(self, m: Any) -> None:
@@ -202,26 +202,26 @@ class Races:
         lane = np.repeat(lanes, index.shape[1]) if index.ndim > 1 else lanes
         who = lane >> 5
         if alone:
-            self._apart(site, shadow, flat, lane, self.turn[who], write, flags)
+            self._apart(site, shadow, flat, lane, self.interval[who], write, flags)
         epochs = self.clock[who, 0, who].astype(np.int64)
         self._access(site, shadow, flat, who, epochs, self.clock, who, write, flags)
 
     def by_components(
         self, site: int, shadow: Shadow, index: Array, warps: Array, components: Array, epochs: Array
     ) -> None:
-        """Reads that warps have issued, each by a component of its own; `index` (warps, granules)."""
+        """Reads that warps have issued, each by a separate component; `index` (warps, granules)."""
         for granules, warp, component, epoch in zip(index, warps, components, epochs, strict=True):
             self._access(site, shadow, granules, component, epoch, self.clock, warp, False, 0)
 
-    def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, turn: Any, write: bool, flags: int) -> None:
-        """Two lanes of a warp must not meet within a turn, one of them writing."""
-        who, code = lane >> 5, turn << 6 | lane & 31
-        last, slot = shadow.write_turn[flat], who % READ_SLOTS
-        bad = (shadow.write_key[flat] >> 32 == who + 1) & (last >> 6 == turn) & (last != code)
+    def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, interval: Any, write: bool, flags: int) -> None:
+        """Two lanes of a warp must not access a granule in the same interval between warp barriers if one writes."""
+        who, code = lane >> 5, interval << 6 | lane & 31
+        last, slot = shadow.write_interval[flat], who % READ_SLOTS
+        bad = (shadow.write_key[flat] >> 32 == who + 1) & (last >> 6 == interval) & (last != code)
         if flags & ATOMIC:
             bad &= (shadow.write_flags[flat] & ATOMIC) == 0
-        reads = shadow.read_turn[flat, slot]
-        others = (shadow.read_key[flat, slot] >> 32 == who + 1) & (reads >> 6 == turn) & (reads != code)
+        reads = shadow.read_interval[flat, slot]
+        others = (shadow.read_key[flat, slot] >> 32 == who + 1) & (reads >> 6 == interval) & (reads != code)
         if (bad | others & write).any():
             where = int(np.flatnonzero(bad | others & write)[0])
             one, granule = (int(np.broadcast_to(lane, flat.shape)[where]), int(flat[where]))
@@ -238,12 +238,14 @@ class Races:
         if np.ndim(lane) == 0:
             return
         if write:
-            shadow.write_turn[flat] = code
-            shadow.write_turn[flat[shadow.write_turn[flat] != code]] = 0  # lanes that write together: one of them wins
+            shadow.write_interval[flat] = code
+            shadow.write_interval[flat[shadow.write_interval[flat] != code]] = (
+                0  # lanes that write together: one of them wins
+            )
         elif not flags & ATOMIC:
-            shadow.read_turn[flat, slot] = code
-            several = others | (shadow.read_turn[flat, slot] != code)
-            shadow.read_turn[flat[several], slot[several]] = turn[several] << 6 | 32
+            shadow.read_interval[flat, slot] = code
+            several = others | (shadow.read_interval[flat, slot] != code)
+            shadow.read_interval[flat[several], slot[several]] = interval[several] << 6 | 32
 
     def by_agent(
         self,
@@ -259,7 +261,7 @@ class Races:
         """An asynchronous access by `component`."""
         flat = index.reshape(-1)
         if shadow.by_lane and issue.lane >= 0:
-            self._apart(site, shadow, flat, issue.lane, issue.turn, write, flags)
+            self._apart(site, shadow, flat, issue.lane, issue.interval, write, flags)
         clock = self.fit(issue.clock)[None]
         self._access(site, shadow, flat, np.int64(component), np.int64(epoch), clock, np.int64(0), write, flags)
 
@@ -343,14 +345,14 @@ class Races:
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
     def init_by(self, lane: int) -> tuple[int, int, int, int]:
-        """Warp, its epoch and turn, and lane."""
+        """Warp, its epoch and interval, and lane."""
         warp = lane >> 5
-        return warp, int(self.clock[warp, 0, warp]), int(self.turn[warp]), lane
+        return warp, int(self.clock[warp, 0, warp]), int(self.interval[warp]), lane
 
     def check_init(self, site: int, lanes: Array, init: tuple[int, int, int, int], what: str) -> None:
         warps = lanes >> 5
         late = self.clock[warps, 0, init[0]] < init[1]
-        late |= (warps == init[0]) & (self.turn[warps] == init[2]) & (lanes != init[3])
+        late |= (warps == init[0]) & (self.interval[warps] == init[2]) & (lanes != init[3])
         if late.any():
             raise RaceError(
                 f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}",

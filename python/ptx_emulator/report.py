@@ -1,4 +1,4 @@
-"""What a run did: instructions, bytes per space, bank conflicts, waits. Counts, not times."""
+"""Statistics of a run: instructions, bytes per space, bank conflicts, waits. Counts, not times."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Launch:
             self.warnings.append(text)
 
     def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
-        """Wavefronts beyond the one (or two, four for 8- and 16-byte accesses) that every warp needs."""
+        """Wavefronts in addition to the one (two, four for 8- and 16-byte accesses) that every warp needs."""
         per_pass = {8: 16, 16: 8}.get(size, 32)
         if size > 16:
             return
         group = (lanes >> 5) * (32 // per_pass) + (lanes & 31) // per_pass
         words = (address[:, None] + 4 * np.arange(max(1, size // 4))) >> 2
         key = np.unique((np.repeat(group, words.shape[1]) << np.int64(36)) | words.reshape(-1))
-        # Distinct words of one pass that share a bank are served one after the other.
+        # Distinct words of one pass that share a bank are serialized.
         banks = (key >> 36) * 32 + (key & 31)
         _, counts = np.unique(banks, return_counts=True)
         passes, first = np.unique(np.unique(banks) // 32, return_index=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptx_emulator.alu import at, one
 from ptx_emulator.errors import BarrierError, Fault, Misaligned
-from ptx_emulator.memory import Place
+from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import Array, u32
 from ptx_emulator.ptx.parser import Instruction
 from ptx_emulator.race import Issue
@@ -54,64 +54,70 @@ class Sync:
         self.cluster_incoming: dict[int, Array] = {}
         self.cluster_clock: dict[int, Array] = {}
         self.exited = np.zeros(clusters, np.int64)
-        self.refused = np.zeros(machine.count, bool)
+        self.declined = np.zeros(machine.count, bool)
 
     # -- mbarriers
-    def places(self, site: int, m: Any, barrier: Place) -> tuple[Array, Array]:
+    def barrier_addresses(self, site: int, m: Any, barrier: AddressOperand) -> tuple[Array, Array]:
         lanes = self.machine.lanes(m)
-        place = self.machine.memory.physical(lanes, barrier, 8, site)
-        if (place & 7).any():
-            raise Misaligned("mbarrier address is not a multiple of 8", lanes[(place & 7) != 0], site)
-        return lanes, place
+        address = self.machine.memory.physical(lanes, barrier, 8, site)
+        if (address & 7).any():
+            raise Misaligned("mbarrier address is not a multiple of 8", lanes[(address & 7) != 0], site)
+        return lanes, address
 
-    def get(self, place: int, site: int) -> MBarrier:
-        barrier = self.barriers.get(place)
-        if self.machine.running[place >> 24] == 0:
-            raise Fault(f"mbarrier at {self.machine.shared_name(place)} signalled after its block ended", [], site)
+    def get(self, address: int, site: int) -> MBarrier:
+        barrier = self.barriers.get(address)
+        if self.machine.running[address >> 24] == 0:
+            raise Fault(f"mbarrier at {self.machine.shared_name(address)} signalled after its block ended", [], site)
         if barrier is None:
-            raise BarrierError(f"mbarrier at {self.machine.shared_name(place)} used before mbarrier.init", [], site)
+            raise BarrierError(f"mbarrier at {self.machine.shared_name(address)} used before mbarrier.init", [], site)
         return barrier
 
-    def init(self, site: int, m: Any, barrier: Place, count: Any) -> None:
-        lanes, places = self.places(site, m, barrier)
+    def init(self, site: int, m: Any, barrier: AddressOperand, count: Any) -> None:
+        lanes, addresses = self.barrier_addresses(site, m, barrier)
         race = self.machine.race
-        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
             number = one(count, lane)
             if not 0 < number <= TX_LIMIT:
                 raise BarrierError(f"mbarrier.init with count {number}", [lane], site)
-            self.barriers[place] = MBarrier(number, number, race.init_by(lane))
+            self.barriers[address] = MBarrier(number, number, race.init_by(lane))
         self.machine.event += 1
 
-    def invalidate(self, site: int, m: Any, barrier: Place) -> None:
-        for place in self.places(site, m, barrier)[1].tolist():
-            self.get(place, site)
-            del self.barriers[place]
+    def invalidate(self, site: int, m: Any, barrier: AddressOperand) -> None:
+        for address in self.barrier_addresses(site, m, barrier)[1].tolist():
+            self.get(address, site)
+            del self.barriers[address]
 
-    def component(self, place: int) -> int:
-        return self.machine.race.component(("mbarrier", place), f"what completes on {self.machine.shared_name(place)}")
+    def component(self, address: int) -> int:
+        return self.machine.race.component(
+            ("mbarrier", address), f"what completes on {self.machine.shared_name(address)}"
+        )
 
-    def _flip(self, place: int, barrier: MBarrier, site: int) -> None:
+    def _flip(self, address: int, barrier: MBarrier, site: int) -> None:
         if barrier.pending < 0:
-            raise BarrierError(f"mbarrier at {self.machine.shared_name(place)}: more arrivals than its count", [], site)
+            raise BarrierError(
+                f"mbarrier at {self.machine.shared_name(address)}: more arrivals than its count", [], site
+            )
         if barrier.pending or barrier.tx:
             return
         barrier.phase += 1
         barrier.pending = barrier.count
         race = self.machine.race
         if race.on:
-            component = self.component(place)
+            component = self.component(address)
             incoming = race.join(barrier.incoming, race.empty())
             incoming[:, component] = barrier.phase
             barrier.clock, barrier.incoming = race.join(barrier.clock, incoming), None
         self.machine.event += 1
 
-    def arrive(self, site: int, m: Any, target: Place, count: Any, bytes_: Any, relaxed: bool, state: Any) -> None:
-        lanes, places = self.places(site, m, target)
+    def arrive(
+        self, site: int, m: Any, target: AddressOperand, count: Any, bytes_: Any, relaxed: bool, state: Any
+    ) -> None:
+        lanes, addresses = self.barrier_addresses(site, m, target)
         race = self.machine.race
         if race.on:
             known: dict[int, Array] = {}
-            for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
-                barrier, warp = self.get(place, site), lane >> 5
+            for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
+                barrier, warp = self.get(address, site), lane >> 5
                 race.check_init(site, np.array([lane]), barrier.init, "arrival on an mbarrier")
                 if not relaxed:
                     if warp not in known:
@@ -119,26 +125,26 @@ class Sync:
                     barrier.incoming = race.join(barrier.incoming, known[warp])
             warps = np.array(sorted(known), np.int64)
             race.clock[warps, 0, warps] += 1
-        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
-            barrier = self.get(place, site)
+        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
+            barrier = self.get(address, site)
             if state is not None:
                 state[lane] = barrier.phase
             barrier.tx += one(bytes_, lane)
             barrier.pending -= one(count, lane)
-            self._flip(place, barrier, site)
+            self._flip(address, barrier, site)
 
-    def complete(self, place: int, bytes_: int, site: int, issue: Issue | None) -> None:
+    def complete(self, address: int, bytes_: int, site: int, issue: Issue | None) -> None:
         """`bytes_` of an asynchronous copy arrived."""
-        barrier = self.get(place, site)
+        barrier = self.get(address, site)
         if issue is not None:
             self.machine.race.check_init_of_agent(site, issue, barrier.init, "completion on an mbarrier")
             barrier.incoming = self.machine.race.join(barrier.incoming, issue.handed)
         barrier.tx -= bytes_
-        self._flip(place, barrier, site)
+        self._flip(address, barrier, site)
 
-    def agent_arrive(self, place: int, site: int, known: Array | None, issuer: Issue | None) -> None:
+    def agent_arrive(self, address: int, site: int, known: Array | None, issuer: Issue | None) -> None:
         """An asynchronous arrival (tcgen05.commit, cp.async.mbarrier.arrive) that hands on `known`."""
-        barrier = self.get(place, site)
+        barrier = self.get(address, site)
         if known is not None:
             race = self.machine.race
             if issuer is not None:
@@ -146,23 +152,23 @@ class Sync:
                 known = race.join(known, issuer.handed)
             barrier.incoming = race.join(barrier.incoming, known)
         barrier.pending -= 1
-        self._flip(place, barrier, site)
+        self._flip(address, barrier, site)
 
-    def completion(self, place: int, site: int) -> tuple[int, int]:
+    def completion(self, address: int, site: int) -> tuple[int, int]:
         """Component and epoch under which what completes on the barrier now becomes known."""
-        return self.component(place), self.get(place, site).phase + 1
+        return self.component(address), self.get(address, site).phase + 1
 
-    def test(self, site: int, m: Any, target: Place, state: Any, parity: bool) -> Array:
+    def test(self, site: int, m: Any, target: AddressOperand, state: Any, parity: bool) -> Array:
         """Which lanes' phase is over."""
         machine = self.machine
         ready = np.zeros(machine.count, bool)
-        lanes, places = self.places(site, m, target)
+        lanes, addresses = self.barrier_addresses(site, m, target)
         states = at(state, lanes).astype(np.int64)
-        keys = places * 2 + (states & 1) if parity else np.arange(len(lanes))
+        keys = addresses * 2 + (states & 1) if parity else np.arange(len(lanes))
         for key in np.unique(keys):
             same = keys == key
-            place = int(places[same][0])
-            barrier = self.get(place, site)
+            address = int(addresses[same][0])
+            barrier = self.get(address, site)
             over = (barrier.phase & 1) != int(states[same][0] & 1) if parity else barrier.phase > int(states[same][0])
             warps = np.unique(lanes[same] >> 5) if machine.race.on else None
             if warps is not None:
@@ -262,30 +268,30 @@ class Sync:
                 race.acquire(np.unique(done[self.cluster_of[done] == number] >> 5), self.cluster_clock.get(number))
         return ready
 
-    # -- cluster launch control: a response of ours is x, y, z of the first block and whether there is one
-    def try_cancel(self, site: int, m: Any, target: Place, barrier: Place, multicast: bool) -> None:
+    # -- cluster launch control: our response holds x, y, z of the first block, and whether it is valid
+    def try_cancel(self, site: int, m: Any, target: AddressOperand, barrier: AddressOperand, multicast: bool) -> None:
         machine, memory = self.machine, self.machine.memory
         lanes = machine.lanes(m)
-        if self.refused[lanes].any():
+        if self.declined[lanes].any():
             raise Fault("clusterlaunchcontrol.try_cancel by a thread that saw one fail", lanes, site)
-        places, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
+        addresses, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
 
-        def run(lane: int, place: int, signal: int, issue: Issue | None) -> None:
-            found, first = machine.hand_out(), int(machine.cluster_base[lane]) >> 24
-            machine.report.operations["clusters handed out"] += found is not None
-            words = (*found, 1) if found else (0xFFFFFFFF,) * 3 + (0,)
-            for block in range(first, first + machine.cluster_size) if multicast else [place >> 24]:
-                here, there = (block << 24 | x & 0xFFFFFF for x in (place, signal))
+        def run(lane: int, address: int, signal: int, issue: Issue | None) -> None:
+            first_block, cluster_first = machine.hand_out(), int(machine.cluster_base[lane]) >> 24
+            machine.report.operations["clusters handed out"] += first_block is not None
+            words = (*first_block, 1) if first_block else (0xFFFFFFFF,) * 3 + (0,)
+            for block in range(cluster_first, cluster_first + machine.cluster_size) if multicast else [address >> 24]:
+                here, there = (block << 24 | x & 0xFFFFFF for x in (address, signal))
                 machine.tma.write(site, np.array([here >> 4]), np.array(words, u32).view(np.complex128), issue, there)
 
-        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
-            machine.queues.issue(None, partial(run, lane, place, signal, machine.race.issue(lane)))
+        for lane, address, signal in zip(lanes.tolist(), addresses.tolist(), signals.tolist(), strict=True):
+            machine.queues.issue(None, partial(run, lane, address, signal, machine.race.issue(lane)))
 
     def query(self, m: Any, response: Array) -> Array:
-        """Which responses name a cluster; those who see one that does not must not ask again."""
-        given = response[:, 3] != 0
-        self.refused |= ~given & m
-        return given
+        """Which responses grant a cluster; a thread that sees a decline must not issue another request."""
+        granted = response[:, 3] != 0
+        self.declined |= ~granted & m
+        return granted
 
     # -- deadlock reports
     def describe(self) -> list[str]:
@@ -295,9 +301,9 @@ class Sync:
                 f"  named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
                 f"{named.arrived} of {named.expected} threads"
             )
-        for place, b in sorted(self.barriers.items()):
+        for address, b in sorted(self.barriers.items()):
             lines.append(
-                f"  mbarrier {self.machine.shared_name(place)}: {b.count - b.pending} of {b.count} arrivals, "
+                f"  mbarrier {self.machine.shared_name(address)}: {b.count - b.pending} of {b.count} arrivals, "
                 f"{b.tx} bytes outstanding, phase {b.phase & 1} (number {b.phase})"
             )
         lines += [

@@ -13,7 +13,7 @@ from ptx_emulator import matrix
 from ptx_emulator import numerics as N
 from ptx_emulator.alu import at, one
 from ptx_emulator.errors import CollectiveError, TensorMemoryError, UnsupportedPTX
-from ptx_emulator.memory import Place
+from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import Array, f32, u16, u32
 from ptx_emulator.race import Issue, Shadow
 from ptx_emulator.warp import whole_warps
@@ -126,7 +126,7 @@ class TensorMemory:
         self.loads, self.loader = np.zeros(warps, np.int64), np.full(warps, -1)  # tcgen05.ld; their component
 
     # -- allocation
-    def alloc(self, site: int, m: Any, holder: Place, columns: Any) -> None:
+    def alloc(self, site: int, m: Any, holder: AddressOperand, columns: Any) -> None:
         machine = self.machine
         for warp in whole_warps(m, machine.count, "tcgen05.alloc", site):
             lane = int(warp[0])
@@ -143,10 +143,10 @@ class TensorMemory:
                 )
             self.allocations += 1
             self.allocated[block, starts[0] : starts[0] + count] = self.allocations
-            place = machine.memory.physical(warp[:1], holder, 4, site)
-            machine.memory.views[4][int(place[0]) >> 2] = starts[0]
+            address = machine.memory.physical(warp[:1], holder, 4, site)
+            machine.memory.views[4][int(address[0]) >> 2] = starts[0]
             if machine.race.on:
-                granules = machine.memory.shared_granules(place, 4)
+                granules = machine.memory.shared_granules(address, 4)
                 machine.race.by_lanes(site, machine.memory.shared_shadow, granules, warp[:1], True)
         machine.event += 1
 
@@ -155,9 +155,9 @@ class TensorMemory:
         for warp in whole_warps(m, machine.count, "tcgen05.dealloc", site):
             lane = int(warp[0])
             block, start, count = int(machine.block_of[lane]), one(address, lane) & 0xFFFF, one(columns, lane)
-            part = self.allocated[block, start : start + count]
-            number = int(part[0]) if len(part) else 0
-            if not number or (part != number).any() or int((self.allocated[block] == number).sum()) != count:
+            columns_ = self.allocated[block, start : start + count]
+            number = int(columns_[0]) if len(columns_) else 0
+            if not number or (columns_ != number).any() or int((self.allocated[block] == number).sum()) != count:
                 raise TensorMemoryError(
                     f"tcgen05.dealloc of {count} columns at {start}: no such allocation", warp, site
                 )
@@ -165,7 +165,7 @@ class TensorMemory:
                 granules = self.granules(block, np.arange(LANES), start + np.arange(count))
                 machine.race.by_lanes(site, self.shadow, granules, np.repeat(warp[:1], len(granules)), True)
                 self.shadow.write_key[granules] = 0
-            part[:] = 0
+            columns_[:] = 0
 
     def relinquish(self, site: int, m: Any) -> None:
         for warp in whole_warps(m, self.machine.count, "tcgen05.relinquish_alloc_permit", site):
@@ -180,8 +180,8 @@ class TensorMemory:
             )
 
     def check(self, block: int, column: int, count: int, site: int, what: str) -> None:
-        part = self.allocated[block, column : column + count]
-        if len(part) < count or (part == 0).any():
+        columns_ = self.allocated[block, column : column + count]
+        if len(columns_) < count or (columns_ == 0).any():
             raise TensorMemoryError(
                 f"{what}: columns {column}..{column + count - 1} of {self.machine.block_name(block)} are not all "
                 "allocated",
@@ -210,12 +210,20 @@ class TensorMemory:
 
     # -- ld, st
     def move(
-        self, site: int, m: Any, action: str, shape: str, packed: bool, registers: list[Array], place: Place, half: int
+        self,
+        site: int,
+        m: Any,
+        action: str,
+        shape: str,
+        packed: bool,
+        registers: list[Array],
+        operand: AddressOperand,
+        half: int,
     ) -> None:
         machine = self.machine
         what = f"tcgen05.{action}.{shape}"
         warps = whole_warps(m, machine.count, what, site)
-        addresses = at(place, warps)
+        addresses = at(operand, warps)
         if (addresses != addresses[:, :1]).any():
             raise CollectiveError(f"{what}: lanes of a warp give different addresses", warps[0], site)
         lane0, column0 = addresses[:, 0] >> 16 & 0x7F, addresses[:, 0] & 0xFFFF
@@ -262,10 +270,10 @@ class TensorMemory:
             race.by_components(site, self.shadow, granules, warps, self.loaders(warps), self.loads[warps])
             return
         for warp in warps.tolist():
-            mine = granules[lanes >> 5 == warp]
+            warp_granules = granules[lanes >> 5 == warp]
             component = race.component(("tcgen05.st", warp), f"tcgen05.st of {self.machine.warp_name(warp)}")
             issue = race.issue(np.array([warp * 32]))
-            race.by_agent(site, self.shadow, mine, issue, component, self.stored.get(warp, 0) + 1, True, 0)
+            race.by_agent(site, self.shadow, warp_granules, issue, component, self.stored.get(warp, 0) + 1, True, 0)
 
     def loaders(self, warps: Array) -> Array:
         """The components that load for some warps."""
@@ -275,7 +283,7 @@ class TensorMemory:
         return self.loader[warps]
 
     def loaded(self, warps: Array, loads: Array) -> None:
-        """Warps know that so many of their loads have completed."""
+        """Records that the first `loads` loads of each warp have completed."""
         self.machine.race.learn(warps, self.loaders(warps), loads)
 
     def wait(self, site: int, m: Any, what: str) -> None:
@@ -300,11 +308,11 @@ class TensorMemory:
             raise CollectiveError("cta_group::2 in a cluster of odd size", [], site)
         return [block & ~1, block | 1]
 
-    def commit(self, site: int, m: Any, barrier: Place, mask: Any) -> None:
+    def commit(self, site: int, m: Any, barrier: AddressOperand, mask: Any) -> None:
         machine = self.machine
 
-        def start(lane: int, place: int) -> None:
-            blocks, issue = [place >> 24], machine.race.issue(lane)
+        def start(lane: int, address: int) -> None:
+            blocks, issue = [address >> 24], machine.race.issue(lane)
             if mask is not None:
                 bits, first = one(mask, lane), int(machine.cluster_base[lane]) >> 24
                 blocks = [first + rank for rank in range(machine.cluster_size) if bits >> rank & 1]
@@ -316,15 +324,15 @@ class TensorMemory:
                     known = machine.race.empty()
                     known[:, self.component(lane)] = self.sequence[lane]
                 for block in blocks:
-                    machine.sync.agent_arrive(block << 24 | place & 0xFFFFFF, site, known, issue)
+                    machine.sync.agent_arrive(block << 24 | address & 0xFFFFFF, site, known, issue)
 
             self.enqueue(lane, run)
 
-        for lane, place in zip(*(x.tolist() for x in machine.sync.places(site, m, barrier)), strict=True):
-            start(lane, place)
+        for lane, address in zip(*(x.tolist() for x in machine.sync.barrier_addresses(site, m, barrier)), strict=True):
+            start(lane, address)
 
     # -- cp: shared to tensor memory
-    def copy(self, site: int, m: Any, pair: bool, form: str, target: Place, desc: Any) -> None:
+    def copy(self, site: int, m: Any, pair: bool, form: str, target: AddressOperand, desc: Any) -> None:
         machine = self.machine
         if form not in _COPIES:
             raise UnsupportedPTX(f"tcgen05.cp.{form}")
@@ -332,11 +340,11 @@ class TensorMemory:
         words = 8 if "x256b" in form else 4
 
         def start(lane: int) -> None:
-            descriptor, place = matrix.tcgen05_descriptor(one(desc, lane)), one(target, lane)
+            descriptor, address = matrix.tcgen05_descriptor(one(desc, lane)), one(target, lane)
             blocks, issue = self.pair_of(int(machine.block_of[lane]), pair, site), machine.race.issue(lane)
-            to, column = lanes + (place >> 16 & 0x7F), place & 0xFFFF
+            to, column = lanes + (address >> 16 & 0x7F), address & 0xFFFF
             if to[-1] >= LANES:
-                raise UnsupportedPTX(f"tcgen05.cp.{form} to lane {place >> 16 & 0x7F}")
+                raise UnsupportedPTX(f"tcgen05.cp.{form} to lane {address >> 16 & 0x7F}")
 
             def run() -> None:
                 touch, height = partial(self.read_shared, site, lane, issue), int(rows.max()) + 1
@@ -360,15 +368,15 @@ class TensorMemory:
         pair: bool,
         kind: str,
         vector: str,
-        target: Place,
+        target: AddressOperand,
         a: Any,
         b: Any,
         idesc: Any,
         enable: Any,
-        scales: tuple[Place, Place] | None,
+        scales: tuple[AddressOperand, AddressOperand] | None,
         disable: Any,
     ) -> None:
-        """`a` is a descriptor, or a place in tensor memory."""
+        """`a` is a descriptor, or an address in tensor memory."""
         machine = self.machine
         if disable is not None and any(np.asarray(x).any() for x in disable):
             raise UnsupportedPTX("tcgen05.mma with disable-output-lane")
@@ -412,7 +420,7 @@ class TensorMemory:
         column, words = address & 0xFFFF, (rows + 31) // 32
         column &= 0x1FF
         if number + per > 4 or (per == 4 and number):
-            raise UnsupportedPTX(f"scale factor id {number} with {per} factors per row")
+            raise UnsupportedPTX(f"scale factor id {number} with {per} scale factors per row")
         self.check(block, column, words, op.site, "scale factors")
         used = self.words[block, :32, column : column + words].T.reshape(-1)[:rows]
         lanes = np.arange(min(rows, 32))
@@ -459,20 +467,20 @@ class TensorMemory:
         rows, n = op.inst.m // len(op.blocks), product.shape[1]
         lane, column = op.target >> 16 & 0x7F, op.target & 0xFFFF
         if rows == 128 and not lane:  # layouts A and D: row = lane
-            parts = {0: product}
+            tiles_of_lane = {0: product}
         elif rows == 64 and len(op.blocks) == 1 and lane in (0, 16):  # F: 16 rows in each quarter
-            parts = {32 * q + lane: product[16 * q : 16 * q + 16] for q in range(4)}
+            tiles_of_lane = {32 * q + lane: product[16 * q : 16 * q + 16] for q in range(4)}
         elif rows == 64 and not lane:  # B: the right half of the columns in lanes 64 and up
-            parts = {0: product[:64, : n // 2], 64: product[-64:, n // 2 :]}
+            tiles_of_lane = {0: product[:64, : n // 2], 64: product[-64:, n // 2 :]}
         else:
             raise UnsupportedPTX(f"tcgen05.mma with M = {op.inst.m}, lane {lane}")
-        for to, part in parts.items():
-            height, width = part.shape
+        for to, tile in tiles_of_lane.items():
+            height, width = tile.shape
             self.check(block, column, width, op.site, "accumulator")
             view = self.words[block, to : to + height, column : column + width]
             if op.issue is not None:
                 self._accumulator_shadow(op, op.issue, block, slice(to, to + height), slice(column, column + width))
-            self._store(view, part, op)
+            self._store(view, tile, op)
 
     def _accumulator_shadow(self, op: Mma, issue: Issue, block: int, lanes: slice, columns: slice) -> None:
         race, epoch = self.machine.race, self.sequence.get(op.lane, 0) + 1
@@ -485,19 +493,19 @@ class TensorMemory:
         self.touch(op.site, op.lane, issue, granules, True)
 
     @staticmethod
-    def _store(view: Array, part: Array, op: Mma) -> None:
+    def _store(view: Array, tile: Array, op: Mma) -> None:
         if op.inst.d == "f16":  # one half per 32-bit column
-            half = part + (view & u32(0xFFFF)).astype(u16).view(np.float16).astype(f32) if op.add else part
+            half = tile + (view & u32(0xFFFF)).astype(u16).view(np.float16).astype(f32) if op.add else tile
             view[...] = half.astype(np.float16).view(u16).astype(u32)
             return
         if op.inst.d == "s32":
-            total = part.astype(np.int64) + (view.view(np.int32) if op.add else 0)
+            total = tile.astype(np.int64) + (view.view(np.int32) if op.add else 0)
             if op.inst.saturate:
                 total = np.clip(total, -(1 << 31), (1 << 31) - 1)
             view[...] = total.astype(np.int32).view(u32)
             return
         target = view.view(f32)
-        target[...] = target + part if op.add else part
+        target[...] = target + tile if op.add else tile
 
 
 @dataclass
@@ -508,7 +516,7 @@ class Mma:
     kind: str
     inst: InstructionDescriptor
     target: int
-    a: matrix.Descriptor | int  # or a place in tensor memory
+    a: matrix.Descriptor | int  # or an address in tensor memory
     b: matrix.Descriptor
     add: bool
     scales: tuple[int, int, int] | None

@@ -1,8 +1,8 @@
-"""Sums as Hopper's tensor cores form them. An H200 gives the same bits in every case of `calibration`.
+"""Accumulation in Hopper's tensor cores. An H200 computes the same bits in every case of `calibration`.
 
-All products of an instruction and the addend are exact, are cut toward zero to a number of bits below the largest
-exponent among them, and are added without error; the sum is cut to float32 or rounded to f16. A product's exponent is
-the sum of its operands', whatever the significands give; a subnormal operand has that of the smallest normal number.
+An instruction computes the elementwise products exactly, truncates them and the addend to a number of bits below their
+largest exponent, and adds them without error. It truncates the sum to float32 or rounds it to f16. The exponent of a
+product is the sum of its operands' exponents; a subnormal operand has the exponent of the smallest normal number.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def aligned_sum(a: Array, b: Array, c: Array, bits: int, lowest: tuple[int, int]
         return np.where(np.isfinite(plain), _sum(x, y, z, bits, lowest), plain)
 
 
-def multiply_add(a: Array, b: Array, c: Array, kinds: tuple[str, str], warpgroup: bool) -> Array:
+def multiply_add(a: Array, b: Array, c: Array, ptx_types: tuple[str, str], warpgroup: bool) -> Array:
     """a (m, k) b (n, k)^T + c (m, n), of c's type, float32 or f16; a and b hold values of types `kinds`. By wgmma or by
     mma.sync."""
     to = c.dtype
     a, b, c = (np.ascontiguousarray(x, f64) for x in (a, b, c))
     with np.errstate(over="ignore"):
-        if kinds[0] not in FP8 or warpgroup:
-            bits, fraction = (ALIGNED_FP8, ALIGNED_FP8) if kinds[0] in FP8 else (ALIGNED, 23)
-            total = aligned_sum(a, b, c, bits, (LOWEST[kinds[0]], LOWEST[kinds[1]]))
+        if ptx_types[0] not in FP8 or warpgroup:
+            bits, fraction = (ALIGNED_FP8, ALIGNED_FP8) if ptx_types[0] in FP8 else (ALIGNED, 23)
+            total = aligned_sum(a, b, c, bits, (LOWEST[ptx_types[0]], LOWEST[ptx_types[1]]))
             return (cut(total, fraction) if to == f32 else total).astype(to)
-        # Two products of f16 in a row; the addend is added to their result by ordinary arithmetic.
+        # Two consecutive f16 MMAs, then an ordinary addition of the addend.
         total = np.zeros_like(c)
         for half in (0, 2):
             chosen = np.flatnonzero(np.arange(a.shape[1]) & 2 == half)

@@ -54,7 +54,7 @@ SPAN = {SW32: 32, SW64: 64, SW128: 128, SW128_ATOM32: 128}  # bytes from one row
 
 
 def swizzle(address: Array, mode: int) -> Array:
-    """Where the byte `address` of an unswizzled tile lies."""
+    """The swizzled address of the byte at `address` of an unswizzled tile."""
     if mode == NONE:
         return address
     if mode == SW128_ATOM32:
@@ -66,7 +66,7 @@ def swizzle(address: Array, mode: int) -> Array:
 class TensorMap:
     address: int
     element: int
-    kind: str
+    element_type: str
     swizzle: int
     dims: tuple[int, ...]
     strides: tuple[int, ...]
@@ -78,13 +78,13 @@ class TensorMap:
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.element
 
-    def at(self, place: Sequence[int]) -> int:
-        """The address of an element. Addresses wrap around, so that steps may lead back."""
-        return (self.address + sum(c * s for c, s in zip(place, self.strides, strict=True))) & ADDRESSES
+    def at(self, coordinates: Sequence[int]) -> int:
+        """The address of an element. Addresses wrap around, so that strides can be negative."""
+        return (self.address + sum(c * s for c, s in zip(coordinates, self.strides, strict=True))) & ADDRESSES
 
     @cached_property
     def tile_offsets(self) -> Array:
-        """Where the 16-byte pieces of a box lie in its tile, before the swizzle: a row takes the whole of its span."""
+        """Offsets of a box's 16-byte chunks in its tile, before the swizzle: a row takes its whole span."""
         row = self.box[0] * self.element
         rows = np.arange(self.box_bytes // row)[:, None] * SPAN.get(self.swizzle, row)
         return (rows + np.arange(0, row, 16)).reshape(-1)
@@ -106,10 +106,10 @@ def decode(raw: bytes) -> TensorMap:
             raise UnsupportedPTX(f"tensor map with 32-byte atoms and swizzle {mode}")
         mode = SW128_ATOM32
     packed = code == PACKED_FP4
-    element, kind = (1, "u8") if packed else ELEMENTS[code]
+    element, element_type = (1, "u8") if packed else ELEMENTS[code]
     dims = [int(x) + 1 for x in halves[8 : 8 + rank]]
     box = [raw[55 + i] + 1 for i in range(rank)]
-    if packed:  # sizes and boxes count elements of four bits, strides bytes
+    if packed:  # sizes and boxes count 4-bit elements, strides count bytes
         dims[0], box[0] = (dims[0] + 1) // 2, box[0] // 2
     strides = [
         element,
@@ -118,12 +118,12 @@ def decode(raw: bytes) -> TensorMap:
     if box[0] * element > SPAN.get(mode, 1 << 30) or box[0] * element % 16:
         raise UnsupportedPTX(f"tensor map box row of {box[0] * element} bytes with swizzle mode {mode}")
     return TensorMap(
-        int(words[0]), element, kind, mode, tuple(dims), tuple(strides), tuple(box), packed, bool(low >> 16 & 1)
+        int(words[0]), element, element_type, mode, tuple(dims), tuple(strides), tuple(box), packed, bool(low >> 16 & 1)
     )
 
 
 def last_element(raw: bytes) -> int | None:
-    """The address of the last element that a tensor map reaches, None for bytes that are none."""
+    """The address of the last element that a tensor map reaches; None if the bytes are no valid map."""
     try:
         found = decode(raw) if len(raw) == 128 else None
     except UnsupportedPTX:

@@ -1,4 +1,4 @@
-"""A pytest plugin: `pytest_plugins = ["ptx_emulator.testing"]` gives the fixture `emulate`."""
+"""A pytest plugin: `pytest_plugins = ["ptx_emulator.testing"]` adds the fixture `emulate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ptx_emulator
 
 @pytest.fixture(params=["sm_90a", "sm_100a"])
 def emulated_arch(request: pytest.FixtureRequest) -> str:
-    """Each architecture in turn."""
+    """Parametrized over the architectures."""
     return str(request.param)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ptx_emulator import tensormap
 from ptx_emulator.alu import one
 from ptx_emulator.errors import Fault, Misaligned, RaceError, UnsupportedPTX
-from ptx_emulator.memory import Place, bytes_at, combine
+from ptx_emulator.memory import AddressOperand, bytes_at, combine
 from ptx_emulator.numerics import UNSIGNED, Array, f32, f32_to_tf32, u32
 from ptx_emulator.race import ASYNC, ATOMIC, UNRECORDED, Issue
 from ptx_emulator.tensormap import TensorMap
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def round_to_tf32(bits: Array) -> Array:
-    """What loads do through a tensor map of type tf32."""
+    """The rounding of loads through a tensor map of type tf32."""
     return np.where(np.isnan(bits.view(f32)), u32(0x7FFFE000), f32_to_tf32(bits.view(f32), "rn"))
 
 
@@ -33,13 +33,13 @@ class TMA:
         self.acquired: dict[tuple[int, int], Array] = {}
 
     # -- operands
-    def _address(self, place: Place, lane: int, size: int, site: int, what: str) -> int:
-        address = one(place, lane) & ((1 << 60) - 1)
+    def _address(self, operand: AddressOperand, lane: int, size: int, site: int, what: str) -> int:
+        address = one(operand, lane) & ((1 << 60) - 1)
         self.machine.memory.check_global(np.array([address]), size, np.array([lane]), site, what)
         return address
 
     def _tile(
-        self, site: int, lane: int, descriptor: Place, coordinates: list[Any], place: int
+        self, site: int, lane: int, descriptor: AddressOperand, coordinates: list[Any], smem_address: int
     ) -> tuple[TensorMap, tuple[int, ...], Array]:
         """The tensor map, the coordinates, and the 16-byte chunks of the tile within a block's shared memory."""
         address = self._address(descriptor, lane, 128, site, "tensor map")
@@ -53,34 +53,34 @@ class TMA:
             raise Fault(f"{len(where)} coordinates for a tensor map of rank {len(tensor.dims)}", [lane], site)
         if tensor.packed:
             where[0] //= 2
-        if place % 128:
-            raise Misaligned(f"tensor copy at shared +{place & 0xFFFFFF:#x}: not 128-byte aligned", [lane], site)
+        if smem_address % 128:
+            raise Misaligned(f"tensor copy at shared +{smem_address & 0xFFFFFF:#x}: not 128-byte aligned", [lane], site)
         if where[0] * tensor.element % 16:  # an illegal instruction on the chip
             raise Misaligned(f"innermost coordinate {where[0]}: its bytes are not a multiple of 16", [lane], site)
-        bytes_ = (place & 0xFFFFFF) + tensor.tile_offsets
+        bytes_ = (smem_address & 0xFFFFFF) + tensor.tile_offsets
         return tensor, tuple(where), tensormap.swizzle(bytes_, tensor.swizzle) >> 4
 
     def _box(
-        self, tensor: TensorMap, place: tuple[int, ...], lane: int, site: int
+        self, tensor: TensorMap, coordinates: tuple[int, ...], lane: int, site: int
     ) -> tuple[Array, tuple[slice, ...], int, int] | None:
-        """The part of the box inside the tensor: a view of global memory, its place in the box, address and span."""
-        low = [max(0, -c) for c in place]
-        high = [min(b, d - c) for b, d, c in zip(tensor.box, tensor.dims, place, strict=True)]
+        """The intersection of box and tensor: a view of global memory, its slices in the box, address and span."""
+        low = [max(0, -c) for c in coordinates]
+        high = [min(b, d - c) for b, d, c in zip(tensor.box, tensor.dims, coordinates, strict=True)]
         if any(h <= l for l, h in zip(low, high, strict=True)):  # noqa: E741
             return None
-        address = tensor.at([c + s for c, s in zip(place, low, strict=True)])
+        address = tensor.at([c + s for c, s in zip(coordinates, low, strict=True)])
         shape = [h - s for s, h in zip(low, high, strict=True)]
         span = sum((n - 1) * t for n, t in zip(shape, tensor.strides, strict=True)) + tensor.element
         self.machine.memory.check_global(
-            np.array([address]), span, np.array([lane]), site, f"tensor copy at coordinates {place}"
+            np.array([address]), span, np.array([lane]), site, f"tensor copy at coordinates {coordinates}"
         )
         base = bytes_at(address, span)[: tensor.element].view(UNSIGNED[tensor.element])
         view = np.lib.stride_tricks.as_strided(base, tuple(shape[::-1]), tuple(tensor.strides[::-1]))
         return (view, tuple(slice(s, h) for s, h in zip(low[::-1], high[::-1], strict=True)), address, span)
 
-    def _targets(self, lane: int, place: int, mask: Any) -> list[int]:
+    def _targets(self, lane: int, smem_address: int, mask: Any) -> list[int]:
         if mask is None:
-            return [place >> 24]
+            return [smem_address >> 24]
         bits, first = one(mask, lane), int(self.machine.cluster_base[lane]) >> 24
         blocks = [first + rank for rank in range(16) if bits >> rank & 1]
         if not blocks or blocks[-1] >= first + self.machine.cluster_size:
@@ -92,20 +92,20 @@ class TMA:
         self,
         site: int,
         m: Any,
-        target: Place,
-        descriptor: Place,
+        target: AddressOperand,
+        descriptor: AddressOperand,
         coordinates: list[Any],
-        barrier: Place,
+        barrier: AddressOperand,
         mask: Any,
         pair: bool,
     ) -> None:
         lanes, memory = self.machine.lanes(m), self.machine.memory
-        places, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
+        smem_addresses, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
 
         def fetch(lane: int, tensor: TensorMap, where: tuple[int, ...], issue: Issue | None, signal: int) -> Array:
             box = np.zeros(tensor.box[::-1], UNSIGNED[tensor.element])
             inside = self._box(tensor, where, lane, site)
-            if inside is None:  # an H200 faults where the tensor's own address is no memory; of a store, it does not
+            if inside is None:  # an H200 faults if the tensor's base address is unmapped; a store does not
                 what = f"the beginning of a tensor, of a load wholly outside it at coordinates {where},"
                 memory.check_global(np.array([tensor.address]), 1, np.array([lane]), site, what)
             else:
@@ -116,11 +116,11 @@ class TMA:
                     self.machine.race.by_agent(site, *self._global_granules(inside), issue, *completion, False)
             return (round_to_tf32(box) if tensor.tf32 else box).reshape(-1).view(np.complex128)
 
-        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
-            tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, place)
-            blocks, issue = (self._targets(lane, place, mask), self.machine.race.issue(lane))
+        for lane, smem_address, signal in zip(lanes.tolist(), smem_addresses.tolist(), signals.tolist(), strict=True):
+            tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, smem_address)
+            blocks, issue = (self._targets(lane, smem_address, mask), self.machine.race.issue(lane))
             homes = [block if mask is not None else signal >> 24 for block in blocks]
-            if pair:  # the barrier may be that of the other block of the pair: parity of its own address
+            if pair:  # bit 24 of the address selects the block of the pair that has the barrier
                 homes = [home & ~1 | signal >> 24 & 1 for home in homes]
             self._deliver(
                 site,
@@ -134,7 +134,15 @@ class TMA:
             )
 
     def bulk_load(
-        self, site: int, m: Any, space: str, target: Place, source: Place, size: Any, barrier: Place, mask: Any
+        self,
+        site: int,
+        m: Any,
+        space: str,
+        target: AddressOperand,
+        source: AddressOperand,
+        size: Any,
+        barrier: AddressOperand,
+        mask: Any,
     ) -> None:
         lanes, memory = self.machine.lanes(m), self.machine.memory
         signals = memory.physical(lanes, barrier, 8, site)
@@ -147,15 +155,15 @@ class TMA:
 
         for lane, signal in zip(lanes.tolist(), signals.tolist(), strict=True):
             count, alone = one(size, lane), np.array([lane])
-            place = int(memory.physical(alone, target, count, site)[0])
+            smem_address = int(memory.physical(alone, target, count, site)[0])
             if space == "global":
                 origin = self._address(source, lane, count, site, "cp.async.bulk")
             else:
                 origin = int(memory.physical(alone, source, count, site)[0])
-            self._bulk_check(lane, place, origin, count, site)
-            blocks = self._targets(lane, place, mask)
+            self._bulk_check(lane, smem_address, origin, count, site)
+            blocks = self._targets(lane, smem_address, mask)
             there = [(signal >> 24 if mask is None else block) << 24 | signal & 0xFFFFFF for block in blocks]
-            chunks = np.arange(place & 0xFFFFFF, (place & 0xFFFFFF) + count, 16) >> 4
+            chunks = np.arange(smem_address & 0xFFFFFF, (smem_address & 0xFFFFFF) + count, 16) >> 4
             self._deliver(
                 site,
                 lane,
@@ -217,15 +225,21 @@ class TMA:
 
     # -- stores
     def store(
-        self, site: int, m: Any, descriptor: Place, coordinates: list[Any], source: Place, reduction: str
+        self,
+        site: int,
+        m: Any,
+        descriptor: AddressOperand,
+        coordinates: list[Any],
+        source: AddressOperand,
+        reduction: str,
     ) -> None:
         machine, memory = self.machine, self.machine.memory
         lanes = machine.lanes(m)
         done: set[Any] = set()
-        for lane, place in zip(lanes.tolist(), memory.physical(lanes, source, 16, site).tolist(), strict=True):
-            tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, place)
-            # The DSL lets a whole warp issue a store without electing a lane; the chip issues one copy for the warp.
-            key = (lane >> 5, place, tensor, where)
+        for lane, smem_address in zip(lanes.tolist(), memory.physical(lanes, source, 16, site).tolist(), strict=True):
+            tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, smem_address)
+            # The DSL issues a store from a whole warp without electing a lane; the chip executes one copy per warp.
+            key = (lane >> 5, smem_address, tensor, where)
             if key in done:
                 continue
             done.add(key)
@@ -235,36 +249,45 @@ class TMA:
                 self._send(
                     site,
                     lane,
-                    chunks + (place >> 24 << 20),
+                    chunks + (smem_address >> 24 << 20),
                     tensor.box[::-1],
                     inside[1],
                     inside[0],
                     self._global_granules(inside),
                     reduction,
-                    tensor.kind,
+                    tensor.element_type,
                 )
 
-    def bulk_store(self, site: int, m: Any, target: Place, source: Place, size: Any, reduction: str, kind: str) -> None:
+    def bulk_store(
+        self,
+        site: int,
+        m: Any,
+        target: AddressOperand,
+        source: AddressOperand,
+        size: Any,
+        reduction: str,
+        ptx_type: str,
+    ) -> None:
         machine, memory = self.machine, self.machine.memory
-        dtype = UNSIGNED[{"bf16": 2, "f16": 2}.get(kind) or int(kind[1:] or 8) // 8]
+        dtype = UNSIGNED[{"bf16": 2, "f16": 2}.get(ptx_type) or int(ptx_type[1:] or 8) // 8]
         for lane in machine.lanes(m).tolist():
             count = one(size, lane)
-            place = int(memory.physical(np.array([lane]), source, count, site)[0])
+            smem_address = int(memory.physical(np.array([lane]), source, count, site)[0])
             address = self._address(target, lane, count, site, "cp.async.bulk")
-            self._bulk_check(lane, place, address, count, site)
+            self._bulk_check(lane, smem_address, address, count, site)
             machine.report.count_bytes("shared to global bulk", count)
             view = bytes_at(address, count).view(dtype)
             rows = memory.global_granules(np.array([address]), count)
             self._send(
                 site,
                 lane,
-                np.arange(place, place + count, 16) >> 4,
+                np.arange(smem_address, smem_address + count, 16) >> 4,
                 view.shape,
                 slice(None),
                 view,
                 rows,
                 reduction,
-                kind,
+                ptx_type,
             )
 
     def _send(
@@ -273,18 +296,18 @@ class TMA:
         lane: int,
         chunks: Array,
         shape: tuple[int, ...],
-        part: Any,
+        inside_box: Any,
         view: Array,
         rows: Any,
         reduction: str,
-        kind: str,
+        ptx_type: str,
     ) -> None:
-        """Copies a part of what lies in `chunks`, elements of a given shape, to a view of global memory."""
+        """Copies the elements `inside_box` of a box of `shape`, which lies in `chunks`, to a view of global memory."""
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         copies = machine.async_copies
-        if race.on:  # the part of the box outside the tensor may never have been written
+        if race.on:  # shared memory outside the tensor's bounds may be uninitialized
             marks = np.zeros(shape, bool)
-            marks[part] = True
+            marks[inside_box] = True
             granules = memory.shared_granules(chunks << 4, 16)
             wanted = np.repeat(marks.reshape(-1), view.itemsize).reshape(*granules.shape, -1).any(2)
             issue, epoch = race.issue(lane), copies.epoch("bulk", lane)
@@ -308,8 +331,8 @@ class TMA:
             )
 
         def run(_: Array) -> None:
-            data = np.ascontiguousarray(memory.chunks[chunks].view(view.dtype).reshape(shape)[part])
-            view[...] = combine(reduction, kind, view.copy(), data) if reduction else data
+            data = np.ascontiguousarray(memory.chunks[chunks].view(view.dtype).reshape(shape)[inside_box])
+            view[...] = combine(reduction, ptx_type, view.copy(), data) if reduction else data
             machine.event += 1
 
         copies.add("bulk", np.array([lane]), run)
@@ -319,7 +342,9 @@ class TMA:
             raise Misaligned(f"cp.async.bulk of {size} bytes: addresses and size must be multiples of 16", [lane], site)
 
     # -- edits of a tensor map
-    def replace(self, site: int, m: Any, space: str, target: Place, name: str, ordinal: int, value: Any) -> None:
+    def replace(
+        self, site: int, m: Any, space: str, target: AddressOperand, name: str, ordinal: int, value: Any
+    ) -> None:
         machine, memory = self.machine, self.machine.memory
         if name not in tensormap.FIELDS:
             raise UnsupportedPTX(f"tensormap.replace.tile.{name}")
@@ -327,29 +352,29 @@ class TMA:
         for lane in machine.lanes(m).tolist():
             new = np.frombuffer(np.uint64(encode(one(value, lane))).tobytes()[:size], np.uint8)
             if space == "global":
-                place = self._address(target, lane, 128, site, "tensor map")
-                raw = bytes_at(place, 128)
-                self.unreleased[place] = lane >> 5
+                smem_address = self._address(target, lane, 128, site, "tensor map")
+                raw = bytes_at(smem_address, 128)
+                self.unreleased[smem_address] = lane >> 5
             else:
-                place = int(memory.physical(np.array([lane]), target, 128, site)[0])
-                raw = memory.shared[place : place + 128]
+                smem_address = int(memory.physical(np.array([lane]), target, 128, site)[0])
+                raw = memory.shared[smem_address : smem_address + 128]
             at = first + ordinal * size
             raw[at : at + size] = new
             if machine.race.on:
-                memory.touch(site, space[:6], np.array([lane]), np.array([place + at]), size, True, "")
+                memory.touch(site, space[:6], np.array([lane]), np.array([smem_address + at]), size, True, "")
         machine.event += 1
 
-    def copy_map(self, site: int, m: Any, target: Place, source: Place) -> None:
+    def copy_map(self, site: int, m: Any, target: AddressOperand, source: AddressOperand) -> None:
         """tensormap.cp_fenceproxy: copies and releases."""
         machine, memory = self.machine, self.machine.memory
         for warp in whole_warps(m, machine.count, "tensormap.cp_fenceproxy", site):
             origin = memory.physical(warp[:1], source, 128, site)
-            place = self._address(target, int(warp[0]), 128, site, "tensor map")
+            smem_address = self._address(target, int(warp[0]), 128, site, "tensor map")
             if machine.race.on:
                 memory.touch(site, "shared", warp[:1], origin, 128, False, "")
-                memory.touch(site, "global", warp[:1], np.array([place]), 128, True, "")
-            bytes_at(place, 128)[...] = memory.shared[int(origin[0]) : int(origin[0]) + 128]
-            self.unreleased.pop(place, None)
+                memory.touch(site, "global", warp[:1], np.array([smem_address]), 128, True, "")
+            bytes_at(smem_address, 128)[...] = memory.shared[int(origin[0]) : int(origin[0]) + 128]
+            self.unreleased.pop(smem_address, None)
         machine.event += 1
 
     def release_maps(self, m: Any) -> None:
@@ -357,38 +382,40 @@ class TMA:
         race = self.machine.race
         if race.on:
             warps = race.warps_of(m).tolist()
-            self.unreleased = {place: warp for place, warp in self.unreleased.items() if warp not in warps}
+            self.unreleased = {
+                smem_address: warp for smem_address, warp in self.unreleased.items() if warp not in warps
+            }
             race.memory_fence(m)
 
-    def acquire_map(self, site: int, m: Any, place: Place) -> None:
+    def acquire_map(self, site: int, m: Any, operand: AddressOperand) -> None:
         """fence.proxy.tensormap::generic.acquire: what the warp knows of now holds for copies with this map."""
         race = self.machine.race
         if race.on:
             for lane in self.machine.lanes(m).tolist():
-                address = self._address(place, lane, 128, site, "tensor map")
+                address = self._address(operand, lane, 128, site, "tensor map")
                 self.acquired[lane >> 5, address] = race.clock[lane >> 5, 0].copy()
             warps = race.warps_of(m)
             race.clock[warps, 0, warps] += 1
 
-    def _check_map(self, site: int, lane: int, place: int) -> None:
+    def _check_map(self, site: int, lane: int, smem_address: int) -> None:
         """A map that this launch wrote must have been released, and acquired by the warp that uses it."""
         race, memory = self.machine.race, self.machine.memory
-        if int(np.searchsorted(memory.first, place, side="right")) - 1 not in memory.global_shadows:
+        if int(np.searchsorted(memory.first, smem_address, side="right")) - 1 not in memory.global_shadows:
             return
-        if place in self.unreleased:
+        if smem_address in self.unreleased:
             missing = "fence.proxy.tensormap::generic.release"
-            raise RaceError(f"tensor map at {place:#x} was edited without {missing}", [lane], site)
-        issue, known = race.issue(lane), self.acquired.get((lane >> 5, place))
+            raise RaceError(f"tensor map at {smem_address:#x} was edited without {missing}", [lane], site)
+        issue, known = race.issue(lane), self.acquired.get((lane >> 5, smem_address))
         issue.clock[1] = 0
         if known is not None:
             issue.clock[1, : len(known)] = known
-        shadow, granules = memory.global_granules(np.array([place]), 128)
+        shadow, granules = memory.global_granules(np.array([smem_address]), 128)
         race.by_agent(
             site,
             shadow,
             granules,
             issue,
-            race.component("tensor maps", "the copy engine"),
+            race.component("tensor maps", "TMA"),
             0,
             False,
             ASYNC | UNRECORDED,

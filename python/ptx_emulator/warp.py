@@ -1,4 +1,4 @@
-"""Instructions that look across the 32 lanes of a warp."""
+"""Instructions that exchange data between the 32 lanes of a warp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_members(m: Any, members: Any, count: int, what: str, site: int) -> Non
 
 
 def whole_warps(m: Any, count: int, what: str, site: int, threads: int = 32) -> Array:
-    """(warps, threads) lane indices; a part of a warp (or warpgroup) is a fault."""
+    """(warps, threads) lane indices; a fault if only some lanes of a warp (or warpgroup) are active."""
     if m is True:
         return np.arange(count).reshape(-1, threads)
     groups = m.reshape(-1, threads)
@@ -94,10 +94,10 @@ def match(m: Any, mode: str, d: Array, p: Array | None, a: Any) -> None:
     put(m, d, bits.reshape(-1))
 
 
-def reduce(m: Any, op: str, kind: str, absolute: bool, nan: bool, d: Array, a: Any) -> None:
-    dtype: Any = {"f32": f32, "s32": np.int32}.get(kind, u32)
+def reduce(m: Any, op: str, ptx_type: str, absolute: bool, nan: bool, d: Array, a: Any) -> None:
+    dtype: Any = {"f32": f32, "s32": np.int32}.get(ptx_type, u32)
     x = lanes_of(a, len(d)).view(dtype).reshape(-1, 32)
-    if kind == "f32":
+    if ptx_type == "f32":
         table: dict[str, tuple[np.ufunc, Any]] = {
             "max": (np.maximum, -np.inf) if nan else (np.fmax, np.nan),
             "min": (np.minimum, np.inf) if nan else (np.fmin, np.nan),
@@ -113,7 +113,7 @@ def reduce(m: Any, op: str, kind: str, absolute: bool, nan: bool, d: Array, a: A
             "and": (np.bitwise_and, -1 if limits.min else limits.max),
         }
     if op not in table:
-        raise UnsupportedPTX(f"redux.sync.{op}.{kind}")
+        raise UnsupportedPTX(f"redux.sync.{op}.{ptx_type}")
     ufunc, neutral = table[op]
     result = ufunc.reduce(np.abs(x) if absolute else x, 1, dtype, initial=dtype(neutral), where=_active(m, len(d)))
     put(m, d.view(dtype), np.repeat(result, 32))

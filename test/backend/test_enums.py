@@ -40,7 +40,7 @@ def header(libcudnn: library.Library) -> dict[str, tuple[int, int]]:
     include = Path(libcudnn.path).resolve().parents[1] / "include"
     texts = [path.read_text(errors="replace") for path in sorted(include.glob("cudnn_graph_v9.h"))]
     if not texts or libcudnn.version < 92800:
-        pytest.skip("no header of cuDNN 9.28 beside the library")
+        pytest.skip("no header of cuDNN 9.28 next to the library")
     pattern = re.compile(r"\b(CUDNN_\w+)(?: +CUDNN_DEPRECATED_ENUM)? *=\s*(-?\d+),?\s*(/\*\*.*?\*/)?", re.DOTALL)
     found: dict[str, tuple[int, int]] = {}
     for name, number, comment in pattern.findall("".join(texts)):

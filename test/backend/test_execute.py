@@ -1,4 +1,4 @@
-"""What the backend does on a GPU beside running plans, which the tests of graphs do."""
+"""The backend on a GPU, except for running plans, which the tests of graphs cover."""
 
 from __future__ import annotations
 

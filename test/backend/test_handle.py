@@ -24,7 +24,7 @@ no_gpu = pytest.mark.skipif(gpu_available(), reason="about machines without a GP
 
 @no_gpu
 def test_without_a_gpu_a_handle_selects_the_reference(caplog: pytest.LogCaptureFixture) -> None:
-    module._tell_about_reference.cache_clear()
+    module._log_reference.cache_clear()
     with caplog.at_level(logging.INFO, "cudnn"):
         handles = [create_handle(), create_handle()]
     assert [record.message for record in caplog.records] == [

@@ -279,7 +279,7 @@ class GraphDriver(recorded.GraphDriver):
 
 
 class OfAnotherThread(Pack):
-    """A pack, beside which a thread puts another one when it is looked at."""
+    """A pack that adds another one to the cache, as a second thread could, when its graph is read."""
 
     def __init__(self, packs: dict[Any, Any]) -> None:
         self.packs = packs
@@ -355,14 +355,14 @@ def test_cuda_graphs_of_all_plans_are_bounded(
         assert ("cuGraphExecDestroy", executable) in driver.calls
         assert (packs[gone].graph, packs[gone].queue) == (None, None)
         assert packs[gone].calls == Pack.CALLS_BEFORE_GRAPH - Pack.CALLS_BEFORE_NEXT_GRAPH
-        assert packs[made] in described_handle.kept
-        assert len(described_handle.kept) == 3
+        assert packs[made] in described_handle.graphs
+        assert len(described_handle.graphs) == 3
     monkeypatch.setattr(libcudnn, "destroy_handle", lambda pointer: 0)
-    left = [ctypes.addressof(made._obj) for made in described_handle.kept.values()]
+    left = [ctypes.addressof(made._obj) for made in described_handle.graphs.values()]
     described_handle.marker = None
     destroy_handle(described_handle)
     assert {("cuGraphExecDestroy", executable) for executable in left} < {*driver.calls}
-    assert not described_handle.kept
+    assert not described_handle.graphs
     assert not any(pack.graph or pack.queue for pack in packs)
 
 

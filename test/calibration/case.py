@@ -1,4 +1,4 @@
-"""A microkernel: its PTX, its buffers, and how closely two machines must agree on what it writes."""
+"""A microkernel: its PTX, its buffers, and the tolerance between the outputs of two machines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BITS = Tolerance()
 @dataclass(frozen=True, eq=False)
 class Case:
     """One launch. Parameters are the addresses of `inputs`, then of `outputs` (whose arrays are the contents before the
-    launch), then the tensor maps. `refused`: the emulator does not know the instruction and says so."""
+    launch), then the tensor maps. `refused`: the emulator raises UnsupportedPTX."""
 
     family: str
     name: str
@@ -112,8 +112,8 @@ def pattern(items: Sequence[Any], count: int, stride: int, dtype: Any) -> Array:
     return np.resize(np.repeat(np.array(items, dtype), stride), count)
 
 
-def words(name: str, count: int, bits: int = 32, place: int = 0) -> Array:
-    """Random words after every pair of extreme ones; `place` is the operand's position."""
+def words(name: str, count: int, bits: int = 32, operand_index: int = 0) -> Array:
+    """Random words after every pair of extreme ones; `operand_index` is the position of the operand."""
     special = [
         0,
         1,
@@ -124,25 +124,25 @@ def words(name: str, count: int, bits: int = 32, place: int = 0) -> Array:
         (1 << (bits - 1)) + 1,
         0x55 << bits - 8,
     ]
-    found = raw(f"{name} {place}", max(count, 64), bits)
-    found[:64] = pattern(special, 64, 8**place if place < 2 else 3, found.dtype)
-    return found[:count].copy()
+    values = raw(f"{name} {operand_index}", max(count, 64), bits)
+    values[:64] = pattern(special, 64, 8**operand_index if operand_index < 2 else 3, values.dtype)
+    return values[:count].copy()
 
 
-def floats(name: str, count: int, exponents: int = 12, place: int = 0, kind: str = "f32") -> Array:
+def floats(name: str, count: int, exponents: int = 12, operand_index: int = 0, float_type: str = "f32") -> Array:
     """The bits of random floats with exponents of up to +-`exponents`, after every pair of special values."""
-    bits, fraction = {"f32": (32, 23), "f16": (16, 10), "bf16": (16, 7), "f64": (64, 52)}[kind]
-    wide = raw(f"{name} {place} {kind}", max(count, 68), 64)
+    bits, fraction = {"f32": (32, 23), "f16": (16, 10), "bf16": (16, 7), "f64": (64, 52)}[float_type]
+    random_bits = raw(f"{name} {operand_index} {float_type}", max(count, 68), 64)
     bias = (1 << (bits - fraction - 2)) - 1
     span = min(exponents, bias - 1)
-    exponent = bias - span + (wide >> np.uint64(40)) % np.uint64(2 * span + 1)
-    found = (wide & np.uint64((1 << fraction) - 1)) | exponent << np.uint64(fraction)
-    found |= (wide >> np.uint64(63)) << np.uint64(bits - 1)
+    exponent = bias - span + (random_bits >> np.uint64(40)) % np.uint64(2 * span + 1)
+    values = (random_bits & np.uint64((1 << fraction) - 1)) | exponent << np.uint64(fraction)
+    values |= (random_bits >> np.uint64(63)) << np.uint64(bits - 1)
     sign, one, infinity = 1 << (bits - 1), bias << fraction, (2 * bias + 1) << fraction
     special = [0, sign, one, infinity, infinity | sign, infinity | 1 << (fraction - 1), 1, infinity - 1]
-    found[:64] = pattern(special, 64, 8**place if place < 2 else 3, np.uint64)
-    found[64:68] = [sign | 1, (1 << fraction) - 1, 1 << fraction, one | sign]
-    return found[:count].astype(FLOATS[kind])
+    values[:64] = pattern(special, 64, 8**operand_index if operand_index < 2 else 3, np.uint64)
+    values[64:68] = [sign | 1, (1 << fraction) - 1, 1 << fraction, one | sign]
+    return values[:count].astype(FLOATS[float_type])
 
 
 # -- kernels
@@ -180,7 +180,7 @@ def title(instruction: str) -> str:
 
 
 def load_words(register: str, first: int, count: int, buffer: int) -> str:
-    """Loads `count` words per thread into `register` first, first + 1, ... from rows of as many words."""
+    """Loads `count` words per thread into `register` first, first + 1, ... from rows of `count` words."""
     lines = [f"mul.wide.u32 %rd88, %r99, {4 * count}; add.s64 %rd88, %rd88, %rd{buffer};"]
     return "\n".join(lines + [f"ld.global.b32 {register}{first + i}, [%rd88+{4 * i}];" for i in range(count)])
 

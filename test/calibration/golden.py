@@ -125,57 +125,57 @@ class Difference:
         return text + f"); first: {self.first}"
 
 
-def _number(bits: Array, kind: str) -> Array:
-    if kind == "bf16":
+def _number(bits: Array, float_type: str) -> Array:
+    if float_type == "bf16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return bits.view({"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind]).astype(np.float64)
+    return bits.view({"f16": np.float16, "f32": np.float32, "f64": np.float64}[float_type]).astype(np.float64)
 
 
-def difference(chip: Array, own: Array, tolerance: Tolerance) -> Difference:
+def difference(chip: Array, emulated: Array, tolerance: Tolerance) -> Difference:
     """Compares one output of a chip with one of the emulator."""
-    a, b = np.ascontiguousarray(chip), np.ascontiguousarray(own)
+    a, b = np.ascontiguousarray(chip), np.ascontiguousarray(emulated)
     if tolerance.kind == "bits":
         unequal = a != b
-        wrong, found = unequal, Difference(a.size, int(unequal.sum()))
+        wrong, result = unequal, Difference(a.size, int(unequal.sum()))
     else:
         dtype = FLOATS[tolerance.kind]
         a, b = a.view(dtype), b.view(dtype)
         with np.errstate(all="ignore"):
             x, y = _number(a, tolerance.kind), _number(b, tolerance.kind)
-            both = np.isnan(x) & np.isnan(y)
-            unequal = (a != b) & ~both
-            apart = np.abs(x - y)
+            both_nan = np.isnan(x) & np.isnan(y)
+            unequal = (a != b) & ~both_nan
+            distance = np.abs(x - y)
         # Order of the bits as sign and magnitude: neighbours differ by one.
         bits = a.itemsize * 8
         sign = dtype(1 << (bits - 1))
         order = [np.where(v & sign, -(v & ~sign).astype(np.float64), v.astype(np.float64)) for v in (a, b)]
         ulps = np.where(unequal, np.maximum(np.abs(order[0] - order[1]), 1), 0)
         finite = np.isfinite(x) & np.isfinite(y)
-        near = (ulps <= tolerance.ulps) | (finite & (apart <= tolerance.absolute) & (tolerance.absolute > 0))
+        near = (ulps <= tolerance.ulps) | (finite & (distance <= tolerance.absolute) & (tolerance.absolute > 0))
         wrong = unequal & ~near
         measured = unequal & finite
-        found = Difference(
+        result = Difference(
             a.size,
             int(unequal.sum()),
-            nan=int((both & (a != b)).sum()),
+            nan=int((both_nan & (a != b)).sum()),
             ulps=int(ulps[measured].max(initial=0)),
-            absolute=float(apart[measured].max(initial=0)),
+            absolute=float(distance[measured].max(initial=0)),
         )
-    found.wrong = int(wrong.sum())
-    if found.wrong:
-        place = int(np.flatnonzero(wrong)[0])
-        found.first = f"[{place}] {int(a[place]):#x} on the chip, {int(b[place]):#x} here"
-    return found
+    result.wrong = int(wrong.sum())
+    if result.wrong:
+        index = int(np.flatnonzero(wrong)[0])
+        result.first = f"[{index}] {int(a[index]):#x} on the chip, {int(b[index]):#x} here"
+    return result
 
 
-def compare(case: Measured, kept: Sequence[Kept], outputs: Sequence[Array]) -> Difference:
+def compare(case: Measured, expected: Sequence[Kept], outputs: Sequence[Array]) -> Difference:
     """All outputs of a case against what is kept of the chip's."""
     total = Difference()
-    for one, output in zip(kept, outputs, strict=True):
-        found = difference(one.values, output.reshape(-1)[:: one.step], case.tolerance)
-        if one.step > 1 and case.tolerance.kind == "bits" and not found.wrong:
-            whole = hashlib.sha256(output.tobytes()).hexdigest()
-            if whole != one.digest:
-                found.wrong, found.first = 1, "hash of the whole output; the elements kept are equal"
-        total.add(found)
+    for stored, output in zip(expected, outputs, strict=True):
+        result = difference(stored.values, output.reshape(-1)[:: stored.step], case.tolerance)
+        if stored.step > 1 and case.tolerance.kind == "bits" and not result.wrong:
+            digest = hashlib.sha256(output.tobytes()).hexdigest()
+            if digest != stored.digest:
+                result.wrong, result.first = 1, "hash of the whole output; the elements kept are equal"
+        total.add(result)
     return total

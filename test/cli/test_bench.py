@@ -30,7 +30,7 @@ from cudnn.bench import (
     Reading,
     Row,
     attention,
-    declared,
+    dense_gemm,
     gemm,
     grouped,
     moe,
@@ -398,9 +398,9 @@ def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pyte
     on_the_cpu(monkeypatch)
     monkeypatch.setattr(bench, "_peak", lambda call: 5e9)
     benchmark, shape = bench.find("moe"), (50, 64, 32, 4, 2)
-    assert moe.products(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
+    assert moe.flops_of(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
     here = [moe.PEER, *([moe.TRANSFORMERS] if moe_peers.has_transformers() else []), moe.LOOP, moe.OURS, moe.SONICMOE]
-    yardsticks = (*benchmark.yardsticks, benchmark.outside)
+    yardsticks = (*benchmark.yardsticks, benchmark.external)
     shown = report.Report("", "bf16", "", "", yardsticks)
     for problem in benchmark.problems(bench.Options("bf16", (shape,), sonicmoe=sonicmoe_folder(tmp_path))):
         rows = timed(problem, yardsticks)
@@ -419,8 +419,8 @@ def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pyte
     assert len(benchmark.problems(bench.Options("bf16", all=True))) == 3 * (3 + 9 + 5)
     refused = {c.name: c.check({"y": torch.zeros(50, 64)}) for c in moe.candidates(shape, "forward")}
     assert all("wrong result: y is off by" in refused[name] for name in here[:-1])
-    (narrow,) = (c for c in moe.candidates((50, 128, 128, 4, 2), "forward") if c.name == moe.NARROW)
-    assert not narrow.check(narrow.prepare()())
+    (fp8,) = (c for c in moe.candidates((50, 128, 128, 4, 2), "forward") if c.name == moe.FP8)
+    assert not fp8.check(fp8.prepare()())
 
 
 def sonicmoe_folder(path: Path) -> Path:
@@ -488,36 +488,36 @@ def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.Monkey
 
 def test_candidates_of_native_sparse_attention_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "DEVICE", "cpu")
-    monkeypatch.setattr(nsa, "CHECKED", 128)
+    monkeypatch.setattr(nsa, "CHECKED_TOKENS", 128)
     benchmark, shape = bench.find("nsa"), (128, 2, 1, 64)
     assert benchmark.quick == ((65536, 64, 4, 128),)
-    assert nsa.products(shape, nsa.PARTS[3]) == 4 * 128 * 2 * 64 * 2 * 64
-    assert len(benchmark.problems(bench.Options("bf16", all=True))) == 6 * len(nsa.PARTS)
+    assert nsa.flops_of(shape, nsa.STEPS[3]) == 4 * 128 * 2 * 64 * 2 * 64
+    assert len(benchmark.problems(bench.Options("bf16", all=True))) == 6 * len(nsa.STEPS)
     assert not any("alike" in x.label for x in benchmark.problems(bench.Options("bf16", (shape,), quick=True)))
-    for problem, part in zip(benchmark.problems(bench.Options("bf16", (shape,))), nsa.PARTS, strict=True):
+    for problem, step in zip(benchmark.problems(bench.Options("bf16", (shape,))), nsa.STEPS, strict=True):
         peer, ours, *_ = problem.candidates()
         assert (peer.name, ours.name, ours.ours) == (nsa.PEER, nsa.OURS, True)
         assert ours.prepare is not None
         results = ours.prepare()()
         assert ours.check(results) == "", problem.label
         changed = {x: found.roll(1, 1) + 1 for x, found in results.items()}
-        small = nsa.tensors(shape, part.alike)
-        assert nsa.wrong(part, small, changed).startswith("wrong result: "), problem.label
+        few_tokens = nsa.make_tensors(shape, step.correlated)
+        assert nsa.wrong(step, few_tokens, changed).startswith("wrong result: "), problem.label
 
 
 def test_lists_of_blocks_that_rows_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "DEVICE", "cpu")
-    shared = []
-    for alike in (False, True):
-        rows = nsa.lists(8192, 2, alike)[0]
+    common = []
+    for correlated in (False, True):
+        rows = nsa.block_lists(8192, 2, correlated)[0]
         assert rows.shape == (8192, 2, 16)
-        own = torch.arange(8192)[:, None] // 64
-        assert (rows.amax(-1) == own).all()
+        row_block = torch.arange(8192)[:, None] // 64
+        assert (rows.amax(-1) == row_block).all()
         assert (rows == 0).any(-1).all()
-        kept = rows.sort(-1).values
-        assert ((kept.diff(dim=-1) > 0) | (kept[..., 1:] < 0)).all()
-        shared.append(sum(len(set(x) & set(y)) for x, y in itertools.pairwise(rows[4096:, 0].tolist())) / 4095)
-    assert shared[0] < 7 < 13 < shared[1]
+        blocks = rows.sort(-1).values
+        assert ((blocks.diff(dim=-1) > 0) | (blocks[..., 1:] < 0)).all()
+        common.append(sum(len(set(x) & set(y)) for x, y in itertools.pairwise(rows[4096:, 0].tolist())) / 4095)
+    assert common[0] < 7 < 13 < common[1]
 
 
 def test_layers_of_models_and_routings() -> None:
@@ -548,7 +548,7 @@ def test_candidates_of_rmsnorm_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPa
 def test_the_triton_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = declared.source_module(PEER)
+    module = dense_gemm.source_module(PEER)
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     source = importlib.import_module("triton.compiler").ASTSource
     for dtype, keep in (("bf16", True), ("fp8e4nv", False)):
@@ -566,4 +566,4 @@ def test_the_triton_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, 
 def test_without_the_source_tree_the_triton_kernel_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cudnn, "__file__", str(tmp_path / "site-packages" / "cudnn" / "__init__.py"))
     with pytest.raises(FileNotFoundError, match="part of the source tree"):
-        declared.source_module.__wrapped__(PEER)
+        dense_gemm.source_module.__wrapped__(PEER)

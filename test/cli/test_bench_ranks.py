@@ -112,7 +112,7 @@ def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: 
             for line in lines:
                 assert (line.ranks, line.flops) == (count, 6 * 16 * 64 * 32 * 4)
                 assert line.bytes >= line.tokens * 64 * 2  # a token has four experts
-                assert min(line.share("combine"), line.teraflops("backward"), line.modelled_dispatch) > 0
+                assert min(line.fraction_of_copy("combine"), line.teraflops("backward"), line.modelled_dispatch) > 0
         assert found.get() is None
 
     run_processes(count, tmp_path, rank)

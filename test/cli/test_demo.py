@@ -11,7 +11,7 @@ import cudnn
 from cudnn import demo_cases
 from cudnn.cli import demo
 
-HANDLE = None  # on CPU tensors the graph chooses the reference executor by itself
+HANDLE = None  # on CPU tensors the graph selects the reference executor automatically
 
 
 @pytest.mark.parametrize("make", demo.CASES, ids=lambda make: make.__name__)

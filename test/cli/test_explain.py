@@ -67,7 +67,7 @@ def test_a_described_device(tmp_path: Path, libcudnn: object) -> None:
     result = explain("--example", "matmul", "--device-properties", properties)
     if handle.gpu_available():
         assert result.exit_code == 2
-        assert "got a described device beside a GPU; allowed: a machine without a GPU" in words(result)
+        assert "got a described device on a machine with a GPU; allowed: a machine without a GPU" in words(result)
         return
     assert result.exit_code == 0, result.output
     assert "for compute capability 9.0" in result.output
@@ -132,5 +132,5 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_there(program: Path) -> None:
-    assert "got 'nobody'; allowed: a name in program.py" in words(explain(f"{program}:nobody"))
+    assert "got 'unknown'; allowed: a name in program.py" in words(explain(f"{program}:unknown"))
     assert ", without a graph; allowed: a program with a graph in a variable" in words(explain(f"{program}:cudnn"))

@@ -37,7 +37,7 @@ def test_a_healthy_installation_has_no_problems() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "what", "cure"),
+    ("change", "what", "remedy"),
     [
         (
             {"packages": {"nvidia-cudnn-cu12": "9.20.0.48", "nvidia-cudnn-cu13": "9.20.0.48"}},
@@ -56,9 +56,9 @@ def test_a_healthy_installation_has_no_problems() -> None:
     ],
     ids=["two-packages", "mixed", "two-copies", "torch-pin", "overwritten", "cuda-major"],
 )
-def test_a_broken_installation_is_named_with_its_cure(change: dict[str, object], what: str, cure: str) -> None:
+def test_a_broken_installation_is_named_with_its_remedy(change: dict[str, object], what: str, remedy: str) -> None:
     problems = diagnose(dataclasses.replace(HEALTHY, **change))  # type: ignore[arg-type]
-    assert [problem for problem in problems if what in problem.what and cure in problem.cure]
+    assert [problem for problem in problems if what in problem.what and remedy in problem.remedy]
 
 
 def test_without_gpu_and_library_only_the_reference_runs() -> None:

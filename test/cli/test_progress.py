@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import cudnn
 from cudnn.cli import app, progress, selftest
 from cudnn.demo_cases import grouped
-from cudnn.demo_cases.gemm_matrix import Variant
+from cudnn.demo_cases.gemm_variants import Variant
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,10 +77,10 @@ def test_the_work_can_be_looked_at(said: Callable[[], None], capsys: pytest.Capt
     """Where it is a program that knows nothing of progress."""
     launches: list[str] = []
 
-    def look(steps: progress.Steps) -> None:
+    def refresh(steps: progress.Steps) -> None:
         steps.doing = f"launch {len(launches)}"
 
-    with progress.shown("compiling", look=look):
+    with progress.shown("compiling", refresh=refresh):
         launches.append("kernel")
         said()
     assert capsys.readouterr().err.splitlines()[-1].endswith("  launch 1")

@@ -1,4 +1,4 @@
-"""What commands refuse before they begin: exit code 2, and words that say what is allowed."""
+"""Arguments that commands refuse before they start: exit code 2, and a message with the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cudnn selftest``: what it tries, what it calls wrong, what it says; on the GPU in processes of its own."""
+"""``cudnn selftest``: its variants, verdicts and report; on the GPU in child processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import Result
 import cudnn
 from cudnn.cli import selftest
 from cudnn.demo_cases import gemm_operands, grouped
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases.gemm_variants import Variant, sample, variants
 from cudnn.fused import registry
 from cudnn.runtime import launch
 from support.cli import invoke, words
@@ -108,7 +108,7 @@ def test_processes_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(selftest._on_gpu(chosen))
     assert [(f.group, f.verdict) for f in findings] == [(v.api, selftest.FAILED) for v in chosen]
     assert all("Error" in finding.detail for finding in findings)
-    monkeypatch.setattr(selftest, "LIMIT", 0.01)
+    monkeypatch.setattr(selftest, "TIMEOUT", 0.01)
     assert [f.detail for f in selftest._on_gpu(chosen[:1])] == ["no end in 0.01 s"]
 
 

@@ -63,7 +63,7 @@ def run(
 
 
 def block_scaled(kind: str) -> None:
-    """A GEMM of the library on Blackwell, compared with the product of its decoded operands."""
+    """A GEMM of the library on Blackwell, compared with a GEMM of its decoded operands."""
     problem = case("gemm_amax", 128, 128, 256, **BLOCK_SCALED[kind])
     execute(problem, "sm_100a")
     check(problem, slack=slack(problem))

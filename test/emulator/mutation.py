@@ -45,9 +45,9 @@ class Mutant:
     outcome: str  # the fault's class, "mismatch", or "survived"
 
 
-def unexplained(found: list[Mutant], equivalent: Mapping[str, tuple[int, str]]) -> dict[str, int]:
+def unexplained(mutants: list[Mutant], equivalent: Mapping[str, tuple[int, str]]) -> dict[str, int]:
     """What was not missed, instructions and their number, beyond what ``equivalent`` says is not needed, and why."""
-    survivors = Counter(mutant.text for mutant in found if mutant.outcome == "survived")
+    survivors = Counter(mutant.text for mutant in mutants if mutant.outcome == "survived")
     return {text: n for text, n in survivors.items() if n > equivalent.get(text, (0, ""))[0]}
 
 
@@ -94,9 +94,9 @@ def mutants(
     entry: str = "",
     every: int = 1,
 ) -> list[Mutant]:
-    """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right.
+    """`run(scheduler, seed)` launches the kernel with race detection and returns whether its result is right.
 
-    All kernels are meant of whose names `entry` is a part, and of their instructions the first of `every` so many.
+    Mutates every `every`-th instruction of the kernels whose names contain `entry`.
     """
     seen: list[Program] = []
     with without(None, seen, entry):

@@ -38,7 +38,7 @@ def kernels() -> Iterator[Golden]:
         yield calibration.load(FILE)
 
 
-def kept(golden: Golden, case: Case | Kernel) -> list[calibration.Kept]:
+def expected_outputs(golden: Golden, case: Case | Kernel) -> list[calibration.Kept]:
     assert case.id in golden.outputs, "no result of a GPU for this case"
     fingerprint, outputs = golden.outputs[case.id]
     assert fingerprint == case.fingerprint(ARCH), "the GPU ran another version of this case"
@@ -47,7 +47,7 @@ def kept(golden: Golden, case: Case | Kernel) -> list[calibration.Kept]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_the_emulator_does_what_the_chip_did(case: Case, golden: Golden) -> None:
-    chip = kept(golden, case)
+    chip = expected_outputs(golden, case)
     if case.refused:
         with pytest.raises((UnsupportedPTX, NotImplementedError)):
             calibration.run_emulated(case, ARCH)
@@ -58,7 +58,7 @@ def test_the_emulator_does_what_the_chip_did(case: Case, golden: Golden) -> None
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_kernels_do_what_they_did_on_the_chip(kernel: Kernel, kernels: Golden) -> None:
-    found = calibration.compare(kernel, kept(kernels, kernel), kernel.output("cpu"))
+    found = calibration.compare(kernel, expected_outputs(kernels, kernel), kernel.output("cpu"))
     assert not found.wrong, str(found)
 
 
@@ -75,8 +75,8 @@ def test_names_are_unique() -> None:
 
 
 # -- the comparison itself
-def found(chip: np.ndarray, own: np.ndarray, tolerance: Tolerance) -> Difference:
-    return calibration.difference(chip, own, tolerance)
+def found(chip: np.ndarray, emulated: np.ndarray, tolerance: Tolerance) -> Difference:
+    return calibration.difference(chip, emulated, tolerance)
 
 
 def test_one_bit_is_a_difference() -> None:
@@ -113,8 +113,8 @@ def test_packed_halves_are_compared_one_by_one() -> None:
 
 
 def store(file: Path, case: Case, *outputs: np.ndarray) -> None:
-    kept = calibration.collect(ARCH, [case], {case.id: list(outputs)})
-    calibration.save(file, Golden({"name": "x"}, kept))
+    expected_outputs = calibration.collect(ARCH, [case], {case.id: list(outputs)})
+    calibration.save(file, Golden({"name": "x"}, expected_outputs))
 
 
 def test_outputs_of_several_dimensions(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_results_are_added_to_those_a_file_has(tmp_path: Path) -> None:
     read = calibration.load(file)
     assert read.about == {"name": "5"}
     assert list(read.outputs) == [CASES[0].id, CASES[1].id]
-    assert [kept[0].values[0] for _, kept in read.outputs.values()] == [0, 5]
+    assert [expected_outputs[0].values[0] for _, expected_outputs in read.outputs.values()] == [0, 5]
 
 
 def test_large_outputs_are_kept_as_a_sample_and_a_hash(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_a_fingerprint_changes_with_what_the_gpu_would_see() -> None:
 
 
 # -- what the chip refuses, and what the emulator does not know of tensor maps
-@pytest.mark.parametrize("place", [(4, 0), (-4, 1), (1, 0)])
-def test_an_innermost_coordinate_that_is_not_a_multiple_of_16_bytes(place: tuple[int, int]) -> None:
+@pytest.mark.parametrize("coordinates", [(4, 0), (-4, 1), (1, 0)])
+def test_an_innermost_coordinate_that_is_not_a_multiple_of_16_bytes(coordinates: tuple[int, int]) -> None:
     source = np.zeros(1024, np.uint32)
     m = Map(1, "u16", (32, 20), (64,), (16, 8))
-    with pytest.raises(Misaligned, match=f"innermost coordinate {place[0]}: its bytes are not a multiple of 16"):
-        calibration.run_emulated(tensors.loads("x", m, [place], source), ARCH)
+    with pytest.raises(Misaligned, match=f"innermost coordinate {coordinates[0]}: its bytes are not a multiple of 16"):
+        calibration.run_emulated(tensors.loads("x", m, [coordinates], source), ARCH)
 
 
 @pytest.mark.parametrize(

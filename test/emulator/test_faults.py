@@ -52,7 +52,7 @@ def test_missing_barrier_is_a_race() -> None:
 
 
 def test_missing_warp_barrier_is_a_race() -> None:
-    """Between lanes of one warp, in shared memory; collectives and lanes of their own need none."""
+    """Between lanes of one warp, in shared memory. Collectives, and lanes with separate data, need no barrier."""
     neighbour = "xor.b32 %r4, %r2, 4;"
     code = f"""{ADDRESS} {neighbour} st.shared.b32 [%r2], %r99; SYNC
       ld.shared.b32 %r5, [%r4]; AGAIN st.shared.b32 [%r2], %r5;"""

@@ -1,4 +1,4 @@
-"""Cluster launch control: blocks that have not started are handed to running ones, each exactly once."""
+"""Cluster launch control: running blocks take over blocks that have not started, each exactly once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = ".shared .align 16 .b8 response[16];\n  .shared .align 8 .b64 bar;"
 
 
 def kernel(cluster: int) -> str:
-    """Counts its block at %rd90 + 8 x, who did it beside; asks for further clusters until there are none."""
+    """Counts its block at %rd90 + 8 x and stores the worker next to it; requests clusters until one is declined."""
     synchronise = "bar.sync 0;" if cluster == 1 else "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
     form = "" if cluster == 1 else ".multicast::cluster::all"
     return f"""

@@ -47,7 +47,7 @@ def test_vector_reductions(form: str, instruction: str) -> None:
     target = np.random.default_rng(8).integers(-4, 5, (4, size)).astype(dtype)
     expected = target.astype(np.float64) + added.astype(np.float64).reshape(8, 4, size).sum(0)
     started, old = target.copy(), np.zeros((32, size), dtype)
-    # Elements of 16 bits each fill a register of their own.
+    # Each 16-bit element fills a separate register.
     single = count > words
     width, registers = ("b16", "%h") if single else ("b32", "%r")
     names = [f"{registers}{10 + i if not single else 1 + i}" for i in range(count)]
@@ -103,7 +103,7 @@ def test_bulk_reduction(schedule: dict[str, Any]) -> None:
 
 
 def test_what_threads_copy_is_of_the_generic_proxy(schedule: dict[str, Any]) -> None:
-    """An mbarrier hands it over to other threads, but the copy engine sees it after a proxy fence only."""
+    """An mbarrier makes it visible to other threads, but TMA sees it only after a proxy fence."""
     source, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
     code = f"""{PLACE} @%p1 mbarrier.init.shared.b64 [%r3], 32; bar.sync 0; mad.lo.s32 %r4, %r99, 16, %r1;
       mul.wide.u32 %rd1, %r99, 16; add.s64 %rd1, %rd1, %rd90; cp.async.cg.shared.global [%r4], [%rd1], 16;

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[], Run], dict[str, tuple[int, str]]]] = {
 
 
 @functools.cache
-def made(name: str) -> Run:
+def run_of(name: str) -> Run:
     """A case's kernel, compiled once for all tests."""
     return CASES[name][0]()
 
@@ -90,13 +90,13 @@ BRIEFLY = brief(list(CASES), 0, 2, 3, 5)
 @pytest.mark.parametrize("name", BRIEFLY)
 def test_each_synchronisation_is_missed(name: str) -> None:
     _, equivalent = CASES[name]
-    results = mutants(made(name), [("lowest-pc", 0), ("random", 1), ("lazy", 2)])
+    results = mutants(run_of(name), [("lowest-pc", 0), ("random", 1), ("lazy", 2)])
     assert len(results) >= 5
     assert not unexplained(results, equivalent)
 
 
 @pytest.mark.parametrize("name", BRIEFLY)
 def test_no_false_alarm_over_many_seeds(name: str, pytestconfig: pytest.Config) -> None:
-    run = made(name)
+    run = run_of(name)
     for seed in range(20 if pytestconfig.getoption("full") else 4):
         assert run("random" if seed % 2 else "lazy", seed)

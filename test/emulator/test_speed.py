@@ -1,5 +1,5 @@
-"""What whole GEMMs take: calls of Python, which are as many on any machine; with ``--full`` processor time, at three
-times what is aimed at on one core.
+"""Cost of emulating whole GEMMs: Python calls, whose number is the same on any machine; with ``--full`` CPU time,
+with a limit of three times the target on one core.
 """
 
 from __future__ import annotations

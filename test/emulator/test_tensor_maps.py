@@ -76,11 +76,9 @@ def test_edits(code: str, scheduler: str) -> None:
 
 @pytest.mark.parametrize("code", [THROUGH_SHARED, IN_GLOBAL], ids=["shared", "global"])
 def test_edits_need_their_fences(code: str) -> None:
-    with pytest.raises(
-        ptx_emulator.RaceError, match=r"read by the copy engine is not ordered after the write by warp 0"
-    ):
+    with pytest.raises(ptx_emulator.RaceError, match=r"read by TMA is not ordered after the write by warp 0"):
         edited(code.replace(ACQUIRE, ""))
-    with pytest.raises(ptx_emulator.RaceError, match="read by the copy engine is not ordered"):
+    with pytest.raises(ptx_emulator.RaceError, match="read by TMA is not ordered"):
         edited(code.replace(ACQUIRE, "fence.proxy.async;"))
     if RELEASE in code:
         with pytest.raises(ptx_emulator.RaceError, match=r"edited without fence\.proxy\.tensormap::generic\.release"):
@@ -115,7 +113,7 @@ def test_a_map_is_edited_for_one_group_after_the_other(scheduler: str) -> None:
     run(code.replace("ACQUIRE", ACQUIRE), given, place, tables, out, **reachable, **options)
     assert out[0].tolist() == first.tolist()
     assert out[1].tolist() == [*second.tolist(), [0] * 8, [0] * 8, [0] * 8]
-    with pytest.raises(ptx_emulator.RaceError, match="read by the copy engine is not ordered"):
+    with pytest.raises(ptx_emulator.RaceError, match="read by TMA is not ordered"):
         run(code.replace("ACQUIRE", ""), given, place, tables, out, **reachable, **options)
 
 

@@ -39,7 +39,7 @@ def load(shape: str, registers: int, suffix: str = "", filler: str = FILL, packe
     return out
 
 
-def place(shape: str, t: int, i: int) -> tuple[int, int]:
+def lane_and_column(shape: str, t: int, i: int) -> tuple[int, int]:
     """The lane and the column of register ``i`` of thread ``t`` of a warp."""
     return {
         "32x32b": (t, i),
@@ -56,7 +56,7 @@ def test_load_shapes(shape: str) -> None:
     got = load(shape, registers, ", 4" if shape == "16x32bx2" else "")
     for thread in range(128):
         for i in range(registers):
-            lane, column = place(shape, thread % 32, i)
+            lane, column = lane_and_column(shape, thread % 32, i)
             assert got[thread, i] == (thread // 32 * 32 + lane) * 256 + column
 
 
@@ -67,7 +67,7 @@ def test_packed_loads(shape: str) -> None:
     got = load(shape, registers, packed=True, filler=fill(16))
     for thread in range(128):
         for i in range(registers):
-            lane, column = place(shape, thread % 32, i)
+            lane, column = lane_and_column(shape, thread % 32, i)
             low, high = ((thread // 32 * 32 + lane) * 256 + 2 * column + j for j in (0, 1))
             assert got[thread, i] == low & 0xFFFF | (high & 0xFFFF) << 16
 

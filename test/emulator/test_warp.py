@@ -1,4 +1,4 @@
-"""Instructions across a warp beside those that ``test_calibration.py`` compares with the chip."""
+"""Warp-wide instructions other than those that ``test_calibration.py`` compares with the chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""wgmma beside what ``test_calibration.py`` compares with the chip: A in registers under both schedulers, fences."""
+"""wgmma cases that ``test_calibration.py`` does not compare with the chip: A in registers, schedulers, fences."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_in_registers_with_b_in_columns(swizzle: int, scheduler: str) -> None:
         for row in range(8):
             for chunk in range(8):
                 swizzled[:, row, chunk ^ row] = chunks[:, row, chunk]
-        # Leading offset: the next 64 columns, of which there are none; stride offset: the next 8 k.
+        # Leading offset: the next 64 columns, unused here; stride offset: the next 8 k.
         raw, fields = swizzled, 1 << 62 | 1024 >> 4 << 32 | 1024 >> 4 << 16
     else:  # core matrices of 8 k x 8 columns; the next 8 k 128 bytes on, the next 8 columns 256
         raw, fields = chunks.transpose(2, 0, 1, 3), 256 >> 4 << 32 | 128 >> 4 << 16

@@ -18,7 +18,7 @@ import cudnn
 import cudnn.ops
 from cudnn import demo_cases
 from cudnn.demo_cases import dense
-from cudnn.demo_cases.gemm_matrix import Variant
+from cudnn.demo_cases.gemm_variants import Variant
 from cudnn.fused import registry
 from cudnn.fused.dense import blank
 from cudnn.fused.gemm import OPERAND_TYPES

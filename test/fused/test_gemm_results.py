@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases.gemm_variants import Variant, sample, variants
 from cudnn.fused import host
 from cudnn.runtime import launch
 from cudnn_kernels import architecture

@@ -24,8 +24,8 @@ from support.graphs import FLOAT, HALF, MODES, like, packed, reference_graph
 types = cudnn.data_type
 
 
-def tensor(dim: list[int], stride: list[int], kind: Any = HALF) -> Tensor:
-    return Tensor(dim, stride, kind)
+def tensor(dim: list[int], stride: list[int], dtype: Any = HALF) -> Tensor:
+    return Tensor(dim, stride, dtype)
 
 
 def array(dtype: torch.dtype, *dims: int) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_each_call_gets_its_own_addresses_and_handle(call: tuple[Any, Recorder])
 
 def test_all_is_checked_that_is_new_and_not_like_what_was_accepted(call: tuple[Any, Recorder]) -> None:
     run, plan = call
-    kept: list[torch.Tensor] = []  # so that all have addresses of their own
+    keep_alive: list[torch.Tensor] = []  # so that all have different addresses
     for checks, x in (
         (0, torch.zeros(4, 8)),
         (1, torch.zeros(8, 4).mT),
@@ -297,8 +297,8 @@ def test_all_is_checked_that_is_new_and_not_like_what_was_accepted(call: tuple[A
         (3, torch.zeros(8, 4)),
     ):
         for _ in range(2):
-            kept += [x.clone(), torch.ones(1)]
-            run({1: kept[-2], 2: kept[-1]})
+            keep_alive += [x.clone(), torch.ones(1)]
+            run({1: keep_alive[-2], 2: keep_alive[-1]})
             assert plan.checked == checks
     elsewhere = Handle()
     elsewhere.device = 0

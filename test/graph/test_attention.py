@@ -47,8 +47,8 @@ def double_graph() -> cudnn.pygraph:
     return reference_graph(DOUBLE, DOUBLE, DOUBLE)
 
 
-def kept(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Without the rows that padding leaves out; the gradients of bias and sink have none."""
+def without_padding(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
+    """x with zeros in padded rows; the gradients of bias and sink have none."""
     if name in ("dBias", "dSink"):
         return x
     return torch.where(problem.valid()["kv" if name in ("dK", "dV") else "q"], x, 0.0)
@@ -81,13 +81,13 @@ def test_reference_agrees_with_pytorch(name: str) -> None:
     compare(problem, found, attention(problem, data | mask, torch.float64))
 
 
-def compare(problem: Problem, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def compare(problem: Problem, results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """O in float64; the statistics are FLOAT, and the gradients start from them."""
-    for name in found.keys() - {"RNG_DUMP"}:
+    for name in results.keys() - {"RNG_DUMP"}:
         tolerance = 2e-5 if name != "O" else 1e-12
         torch.testing.assert_close(
-            kept(problem, name, found[name]).double(),
-            kept(problem, name, expected[name]),
+            without_padding(problem, name, results[name]).double(),
+            without_padding(problem, name, expected[name]),
             atol=tolerance,
             rtol=tolerance,
             msg=lambda text, name=name: f"{name}: {text}",
@@ -117,12 +117,14 @@ def test_reference_does_not_read_padding(name: str) -> None:
     again = describe(double_graph(), problem, data).run()
     again |= describe(double_graph(), problem, {**data, **forward}).run()
     for port, x in (forward | backward).items():
-        assert torch.equal(kept(problem, port, again[port].double()), kept(problem, port, x)), port
+        assert torch.equal(without_padding(problem, port, again[port].double()), without_padding(problem, port, x)), (
+            port
+        )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("name", "place", "value"),
+    ("name", "index", "value"),
     [
         ("q", (1, 2, 3, 4), torch.nan),
         ("k", (0, 1, 0, 3), torch.inf),
@@ -130,10 +132,10 @@ def test_reference_does_not_read_padding(name: str) -> None:
         ("scale", (), torch.nan),
     ],
 )
-def test_nan_passes_through_as_in_pytorch(name: str, place: tuple[int, ...], value: float, causal: bool) -> None:
+def test_nan_passes_through_as_in_pytorch(name: str, index: tuple[int, ...], value: float, causal: bool) -> None:
     q, k, v, d_o = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(4))
     data = {"q": q, "k": k, "v": v, "scale": torch.tensor(0.3)}
-    data[name][place] = value
+    data[name][index] = value
     scale = float(data["scale"])
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with sdpa_kernel(SDPBackend.MATH):
@@ -213,11 +215,11 @@ def test_patterns_compute_the_formula(name: str, version: int) -> None:
         given = {**data, "O": exact["O"].float(), "Stats": exact["Stats"].float().nan_to_num(neginf=0.0)}
         found |= pattern(describe(reference_graph(), problem, given), version, data)
         if problem.sink:
-            found["dSink"] = -found["dSink"]  # cuDNN adds the sign of the pattern's result by itself
+            found["dSink"] = -found["dSink"]  # cuDNN adds the sign of the pattern's result itself
     for port in found.keys() - {"RNG_DUMP"}:
         live = torch.where(torch.isinf(exact[port]), 0.0, exact[port])
-        got = kept(problem, port, torch.where(torch.isinf(exact[port]), 0.0, found[port])).double()
-        torch.testing.assert_close(got, kept(problem, port, live), atol=1e-4, rtol=1e-4, msg=port)
+        got = without_padding(problem, port, torch.where(torch.isinf(exact[port]), 0.0, found[port])).double()
+        torch.testing.assert_close(got, without_padding(problem, port, live), atol=1e-4, rtol=1e-4, msg=port)
 
 
 def shrunk(problem: Problem) -> Problem:

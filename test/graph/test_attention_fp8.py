@@ -41,27 +41,27 @@ def _newest() -> Iterator[None]:
         yield
 
 
-def solved(problem: Problem, kind: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, Approx]]:
+def solved(problem: Problem, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, Approx]]:
     """What the reference executor finds, and the formula."""
     torch.manual_seed(0)
-    data = tensors(problem, kind)
-    found = describe_fp8(new_graph(kind, backend="reference"), problem, data).run()
+    data = tensors(problem, dtype)
+    found = describe_fp8(new_graph(dtype, backend="reference"), problem, data).run()
     if problem.dropout:
         data["mask"] = found.pop("RNG_DUMP")
-    expected = attention_fp8(problem, data, kind)
+    expected = attention_fp8(problem, data, dtype)
     given = {**data, "O": found["O"], "Stats": found.get("Stats", expected["Stats"].value.float())}
-    found |= describe_fp8(new_graph(kind, backend="reference"), problem, given).run()
+    found |= describe_fp8(new_graph(dtype, backend="reference"), problem, given).run()
     return found, expected
 
 
 @pytest.mark.usefixtures("_newest")
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, E4M3) for name in CASES), *((name, E5M2) for name in ("grouped heads", "dropout"))]
+    ("name", "dtype"), [*((name, E4M3) for name in CASES), *((name, E5M2) for name in ("grouped heads", "dropout"))]
 )
-def test_reference_agrees_with_pytorch(name: str, kind: torch.dtype) -> None:
+def test_reference_agrees_with_pytorch(name: str, dtype: torch.dtype) -> None:
     """Where a number lies between two of fp8, float32 and float64 may round it to different ones."""
     problem = dataclasses.replace(CASES[name], d_qk=16, d_v=32)
-    found, expected = solved(problem, kind)
+    found, expected = solved(problem, dtype)
     for port, result in found.items():
         keep = torch.ones_like(result, dtype=torch.bool)
         if not port.startswith("Amax"):
@@ -125,9 +125,9 @@ def test_arguments_that_are_called_otherwise_than_those_of_sdpa() -> None:
 
 
 # Refusals.
-def described(problem: Problem, backward: bool, sm: int | None, kind: torch.dtype = E4M3, **options: Any) -> None:
-    data = tensors(problem, kind, "meta")
-    graph = new_graph(kind, backend="reference", sm_version=sm)
+def described(problem: Problem, backward: bool, sm: int | None, dtype: torch.dtype = E4M3, **options: Any) -> None:
+    data = tensors(problem, dtype, "meta")
+    graph = new_graph(dtype, backend="reference", sm_version=sm)
     describe_fp8(graph, problem, backward_data(problem, data) if backward else data, **options).graph.validate()
 
 
@@ -231,7 +231,7 @@ def test_head_sizes_of_the_forward_pass(sm: int | None, sizes: tuple[int, int], 
     described(sized(*sizes), False, sm)
 
 
-def test_no_bias_beside_fp8() -> None:
+def test_no_bias_with_fp8() -> None:
     graph = new_graph(backend="reference")
     bias = graph.tensor([1, 1, 192, 192], [192 * 192, 192 * 192, 192, 1], HALF)
     with pytest.raises(NOT_SUPPORTED, match="bias: got given; allowed: none with fp8"):
@@ -262,11 +262,11 @@ def test_refuses_other_types(h200: Any) -> None:
 
 # Plans of real cuDNN.
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("name", CASES)
-def test_cudnn_has_engines_forward(name: str, kind: torch.dtype, h200: Any) -> None:
+def test_cudnn_has_engines_forward(name: str, dtype: torch.dtype, h200: Any) -> None:
     problem = CASES[name]
-    described = describe_fp8(new_graph(kind, device_property=h200), problem, tensors(problem, kind, "meta"))
+    described = describe_fp8(new_graph(dtype, device_property=h200), problem, tensors(problem, dtype, "meta"))
     wrong = "score_max" if problem.statistics else "dropout" if problem.dropout else ""
     if wrong and library.version() <= SEEN_IN:
         with pytest.raises(NOT_SUPPORTED, match=f"{wrong}: got fp8 tensors"):

@@ -156,7 +156,7 @@ def test_plans_for_blackwell(b200: Any, libcudnn: Any) -> None:
 def test_the_backward_pass_is_refused_on_gpus(b200: Any) -> None:
     graph = planned_graph(b200, E4M3)
     tensor, scale = (
-        graph.tensor([1, 1, 128, n], [128 * n, 128 * n, n, 1], kind) for n, kind in ((128, E4M3), (4, E8M0))
+        graph.tensor([1, 1, 128, n], [128 * n, 128 * n, n, 1], dtype) for n, dtype in ((128, E4M3), (4, E8M0))
     )
     stats = graph.tensor([1, 1, 128, 1], [128, 128, 1, 1], FLOAT)
     graph.sdpa_mxfp8_backward(*[tensor] * 9, stats, *[scale] * 7)[0].set_output(True)

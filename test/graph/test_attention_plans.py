@@ -145,10 +145,10 @@ def plan(graph: cudnn.pygraph) -> None:
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize("kind", [HALF, BFLOAT16])
-def test_scale_tensor_and_virtual_statistics(kind: Any, h200: Any) -> None:
-    graph = planned_graph(h200, kind)
-    q, k, v = small(graph, kind=kind)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_scale_tensor_and_virtual_statistics(dtype: Any, h200: Any) -> None:
+    graph = planned_graph(h200, dtype)
+    q, k, v = small(graph, dtype=dtype)
     o, _ = graph.sdpa(
         q, k, v, attn_scale=graph.tensor([1] * 4, [1] * 4, FLOAT), generate_stats=True, use_causal_mask=True
     )
@@ -237,8 +237,8 @@ def test_backward_pass_masks_incomplete_tiles_up_to_9_15_0(h200: Any) -> None:
 def test_old_cudnn_gets_no_new_operations(h200: Any) -> None:
     graph = planned_graph(h200)
     checked(graph, use_causal_mask=True, generate_stats=True)
-    kinds = {made.kind for made in lowered(graph, 91900).operations}
-    assert kinds == {
+    types = {operation.kind for operation in lowered(graph, 91900).operations}
+    assert types == {
         DescriptorType.OPERATION_MATMUL,
         DescriptorType.OPERATION_POINTWISE,
         DescriptorType.OPERATION_REDUCTION,
@@ -298,7 +298,7 @@ def test_one_tensor_in_three_roles_has_three_uids(implementation: cudnn.attentio
     assert [alias.source for alias in bindings.aliases.values()] == [q.uid] * len(bindings.aliases)
     assert len(bindings.aliases) == 2  # of K and V; a uid that the plan does not know would be refused at execution
     assert sorted({*bindings.user, *bindings.aliases}) == sorted([*bindings.user, *bindings.aliases])
-    assert set(bindings.user) == {q.uid, o.uid}  # the caller still hands over one tensor
+    assert set(bindings.user) == {q.uid, o.uid}  # the caller still passes one tensor
 
 
 @pytest.mark.deviceless_919
@@ -307,11 +307,11 @@ def test_a_score_modifier_makes_its_own_constants(h200: Any) -> None:
     graph = planned_graph(h200)
     q, k, v = (graph.tensor([2, 4, 64, 64], [16384, 4096, 64, 1]) for _ in range(3))
 
-    whole, kind = cudnn.data_type.INT32, cudnn.data_type.BOOLEAN
+    whole, dtype = cudnn.data_type.INT32, cudnn.data_type.BOOLEAN
 
     def modifier(inner: Any, scores: cudnn.tensor) -> cudnn.tensor:
         row = inner.gen_index(scores, 2, compute_data_type=whole).set_data_type(whole)
-        keep = inner.cmp_ge(row, inner.tensor_scalar(5), compute_data_type=kind).set_data_type(kind)
+        keep = inner.cmp_ge(row, inner.tensor_scalar(5), compute_data_type=dtype).set_data_type(dtype)
         return inner.binary_select(inner.mul(scores, inner.tensor_scalar(2.0)), inner.tensor_scalar(-1e9), keep)
 
     results: list[Any] = graph.sdpa(q, k, v, is_inference=True, score_mod=modifier)

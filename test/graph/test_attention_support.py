@@ -183,7 +183,7 @@ FORWARD = {
     "heads": (NEW, None, Problem(d_qk=36), NOT_SUPPORTED, "head size: got d_qk=36"),
     "one row with a sink": (NEW, None, Problem(s_q=1, sink=True), NOT_SUPPORTED, "sink_token: got s_q=1"),
     "pages without lengths": (NEW, None, Problem(page=64), NOT_SUPPORTED, "paged attention: got no sequence lengths"),
-    "pages beside a shorter bias": (
+    "pages with a shorter bias": (
         NEW,
         None,
         Problem(bias=(1, 1, 192, 1), **PAGED),

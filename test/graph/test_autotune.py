@@ -186,15 +186,15 @@ def test_the_choice_of_an_earlier_run(planned: cudnn.pygraph, caplog: pytest.Log
     choice.write(second)
     again = module._Choice(planned, "a GPU").read()
     assert again == second
-    assert module._adopt(planned, again, None)
+    assert module._build_cached(planned, again, None)
     assert planned.get_plan_name() == second
     assert module._Choice(planned, "another GPU").read() is None
-    assert not module._adopt(planned, "eng999", None)
+    assert not module._build_cached(planned, "eng999", None)
     size = planned.get_workspace_size()
-    assert module._adopt(planned, second, torch.empty(size, dtype=torch.uint8))
+    assert module._build_cached(planned, second, torch.empty(size, dtype=torch.uint8))
     planned.deselect_engines([second])
     with caplog.at_level(logging.INFO, "cudnn"):
-        assert not module._adopt(planned, second, None)
+        assert not module._build_cached(planned, second, None)
     assert "of an earlier run cannot be used" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_another_shape_is_another_choice(h200: Any) -> None:
 
 @pytest.fixture
 def choice(h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a product, in a folder of its own."""
+    """The saved choice for a matmul, in a separate folder."""
     monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "kernels"))
     graph = planned_graph(h200)
     product(graph)
@@ -216,7 +216,7 @@ def choice(h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"plan": "eng1"}'])
-def test_a_damaged_choice_is_made_anew(
+def test_a_damaged_choice_is_measured_again(
     content: bytes, choice: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     choice.write("eng1")

@@ -1,4 +1,4 @@
-"""Microscaling: quantise, dequantise, layouts in memory, products of block-scaled matrices; plans of cuDNN."""
+"""Microscaling: quantize, dequantize, layouts in memory, block-scaled GEMMs; plans of cuDNN."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def packed(nibbles: torch.Tensor) -> torch.Tensor:
     return (nibbles[..., ::2] + 16 * nibbles[..., 1::2]).contiguous()
 
 
-def nearest(x: torch.Tensor, kind: object) -> torch.Tensor:
+def nearest(x: torch.Tensor, dtype: object) -> torch.Tensor:
     """The value of a type that is nearest to x, the one of even code where two are."""
-    if kind is FP4:
+    if dtype is FP4:
         codes = torch.arange(8, dtype=torch.uint8)
         distance = (x.abs().unsqueeze(-1) - fp4_values(codes)).abs() + 1e-12 * (codes % 2)
         return fp4_values(codes)[distance.argmin(-1)] * x.sign()
-    return x.float().to({E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[kind]).double()  # type: ignore[index]
+    return x.float().to({E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[dtype]).double()  # type: ignore[index]
 
 
-def scale_above(x: torch.Tensor, kind: object) -> torch.Tensor:
+def scale_above(x: torch.Tensor, dtype: object) -> torch.Tensor:
     """The least number of a type of scales that is not below x."""
-    if kind is E8M0:
+    if dtype is E8M0:
         return e8m0_values(e8m0_code_above(x))
     every = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     return every[torch.searchsorted(every, x)]
@@ -90,35 +90,35 @@ def test_quantize_blocks_of_any_magnitude(kind: Any, scale_kind: Any, size: int)
     tiles=st.booleans(),
 )
 def test_quantize(rows: int, blocks: int, batch: int, seed: int, types: Any, tiles: bool) -> None:
-    kind, scale_kind, size = types
+    dtype, scale_dtype, size = types
     x = torch.randn(batch, rows, blocks * size, generator=torch.Generator().manual_seed(seed)) * 10
     x[0, 0, :size] = 0
     grouped = x.double().unflatten(-1, (-1, size))
-    factors = scale_above((grouped.abs().amax(-1) / LARGEST[kind]).float().double(), scale_kind)
-    expected = nearest((grouped / factors.unsqueeze(-1)).nan_to_num().flatten(-2), kind)
+    factors = scale_above((grouped.abs().amax(-1) / LARGEST[dtype]).float().double(), scale_dtype)
+    expected = nearest((grouped / factors.unsqueeze(-1)).nan_to_num().flatten(-2), dtype)
 
     graph = reference_graph()
     tensor = like(graph, x)
     y, scale = graph.block_scale_quantize(tensor, size, name="q")
-    y.set_output(True).set_data_type(kind)
-    scale.set_output(True).set_data_type(scale_kind)
+    y.set_output(True).set_data_type(dtype)
+    scale.set_output(True).set_data_type(scale_dtype)
     if tiles:
         scale.set_reordering_type(TILED)
     graph.build(MODES)
     assert (y.get_name(), scale.get_name()) == ("q::Y", "q::scale")
     tall, wide = padded(rows, blocks) if tiles else (rows, blocks)
     assert (scale.get_dim(), scale.get_stride()) == ([batch, tall, wide], [tall * wide, wide, 1])
-    data = torch.zeros(x.numel() // (2 if kind is FP4 else 1), dtype=torch.uint8)
+    data = torch.zeros(x.numel() // (2 if dtype is FP4 else 1), dtype=torch.uint8)
     scales = torch.zeros(batch * tall * wide, dtype=torch.uint8)
     graph.execute({tensor: x, y: data, scale: scales})
 
     codes = from_tiles(scales, batch, rows, blocks) if tiles else scales.view(batch, rows, blocks)
-    found = e8m0_values(codes) if scale_kind is E8M0 else codes.contiguous().view(torch.float8_e4m3fn).double()
+    found = e8m0_values(codes) if scale_dtype is E8M0 else codes.contiguous().view(torch.float8_e4m3fn).double()
     assert torch.equal(found, factors)
-    if kind is FP4:
+    if dtype is FP4:
         values = fp4_values(torch.stack([data & 15, data >> 4], -1).flatten())
     else:
-        values = data.view(torch.float8_e4m3fn if kind is E4M3 else torch.float8_e5m2).double()
+        values = data.view(torch.float8_e4m3fn if dtype is E4M3 else torch.float8_e5m2).double()
     assert torch.equal(values.view(x.shape), expected)
 
 
@@ -211,26 +211,26 @@ def test_transposed_quantisation_has_the_blocks_fastest() -> None:
     assert (tiles.get_dim(), tiles.get_stride()) == ([3, 4, 128], [512, 1, 4])  # batch, row, block
 
 
-@pytest.mark.parametrize(("kind", "scale_kind", "size"), [(FP4, E4M3, 16), (E4M3, E8M0, 32)], ids=["nvfp4", "mxfp8"])
-def test_product_of_block_scaled_matrices(kind: object, scale_kind: object, size: int) -> None:
+@pytest.mark.parametrize(("dtype", "scale_dtype", "size"), [(FP4, E4M3, 16), (E4M3, E8M0, 32)], ids=["nvfp4", "mxfp8"])
+def test_product_of_block_scaled_matrices(dtype: object, scale_dtype: object, size: int) -> None:
     m, n, k, batch = 40, 24, 96, 2
     blocks = k // size
     operands = []
     for rows in (m, n):
-        if scale_kind is E8M0:
+        if scale_dtype is E8M0:
             codes = torch.randint(125, 130, (batch, rows, blocks)).to(torch.uint8)
             factors = e8m0_values(codes)
         else:
             codes = (torch.rand(batch, rows, blocks) + 0.1).to(torch.float8_e4m3fn).view(torch.uint8)
             factors = codes.view(torch.float8_e4m3fn).double()
         nibbles = torch.randint(0, 16, (batch, rows, k)).to(torch.uint8)
-        data = packed(nibbles) if kind is FP4 else torch.randn(batch, rows, k).to(torch.float8_e4m3fn)
-        values = fp4_values(nibbles) if kind is FP4 else data.double()
+        data = packed(nibbles) if dtype is FP4 else torch.randn(batch, rows, k).to(torch.float8_e4m3fn)
+        values = fp4_values(nibbles) if dtype is FP4 else data.double()
         operands.append((data, tiled(codes), values * factors.repeat_interleave(size, -1)))
     (a, sa, va), (b, sb, vb) = operands
 
     graph = reference_graph(intermediate=FLOAT)
-    tensors = block_scaled(graph, batch, m, n, k, kind, scale_kind, size)
+    tensors = block_scaled(graph, batch, m, n, k, dtype, scale_dtype, size)
     c = graph.matmul(
         graph.block_scale_dequantize(tensors[0], tensors[1], [1, size]),
         graph.block_scale_dequantize(tensors[2], tensors[3], [size, 1]),
@@ -246,8 +246,8 @@ def block_scaled(
     m: int,
     n: int,
     k: int,
-    kind: object,
-    scale_kind: object,
+    dtype: object,
+    scale_dtype: object,
     size: int,
     layout: cudnn.tensor_reordering = TILED,
 ) -> list[cudnn.tensor]:
@@ -255,15 +255,15 @@ def block_scaled(
     pad = padded if layout is TILED else lambda rows, blocks: (rows, blocks)
     (tall, wide), (tall_b, _) = pad(m, k // size), pad(n, k // size)
     return [
-        graph.tensor([batch, m, k], [m * k, k, 1], kind),
-        graph.tensor([batch, tall, wide], [tall * wide, wide, 1], scale_kind, reordering_type=layout),
-        graph.tensor([batch, k, n], [n * k, 1, k], kind),
-        graph.tensor([batch, wide, tall_b], [tall_b * wide, 1, wide], scale_kind, reordering_type=layout),
+        graph.tensor([batch, m, k], [m * k, k, 1], dtype),
+        graph.tensor([batch, tall, wide], [tall * wide, wide, 1], scale_dtype, reordering_type=layout),
+        graph.tensor([batch, k, n], [n * k, 1, k], dtype),
+        graph.tensor([batch, wide, tall_b], [tall_b * wide, 1, wide], scale_dtype, reordering_type=layout),
     ]
 
 
-def reordered(graph: cudnn.pygraph, layout: str, kind: object = E8M0) -> cudnn.tensor:
-    return graph.tensor([4, 128, 4], [512, 4, 1], kind, reordering_type=cudnn.tensor_reordering[layout])
+def reordered(graph: cudnn.pygraph, layout: str, dtype: object = E8M0) -> cudnn.tensor:
+    return graph.tensor([4, 128, 4], [512, 4, 1], dtype, reordering_type=cudnn.tensor_reordering[layout])
 
 
 @pytest.mark.parametrize(
@@ -292,41 +292,41 @@ def test_what_the_reference_executor_does_not_have() -> None:
     y.set_output(True)
     with pytest.raises(NotImplementedError, match="output Y: got FLOAT; allowed: FP8_E4M3"):
         run(graph, {tensor: x}, y)
-    for layout, kind in (("INT8x32", E8M0), ("F8_128x4", FLOAT)):
+    for layout, dtype in (("INT8x32", E8M0), ("F8_128x4", FLOAT)):
         graph = reference_graph()
-        tensor = reordered(graph, layout, kind)
+        tensor = reordered(graph, layout, dtype)
         y = graph.identity(tensor).set_output(True)
-        with pytest.raises(NotImplementedError, match=f"{layout} of {kind.name}"):
+        with pytest.raises(NotImplementedError, match=f"{layout} of {dtype.name}"):
             run(graph, {tensor: torch.zeros(8192, dtype=torch.uint8)}, y)
 
 
-def product(graph: cudnn.pygraph, kind: object, scale_kind: object, size: int, **options: Any) -> None:
-    a, sa, b, sb = block_scaled(graph, 1, 256, 128, 512, kind, scale_kind, size, **options)
+def product(graph: cudnn.pygraph, dtype: object, scale_dtype: object, size: int, **options: Any) -> None:
+    a, sa, b, sb = block_scaled(graph, 1, 256, 128, 512, dtype, scale_dtype, size, **options)
     c = graph.matmul(graph.block_scale_dequantize(a, sa, [1, size]), graph.block_scale_dequantize(b, sb, [size, 1]))
     c.set_output(True).set_data_type(HALF)
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize(("kind", "scale_kind", "size"), [(FP4, E4M3, 16), (E4M3, E8M0, 32)], ids=["nvfp4", "mxfp8"])
+@pytest.mark.parametrize(("dtype", "scale_dtype", "size"), [(FP4, E4M3, 16), (E4M3, E8M0, 32)], ids=["nvfp4", "mxfp8"])
 def test_cudnn_multiplies_tiled_formats_on_blackwell_only(
-    kind: object, scale_kind: object, size: int, b200: Any, h200: Any
+    dtype: object, scale_dtype: object, size: int, b200: Any, h200: Any
 ) -> None:
     graph = planned_graph(b200)
-    product(graph, kind, scale_kind, size)
+    product(graph, dtype, scale_dtype, size)
     assert configurations(graph) > 0
     graph = planned_graph(h200)
-    product(graph, kind, scale_kind, size)
+    product(graph, dtype, scale_dtype, size)
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="no engine configuration"):
         configurations(graph)
 
 
 @pytest.mark.deviceless_919
 @pytest.mark.parametrize(
-    ("kind", "scale_kind", "size"), [(E4M3, FLOAT, 128), (E4M3, E8M0, 32), (KIND.INT8, FLOAT, 64), (HALF, FLOAT, 32)]
+    ("dtype", "scale_dtype", "size"), [(E4M3, FLOAT, 128), (E4M3, E8M0, 32), (KIND.INT8, FLOAT, 64), (HALF, FLOAT, 32)]
 )
-def test_cudnn_multiplies_scales_in_rows(kind: object, scale_kind: object, size: int, device_properties: Any) -> None:
+def test_cudnn_multiplies_scales_in_rows(dtype: object, scale_dtype: object, size: int, device_properties: Any) -> None:
     graph = planned_graph(device_properties)
-    product(graph, kind, scale_kind, size, layout=cudnn.tensor_reordering.NONE)
+    product(graph, dtype, scale_dtype, size, layout=cudnn.tensor_reordering.NONE)
     assert configurations(graph) > 0
 
 

@@ -116,21 +116,23 @@ def test_refusals(build: Callable[..., Any], error: type[Exception], words: list
     )
 
 
-def nhwc(graph: cudnn.pygraph, *dims: int, kind: object = HALF) -> cudnn.tensor:
-    return graph.tensor(dims, channels_last(list(dims)), kind)
+def nhwc(graph: cudnn.pygraph, *dims: int, dtype: object = HALF) -> cudnn.tensor:
+    return graph.tensor(dims, channels_last(list(dims)), dtype)
 
 
-@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16, FLOAT])
 @pytest.mark.parametrize("spatial", [1, 2, 3])
-def test_cudnn_has_engines(spatial: int, kind: object, device_properties: Any) -> None:
+def test_cudnn_has_engines(spatial: int, dtype: object, device_properties: Any) -> None:
     extents, window, ones = [8, 16, 16][-spatial:], [3] * spatial, [1] * spatial
     for method, first, second, out in (
         ("conv_fprop", [4, 64, *extents], [32, 64, *window], None),
         ("conv_dgrad", [4, 32, *extents], [32, 64, *window], [4, 64, *extents]),
         ("conv_wgrad", [4, 64, *extents], [4, 32, *extents], [32, 64, *window]),
     ):
-        graph = planned_graph(device_properties, io=kind)
-        y = getattr(graph, method)(nhwc(graph, *first, kind=kind), nhwc(graph, *second, kind=kind), ones, ones, ones)
+        graph = planned_graph(device_properties, io=dtype)
+        y = getattr(graph, method)(
+            nhwc(graph, *first, dtype=dtype), nhwc(graph, *second, dtype=dtype), ones, ones, ones
+        )
         y.set_output(True)
         if out is not None:
             y.set_dim(out)

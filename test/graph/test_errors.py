@@ -329,7 +329,7 @@ def program(h200: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Fake(torch.Tensor):
-    """A tensor that says it lies on a device."""
+    """A tensor that reports a CUDA device."""
 
     lies_on = 0
 

@@ -53,7 +53,7 @@ def test_the_transposed_view_of_a_tensor_follows_it(h200: Any) -> None:
     graph.validate()
     graph.build_operation_graph()
     program = graph._cudnn()
-    ((view, alias),) = program.bindings.aliases.items()  # K is read transposed, under a uid of its own
+    ((view, alias),) = program.bindings.aliases.items()  # K is read transposed, under a separate uid
     assert (alias.source, alias.offset, alias.axes) == (2, 0, [0, 1, 3, 2])
     dims, steps = [2, 4, 48, 32], [9000, 2000, 40, 1]
     given = [2, 3, 4], [dims, dims, (2, 4, 64, 32)], [steps, packed(*dims), packed(2, 4, 64, 32)]
@@ -264,7 +264,7 @@ def test_calls_with_addresses(h200: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_reference_executor_takes_no_addresses() -> None:
-    """It could neither check what lies there nor whether anything does: the process would end."""
+    """It could not check that an address is valid: a wrong one would end the process."""
     graph, _, _ = doubled()
     assert graph._get_variant_pack_uids_sorted() == [2, 5]
     for call in (
@@ -297,7 +297,7 @@ def test_the_layout_of_a_copy_is_that_of_the_driver() -> None:
     """CUDA_MEMCPY3D of cuda.h on a machine of 64 bits."""
     fields = cuda_graph.Copy
     assert (ctypes.sizeof(fields), fields.target.offset, fields.width_bytes.offset) == (200, 88, 176)
-    side = cuda_graph._Side
+    side = cuda_graph._MemcpyEndpoint
     assert [getattr(side, name).offset for name in ("host", "device", "pitch", "height")] == [40, 48, 72, 80]
 
 

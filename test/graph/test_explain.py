@@ -489,9 +489,9 @@ def boxes(explained: Explanation) -> list[tuple[float, float, float, float]]:
     return found
 
 
-def overlapping(found: list[tuple[float, float, float, float]]) -> int:
+def overlapping(boxes: list[tuple[float, float, float, float]]) -> int:
     return sum(
-        a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for i, a in enumerate(found) for b in found[:i]
+        a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for i, a in enumerate(boxes) for b in boxes[:i]
     )
 
 

@@ -1,4 +1,4 @@
-"""Our attention kernels as an engine of graphs: in PyTorch and emulated, chosen or not, beside cuDNN's plans."""
+"""Our attention kernels as an engine of graphs, next to cuDNN's plans: in PyTorch and emulated, selected or not."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_another_device_is_made_current_where_it_is_not(
 
 def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch would copy it, and results would be lost."""
-    monkeypatch.setattr(fused_engine.torch, "as_tensor", lambda x, dtype, device: torch.empty(16, dtype=torch.uint8))
+    monkeypatch.setattr(fused_engine.torch, "as_tensor", lambda x, device, dtype: torch.empty(16, dtype=dtype))
     with pytest.raises(ValueError, match="memory of another device at 0x1000; allowed: memory of device 1"):
         fused_engine.memory(0x1000, 16, 1)
 
@@ -209,7 +209,7 @@ def test_bounds(changes: dict[str, Any], causal: bool, window: Any, top_left: bo
     assert made.check_support()
 
 
-def test_a_node_beside_others_says_so() -> None:
+def test_a_node_with_others_is_refused_by_name() -> None:
     graph = reference_graph(BFLOAT16)
     q = graph.tensor([1, 2, 40, 64], [5120, 2560, 64, 1])
     o = graph.sdpa(q, q, q, implementation=FUSED, name="attention")[0]
@@ -318,7 +318,7 @@ def test_it_is_the_one_plan_of_a_graph_that_asks_for_it(
     with pytest.raises(NOT_SUPPORTED, match=r"capture execute\(\), or leave implementation=FUSED out"):
         graph._plan().populate_cuda_graph()
     text = cudnn.pygraph()
-    text.deserialize(graph.serialize())  # built anew, here on the reference executor
+    text.deserialize(graph.serialize())  # rebuilt, here on the reference executor
     assert text.nodes[0].implementation is FUSED
 
 
@@ -420,7 +420,7 @@ def test_composite_is_tried_where_cudnn_has_no_engine_for_the_one_operation(
 
 
 def test_mode_fallback_asks_for_none_of_ours(faster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But what stands for all plans stays, and another mode brings it in, before its own."""
+    """An engine that replaces all plans is still added, and another mode adds it before its own plans."""
     fallback, ask = cudnn.heur_mode.FALLBACK, backend_plan.heuristics
     monkeypatch.setattr(backend_plan, "heuristics", lambda graph, mode, *others: ask(graph, MODES[0], *others))
     graph = planned(faster, modes=[fallback])

@@ -96,7 +96,7 @@ def test_what_came_out_right_is_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_a_convolution_beside_a_matmul_is_refused_at_every_version(connected: bool) -> None:
+def test_a_convolution_with_a_matmul_is_refused_at_every_version(connected: bool) -> None:
     graph = reference_graph(HALF)
     made = graph.conv_fprop(tensor(graph, 2, 8, 9, 9), tensor(graph, 8, 8, 3, 3), [1, 1]).set_output(True)
     graph.matmul(made if connected else tensor(graph, 2, 8, 9, 9), tensor(graph, 2, 8, 9, 4), name="mm").set_output(
@@ -110,7 +110,7 @@ def test_a_convolution_beside_a_matmul_is_refused_at_every_version(connected: bo
 @pytest.mark.deviceless_919
 def test_int8_convolutions_keep_off_engines_for_floating_point(h200: Any) -> None:
     graph = planned_graph(h200, *[cudnn.data_type.INT32] * 3)
-    x, w = (nhwc(graph, *dims, kind=cudnn.data_type.INT8) for dims in ([2, 64, 8, 8], [64, 64, 3, 3]))
+    x, w = (nhwc(graph, *dims, dtype=cudnn.data_type.INT8) for dims in ([2, 64, 8, 8], [64, 64, 3, 3]))
     graph.conv_fprop(x, w, [1, 1], [1, 1], [1, 1]).set_output(True)
     names = [graph.get_plan_name_at_index(i) for i in range(configurations(graph))]
     if library.version() > known_faults.SEEN_IN:
@@ -171,10 +171,10 @@ def filter_gradient(graph: cudnn.pygraph, *padding: tuple[int, int]) -> cudnn.te
     return graph.conv_wgrad(image, loss, pre_padding=pre, post_padding=post, stride=ones, dilation=ones)
 
 
-def nhwc(graph: cudnn.pygraph, *dims: int, kind: Any = None) -> cudnn.tensor:
+def nhwc(graph: cudnn.pygraph, *dims: int, dtype: Any = None) -> cudnn.tensor:
     """Channels last."""
     strides = torch.empty(dims[0], *dims[2:], dims[1], device="meta").movedim(-1, 1).stride()
-    return graph.tensor(dims, strides, kind)
+    return graph.tensor(dims, strides, dtype)
 
 
 # Graph, types, engine.

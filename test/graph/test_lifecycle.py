@@ -83,7 +83,7 @@ def test_an_empty_graph() -> None:
         reference_graph().validate()
 
 
-def test_a_graph_that_grew_is_built_anew() -> None:
+def test_a_graph_with_new_nodes_is_rebuilt() -> None:
     graph = reference_graph()
     a, b, c = linear(graph)
     graph.build(MODES)
@@ -128,7 +128,7 @@ def test_comparisons_are_not_boolean_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("missing", ["io", "intermediate", "compute"])
-def test_a_type_that_nobody_gave(missing: str) -> None:
+def test_a_type_that_is_not_set(missing: str) -> None:
     kinds = {"io": HALF, "intermediate": FLOAT, "compute": FLOAT, missing: cudnn.data_type.NOT_SET}
     graph = reference_graph(**kinds)
     _, _, c = linear(graph)

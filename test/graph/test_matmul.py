@@ -20,7 +20,7 @@ INT8, INT32, FP8 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_a_matrix_beside_a_batch(data: st.DataObject) -> None:
+def test_a_matrix_times_a_batch(data: st.DataObject) -> None:
     a, b = data.draw(strided([3, 4, 5])), data.draw(strided([5, 2]))
     _, (result,) = evaluate("matmul", a, b)
     torch.testing.assert_close(result, a @ b)
@@ -79,22 +79,22 @@ def test_refusals(build: Callable[..., Any], error: type[Exception], words: list
     )
 
 
-def rows(graph: cudnn.pygraph, *dims: int, kind: object = HALF, column_major: bool = False) -> cudnn.tensor:
+def rows(graph: cudnn.pygraph, *dims: int, dtype: object = HALF, column_major: bool = False) -> cudnn.tensor:
     *_, m, n = dims
-    return graph.tensor(dims, [m * n, 1, m] if column_major else [m * n, n, 1], kind)
+    return graph.tensor(dims, [m * n, 1, m] if column_major else [m * n, n, 1], dtype)
 
 
-@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT, FP8])
-def test_cudnn_has_engines(kind: object, device_properties: Any) -> None:
-    graph = planned_graph(device_properties, io=kind)
-    a, b = rows(graph, 4, 128, 64, kind=kind), rows(graph, 4, 64, 256, kind=kind, column_major=True)
-    graph.matmul(a, b).set_output(True).set_data_type(HALF if kind is FP8 else kind)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16, FLOAT, FP8])
+def test_cudnn_has_engines(dtype: object, device_properties: Any) -> None:
+    graph = planned_graph(device_properties, io=dtype)
+    a, b = rows(graph, 4, 128, 64, dtype=dtype), rows(graph, 4, 64, 256, dtype=dtype, column_major=True)
+    graph.matmul(a, b).set_output(True).set_data_type(HALF if dtype is FP8 else dtype)
     assert configurations(graph) > 0
 
 
 def test_cudnn_has_engines_for_int8(device_properties: Any) -> None:
     graph = planned_graph(device_properties, io=INT32, intermediate=INT32, compute=INT32)
-    a, b = rows(graph, 4, 128, 64, kind=INT8), rows(graph, 4, 64, 256, kind=INT8, column_major=True)
+    a, b = rows(graph, 4, 128, 64, dtype=INT8), rows(graph, 4, 64, 256, dtype=INT8, column_major=True)
     graph.matmul(a, b).set_output(True)
     assert configurations(graph) > 0
 

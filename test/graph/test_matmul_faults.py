@@ -85,7 +85,7 @@ def test_rows_that_are_added_by_batch(dims: tuple[int, int, int], misread: bool)
     assert left_out(graph) == [""] * misread
 
 
-# Operands of 8 bits that are widened before the product.
+# 8-bit operands that are converted to a wider type before the matmul.
 def widened(graph: cudnn.pygraph, layout: Layout, relu: bool = False, start: int = 0) -> cudnn.tensor:
     (b, m, k), stride = layout
     a = graph.tensor([b, m + start, k], stride, INT8)
@@ -183,11 +183,11 @@ def test_it_is_serialised_with_the_graph(apart: None, h200: Any) -> None:
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize("kind", [HALF, cudnn.data_type.FP8_E4M3, INT8], ids=lambda kind: kind.name)
-def test_rows_that_are_not_aligned_have_engines(device_properties: Any, kind: Any) -> None:
-    graph = planned_graph(device_properties, io=kind, compute=cudnn.data_type.INT32 if kind is INT8 else FLOAT)
+@pytest.mark.parametrize("dtype", [HALF, cudnn.data_type.FP8_E4M3, INT8], ids=lambda dtype: dtype.name)
+def test_rows_that_are_not_aligned_have_engines(device_properties: Any, dtype: Any) -> None:
+    graph = planned_graph(device_properties, io=dtype, compute=cudnn.data_type.INT32 if dtype is INT8 else FLOAT)
     a, b = graph.tensor([2, 61, 45], [61 * 45, 45, 1]), graph.tensor([2, 45, 33], [45 * 33, 1, 45])
-    graph.matmul(a, b).set_output(True).set_data_type(cudnn.data_type.INT32 if kind is INT8 else HALF)
+    graph.matmul(a, b).set_output(True).set_data_type(cudnn.data_type.INT32 if dtype is INT8 else HALF)
     graph.build(MODES)
     if library.version() <= SEEN_IN:
         assert graph.get_plan_name().split("_")[0] not in ("eng2", "eng4")

@@ -1,4 +1,4 @@
-"""Grouped matrix products of experts: values against a loop over tokens, inference, refusals, plans of cuDNN."""
+"""Grouped GEMMs of experts: values against a loop over tokens, shape inference, refusals, plans of cuDNN."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_wrapper_takes_arrays() -> None:
 def test_offsets_that_do_not_rise_are_refused() -> None:
     for first, words in (([0, 5, 3], "rising values from 0 to 4"), ([0, 1, -1], "rising")):
         graph = reference_graph()
-        tensors = [graph.tensor(dims, [1, 1, 1], kind) for dims, kind in (([1, 4, 1], FLOAT), ([3, 1, 1], FLOAT))]
+        tensors = [graph.tensor(dims, [1, 1, 1], dtype) for dims, dtype in (([1, 4, 1], FLOAT), ([3, 1, 1], FLOAT))]
         offsets = graph.tensor([3, 1, 1], [1, 1, 1], INT32)
         y = graph.moe_grouped_matmul(*tensors, offsets).set_output(True)
         data = {
@@ -122,20 +122,20 @@ def offsets(graph: cudnn.pygraph, experts: int = 4) -> cudnn.tensor:
     return graph.tensor([experts, 1, 1], [1, 1, 1], INT32)
 
 
-def rows(graph: cudnn.pygraph, count: int, width: int, kind: object = FLOAT) -> cudnn.tensor:
-    return graph.tensor([1, count, width], [count * width, width, 1], kind)
+def rows(graph: cudnn.pygraph, count: int, width: int, dtype: object = FLOAT) -> cudnn.tensor:
+    return graph.tensor([1, count, width], [count * width, width, 1], dtype)
 
 
-def experts(graph: cudnn.pygraph, k: int, n: int, kind: object = FLOAT) -> cudnn.tensor:
-    return graph.tensor([4, k, n], [k * n, 1, k], kind)
+def experts(graph: cudnn.pygraph, k: int, n: int, dtype: object = FLOAT) -> cudnn.tensor:
+    return graph.tensor([4, k, n], [k * n, 1, k], dtype)
 
 
 def indices(graph: cudnn.pygraph, count: int) -> cudnn.tensor:
     return rows(graph, count, 1, INT32)
 
 
-def forward(graph: cudnn.pygraph, kind: object = HALF, **options: Any) -> cudnn.tensor:
-    token, weight = rows(graph, options.pop("rows", 512), 256, kind), experts(graph, 256, 128, kind)
+def forward(graph: cudnn.pygraph, dtype: object = HALF, **options: Any) -> cudnn.tensor:
+    token, weight = rows(graph, options.pop("rows", 512), 256, dtype), experts(graph, 256, 128, dtype)
     return graph.moe_grouped_matmul(token, weight, offsets(graph), **options).set_output(True)
 
 
@@ -180,21 +180,21 @@ def test_refusals(build: Callable[..., Any], words: list[str]) -> None:
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT])
-def test_cudnn_builds_a_plan(kind: object, device_properties: Any) -> None:
-    graph = planned_graph(device_properties, io=kind)
-    forward(graph, kind)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16, FLOAT])
+def test_cudnn_builds_a_plan(dtype: object, device_properties: Any) -> None:
+    graph = planned_graph(device_properties, io=dtype)
+    forward(graph, dtype)
     assert configurations(graph) > 0
     graph.build_plans()
     assert graph.get_plan_name()
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT, E4M3])
-def test_cudnn_gathers(kind: object, device_properties: Any) -> None:
-    graph = planned_graph(device_properties, io=kind)
-    y = forward(graph, kind, rows=256, mode=MODE.GATHER, token_index=indices(graph, 512))
-    y.set_data_type(HALF if kind is E4M3 else kind)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16, FLOAT, E4M3])
+def test_cudnn_gathers(dtype: object, device_properties: Any) -> None:
+    graph = planned_graph(device_properties, io=dtype)
+    y = forward(graph, dtype, rows=256, mode=MODE.GATHER, token_index=indices(graph, 512))
+    y.set_data_type(HALF if dtype is E4M3 else dtype)
     if library.version() <= SEEN_IN:
         with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="mode: got GATHER"):
             graph.validate()
@@ -203,10 +203,10 @@ def test_cudnn_gathers(kind: object, device_properties: Any) -> None:
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize(("kind", "compute", "out"), [(E4M3, FLOAT, HALF), (INT8, INT32, INT32)], ids=["fp8", "int8"])
-def test_cudnn_takes_eight_bits(kind: object, compute: object, out: object, device_properties: Any) -> None:
+@pytest.mark.parametrize(("dtype", "compute", "out"), [(E4M3, FLOAT, HALF), (INT8, INT32, INT32)], ids=["fp8", "int8"])
+def test_cudnn_takes_eight_bits(dtype: object, compute: object, out: object, device_properties: Any) -> None:
     graph = planned_graph(device_properties)
-    forward(graph, kind, compute_data_type=compute).set_data_type(out)
+    forward(graph, dtype, compute_data_type=compute).set_data_type(out)
     assert configurations(graph) > 0
 
 

@@ -33,9 +33,9 @@ BOOLEAN = cudnn.data_type.BOOLEAN
 INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(
-        found, expected.reshape(found.shape).to(found.dtype), rtol=1e-4 * scale, atol=2e-5 * scale
+        actual, expected.reshape(actual.shape).to(actual.dtype), rtol=1e-4 * scale, atol=2e-5 * scale
     )
 
 
@@ -332,8 +332,8 @@ TOKEN_STATISTICS: Nhwc = ([4, 24, 1], [24, 1, 1])
 PEERS: Nhwc = ([2, 4 * 64, 1, 1], [256, 1, 256, 256])
 
 
-def real(graph: cudnn.pygraph, shape: Nhwc, count: int = 1, kind: cudnn.data_type = FLOAT) -> list[Any]:
-    return [graph.tensor(*shape, kind) for _ in range(count)]
+def real(graph: cudnn.pygraph, shape: Nhwc, count: int = 1, dtype: cudnn.data_type = FLOAT) -> list[Any]:
+    return [graph.tensor(*shape, dtype) for _ in range(count)]
 
 
 def norm(method: str, x: Nhwc, *parameters: Nhwc, phase: Any = None, peers: int = 0, **keywords: Any) -> Any:

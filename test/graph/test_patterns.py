@@ -69,8 +69,8 @@ def test_prologues_of_convolutions_are_for_hopper(name: str, b200: Any) -> None:
         configurations(graph)
 
 
-def tensor(g: cudnn.pygraph, *dims: int, kind: object = HALF) -> cudnn.tensor:
-    return g.tensor(dims, packed(*dims), kind)
+def tensor(g: cudnn.pygraph, *dims: int, dtype: object = HALF) -> cudnn.tensor:
+    return g.tensor(dims, packed(*dims), dtype)
 
 
 def reshaped(g: cudnn.pygraph, mode: object) -> cudnn.tensor:
@@ -79,12 +79,12 @@ def reshaped(g: cudnn.pygraph, mode: object) -> cudnn.tensor:
 
 
 def turned(g: cudnn.pygraph, method: str) -> cudnn.tensor:
-    angles = tensor(g, 128, 1, 1, 64, kind=FLOAT)
+    angles = tensor(g, 128, 1, 1, 64, dtype=FLOAT)
     return getattr(g, method)(tensor(g, 2, 4, 128, 64), angles, rope_dim=48)
 
 
 def of_groups(g: cudnn.pygraph) -> cudnn.tensor:
-    offsets = tensor(g, 4, 1, 1, kind=cudnn.data_type.INT32)
+    offsets = tensor(g, 4, 1, 1, dtype=cudnn.data_type.INT32)
     return g.reduction(tensor(g, 1, 512, 128), cudnn.reduction_mode.ADD, group_offset=offsets).set_data_type(FLOAT)
 
 

@@ -48,9 +48,9 @@ def test_values(name: str, data: st.DataObject) -> None:
         assert result.stride() == arguments[0].stride()
 
 
-def one_node(method: str, *data: torch.Tensor, kind: object = None, **attributes: Any) -> torch.Tensor:
+def one_node(method: str, *data: torch.Tensor, dtype: object = None, **attributes: Any) -> torch.Tensor:
     """Runs one operation on float32 data through the reference executor."""
-    _, (result,) = evaluate(method, *data, first=kind, **attributes)
+    _, (result,) = evaluate(method, *data, first=dtype, **attributes)
     return result
 
 
@@ -79,7 +79,7 @@ def test_relu_with_slope_and_clips(
 @given(x=shapes().flatmap(strided), data=st.data())
 def test_gen_index(x: torch.Tensor, data: st.DataObject) -> None:
     axis = data.draw(st.integers(0, x.dim() - 1))
-    y = one_node("gen_index", x, axis=axis, kind=cudnn.data_type.INT32)
+    y = one_node("gen_index", x, axis=axis, dtype=cudnn.data_type.INT32)
     for index in range(x.shape[axis]):
         assert (y.select(axis, index) == index).all()
 
@@ -89,7 +89,9 @@ def test_strides_come_from_the_last_input_of_the_shape() -> None:
     row, column = graph.tensor([4, 8], [8, 1]), graph.tensor([4, 8], [1, 4])
     narrow = graph.tensor([4, 1], [1, 1])
     by_last, by_shape = graph.add(row, column), graph.add(column, narrow)
-    outer = graph.mul(narrow, graph.tensor([1, 8], [8, 1]))  # nobody has its shape: the order of the first input
+    outer = graph.mul(
+        narrow, graph.tensor([1, 8], [8, 1])
+    )  # no input has its shape: the stride order of the first input
     given = graph.add(row, column).set_stride([16, 2])
     graph.add(graph.add(by_last, by_shape), graph.add(outer, given)).set_output(True)
     graph.validate()
@@ -132,10 +134,10 @@ def test_refusals(build: Callable[..., Any], error: type[Exception], words: list
 @pytest.mark.deviceless_919
 def test_an_identity_that_changes_nothing_is_no_operation(h200: Any) -> None:
     """cuDNN 9.19 computes NaN where its result meets its own input again; one that converts is kept."""
-    for kind, operations in ((FLOAT, 2), (HALF, 3)):
+    for dtype, operations in ((FLOAT, 2), (HALF, 3)):
         graph = planned_graph(h200)
         product = graph.matmul(*(graph.tensor([1, 64, 64], [4096, 64, 1]) for _ in range(2)))
-        same = graph.identity(product).set_data_type(kind)
+        same = graph.identity(product).set_data_type(dtype)
         graph.add(same, product).set_output(True)
         assert configurations(graph) > 0
         lowering = Lowering(graph.context, graph.nodes, library.version())

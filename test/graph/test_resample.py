@@ -228,28 +228,28 @@ def test_interpolation_is_refused(mode: str) -> None:
         graph.validate()
 
 
-def image(graph: cudnn.pygraph, kind: Any = HALF, spatial: int = 2, rows: bool = False) -> cudnn.tensor:
+def image(graph: cudnn.pygraph, dtype: Any = HALF, spatial: int = 2, rows: bool = False) -> cudnn.tensor:
     dims = [4, 24, 16, 12, 8][: 2 + spatial]
     data = torch.empty(dims) if rows else torch.empty(4, *dims[2:], 24).movedim(-1, 1)
-    return graph.tensor(dims, list(data.stride()), kind)
+    return graph.tensor(dims, list(data.stride()), dtype)
 
 
-def forward(device: Any, mode: str, kind: Any = HALF, spatial: int = 2, rows: bool = False, **more: Any) -> Any:
-    graph = planned_graph(device, io=kind)
+def forward(device: Any, mode: str, dtype: Any = HALF, spatial: int = 2, rows: bool = False, **more: Any) -> Any:
+    graph = planned_graph(device, io=dtype)
     case = Case(torch.empty(0), [3] * spatial, [2] * spatial, [1] * spatial, [1] * spatial)
-    results = graph.resample(image(graph, kind, spatial, rows), **{**case.options(mode, OWN_PADDING[mode]), **more})
+    results = graph.resample(image(graph, dtype, spatial, rows), **{**case.options(mode, OWN_PADDING[mode]), **more})
     for tensor in results if isinstance(results, list) else [results]:
         tensor.set_output(True)
     return graph
 
 
-def backward(device: Any, mode: str, kind: Any = HALF, spatial: int = 2, *, by: str) -> cudnn.pygraph:
-    graph, rows = planned_graph(device, io=kind), by == "input"
+def backward(device: Any, mode: str, dtype: Any = HALF, spatial: int = 2, *, by: str) -> cudnn.pygraph:
+    graph, rows = planned_graph(device, io=dtype), by == "input"
     case = Case(torch.empty(0), [3] * spatial, [2] * spatial, [1] * spatial, [1] * spatial)
-    x = image(graph, kind, spatial, rows)
+    x = image(graph, dtype, spatial, rows)
     dims = [4, 24, 8, 6, 4][: 2 + spatial]
     strides = list((torch.empty(dims) if rows else torch.empty(4, *dims[2:], 24).movedim(-1, 1)).stride())
-    dy, y, index = (graph.tensor(dims, strides, each) for each in (kind, kind, INT8))
+    dy, y, index = (graph.tensor(dims, strides, each) for each in (dtype, dtype, INT8))
     given = {"index": {"index": index}, "input": {"input": x, "output": y}, "": {}}[by]
     dx = graph.resample_backward(dy, **given, **case.options(mode, OWN_PADDING[mode]))
     dx.set_output(True).set_dim(x.get_dim())
@@ -257,17 +257,17 @@ def backward(device: Any, mode: str, kind: Any = HALF, spatial: int = 2, *, by: 
 
 
 @pytest.mark.parametrize("mode", OWN_PADDING)
-@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT, INT8])
-def test_cudnn_has_engines(mode: str, kind: Any, device_properties: Any) -> None:
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16, FLOAT, INT8])
+def test_cudnn_has_engines(mode: str, dtype: Any, device_properties: Any) -> None:
     for spatial in (1, 2, 3):
-        assert configurations(forward(device_properties, mode, kind, spatial)) > 0
-        assert configurations(forward(device_properties, mode, kind, spatial, rows=True)) > 0
+        assert configurations(forward(device_properties, mode, dtype, spatial)) > 0
+        assert configurations(forward(device_properties, mode, dtype, spatial, rows=True)) > 0
         by = "index" if mode == "MAXPOOL" else ""
-        assert configurations(backward(device_properties, mode, kind, spatial, by=by)) > 0
+        assert configurations(backward(device_properties, mode, dtype, spatial, by=by)) > 0
     if mode == "MAXPOOL":
-        assert configurations(forward(device_properties, mode, kind, generate_index=True)) > 0
-    if kind is not INT8:
-        assert configurations(backward(device_properties, mode, kind, by="input")) > 0
+        assert configurations(forward(device_properties, mode, dtype, generate_index=True)) > 0
+    if dtype is not INT8:
+        assert configurations(backward(device_properties, mode, dtype, by="input")) > 0
 
 
 @pytest.mark.deviceless_919
@@ -286,7 +286,7 @@ def test_padding_that_nothing_reads_may_be_any(h200: Any) -> None:
         (AVERAGES[0], {"padding_mode": PAD.NEG_INF_PAD}, "got NEG_INF_PAD; .*ZERO_PAD for AVGPOOL_INCLUDE_PADDING"),
         ("MAXPOOL", {"generate_index": True, "rows": True}, "generate_index: .*channels-last"),
         ("MAXPOOL", {"compute_data_type": HALF}, None),
-        (AVERAGES[0], {"kind": INT32, "rows": True}, None),
+        (AVERAGES[0], {"dtype": INT32, "rows": True}, None),
     ],
 )
 def test_what_cudnn_refuses(mode: str, options: dict[str, Any], message: str | None, h200: Any) -> None:

@@ -358,31 +358,31 @@ POOL: list[Any] = [
 
 def mutate(document: Any, draw: random.Random) -> None:
     """Changes, drops, adds or doubles one entry somewhere in a JSON structure."""
-    places: list[tuple[Any, Any]] = []
+    entries_: list[tuple[Any, Any]] = []
     stack = [document]
     while stack:
-        part = stack.pop()
-        entries = list(part.items() if isinstance(part, dict) else enumerate(part))
-        places += [(part, key) for key, _ in entries]
+        container = stack.pop()
+        entries = list(container.items() if isinstance(container, dict) else enumerate(container))
+        entries_ += [(container, key) for key, _ in entries]
         stack += [value for _, value in entries if isinstance(value, (dict, list))]
-    part, key = draw.choice(places)
+    container, key = draw.choice(entries_)
     change = draw.choice(["replace", "replace", "drop", "swap", "double"])
     if change == "replace":
-        part[key] = copy.deepcopy(draw.choice(POOL))
+        container[key] = copy.deepcopy(draw.choice(POOL))
     elif change == "drop":
-        del part[key]
+        del container[key]
     elif change == "swap":
-        other, where = draw.choice(places)
-        part[key] = copy.deepcopy(other[where])
-    elif isinstance(part, list):
-        part.insert(key, copy.deepcopy(part[key]))
+        other, other_key = draw.choice(entries_)
+        container[key] = copy.deepcopy(other[other_key])
+    elif isinstance(container, list):
+        container.insert(key, copy.deepcopy(container[key]))
     else:
-        part[str(draw.choice(POOL))] = copy.deepcopy(part[key])
+        container[str(draw.choice(POOL))] = copy.deepcopy(container[key])
 
 
 def restore(data: bytes, wrapped: bool) -> None:
-    """Restores and, where that succeeds, looks at the graph; nothing but ValueErrors that say what to do."""
-    said = "To fix it"
+    """Restores and, if that succeeds, inspects the graph; allows only ValueErrors with a hint."""
+    message = "To fix it"
     # A cudnn.Graph builds a sound description at once, which may be refused like any other.
     refused = (RuntimeError, NotImplementedError, cudnn.cudnnGraphNotSupportedError) if wrapped else ()
     try:
@@ -390,18 +390,18 @@ def restore(data: bytes, wrapped: bool) -> None:
         graph.deserialize(data)
         repr(graph)
     except (ValueError, *refused) as error:
-        said = str(error)
-    assert "To fix it" in said
+        message = str(error)
+    assert "To fix it" in message
 
 
-@pytest.mark.parametrize("made", [built, attention, pieces, called])
-def test_mutated_structures(made: Any) -> None:
-    draw, data = random.Random(made.__name__), made().serialize()
+@pytest.mark.parametrize("build", [built, attention, pieces, called])
+def test_mutated_structures(build: Any) -> None:
+    draw, data = random.Random(build.__name__), build().serialize()
     for _ in range(1250 if FULL else 400):
         document = json.loads(data)
         for _ in range(draw.choice([1, 1, 2, 5])):
             mutate(document, draw)
-        restore(json.dumps(document).encode(), made is called)
+        restore(json.dumps(document).encode(), build is called)
 
 
 def test_mutated_bytes() -> None:

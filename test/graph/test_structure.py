@@ -223,14 +223,14 @@ def test_cudnn_sees_transposed_and_reshaped_inputs_as_memory(device_properties: 
 
 
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize(("kind", "is_shared"), [(FLOAT, True), (HALF, True), (cudnn.data_type.BFLOAT16, False)])
-def test_a_reshape_shares_memory_unless_it_converts(kind: Any, is_shared: bool, h200: Any) -> None:
+@pytest.mark.parametrize(("dtype", "is_shared"), [(FLOAT, True), (HALF, True), (cudnn.data_type.BFLOAT16, False)])
+def test_a_reshape_shares_memory_unless_it_converts(dtype: Any, is_shared: bool, h200: Any) -> None:
     graph = planned_graph(h200)
-    flat = graph.reshape(matrix(graph)).set_dim([1, 256, 64]).set_stride([16384, 64, 1]).set_data_type(kind)
+    flat = graph.reshape(matrix(graph)).set_dim([1, 256, 64]).set_stride([16384, 64, 1]).set_data_type(dtype)
     graph.matmul(flat, graph.tensor([1, 64, 64], [4096, 64, 1])).set_output(True)
     if is_shared:
         assert configurations(graph) > 0
-        assert flat.get_data_type() is kind
+        assert flat.get_data_type() is dtype
     else:
         with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="no engine configuration"):
             configurations(graph)

@@ -1,4 +1,4 @@
-"""``cudnn.tensor``: description by numbers, by arrays and by other graph tensors; getters and setters."""
+"""``cudnn.tensor``: described by shape and stride, by arrays and by other graph tensors; getters and setters."""
 
 from __future__ import annotations
 
@@ -218,12 +218,12 @@ def test_like_an_output_of_another_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("value", "dtype_name"),
     [(1.5, "FLOAT"), (3, "INT32"), (-(2**31), "INT32"), (2**31, "INT64"), (-(2**40), "INT64")],
 )
-def test_scalar_constants(graph: cudnn.pygraph, value: float, kind: str) -> None:
+def test_scalar_constants(graph: cudnn.pygraph, value: float, dtype_name: str) -> None:
     tensor = graph.tensor_scalar(value, cudnn.scalar_type.RUNTIME_PARAM)
-    assert tensor.get_data_type().name == kind
+    assert tensor.get_data_type().name == dtype_name
     assert tensor.get_dim() == [1]
     assert tensor.get_is_pass_by_value()
     assert not tensor.get_has_compile_time_constant()
@@ -253,10 +253,10 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 ENUMERATIONS = [value for value in vars(cudnn).values() if isinstance(value, type) and issubclass(value, enum.Enum)]
 
 
-@pytest.mark.parametrize("kind", ENUMERATIONS, ids=lambda kind: kind.__name__)
-def test_enumerations_print_by_name(kind: type[enum.IntEnum]) -> None:
-    for member in kind:
-        text = f"{kind.__name__}.{member.name}"
+@pytest.mark.parametrize("enum_type", ENUMERATIONS, ids=lambda enum_type: enum_type.__name__)
+def test_enumerations_print_by_name(enum_type: type[enum.IntEnum]) -> None:
+    for member in enum_type:
+        text = f"{enum_type.__name__}.{member.name}"
         assert (str(member), f"{member}", repr(member)) == (text, text, f"<{text}: {member.value}>")
         assert member == member.value
         assert pickle.loads(pickle.dumps(member)) is member

@@ -262,7 +262,7 @@ def test_set_io_tuples_after_the_block() -> None:
 @pytest.mark.parametrize(
     ("inputs", "outputs", "message"),
     [
-        (["mm::A", "mm::B", "nobody"], None, "inputs: got 'nobody'; allowed: one of 'mm::A', 'mm::B', 'shift::bias'"),
+        (["mm::A", "mm::B", "unknown"], None, "inputs: got 'unknown'; allowed: one of 'mm::A', 'mm::B', 'shift::bias'"),
         (["mm::A", "mm::A", "shift::bias"], None, "inputs: got 'mm::A' twice"),
         (["mm::A", "mm::B"], None, "inputs: got a list without 'shift::bias'"),
         (["mm::A", "mm::B", "shift::bias", "mm::C"], None, r"inputs: got 'mm::C' \(a virtual tensor\)"),
@@ -343,7 +343,7 @@ def test_missing_outputs_are_added_under_their_canonical_names() -> None:
 @pytest.mark.parametrize(
     ("extra", "error", "message"),
     [
-        ({"nobody": 0}, ValueError, "key: got 'nobody'; allowed: 'mm::A', 'mm::B', 'shift::bias', 'shift::OUT_0'"),
+        ({"unknown": 0}, ValueError, "key: got 'unknown'; allowed: 'mm::A', 'mm::B', 'shift::bias', 'shift::OUT_0'"),
         ({"mm::C": torch.zeros(2, 4, 3)}, ValueError, r"key: got 'mm::C' \(a virtual tensor; set_output\(True\)"),
         ({4711: 0}, ValueError, "key: got 4711"),
         ({cudnn.tensor(): 0}, ValueError, "key: got a Tensor"),

@@ -10,7 +10,7 @@ import pytest
 import cudnn
 from cudnn import demo_cases
 from cudnn.demo_cases import dense
-from cudnn.demo_cases.gemm_matrix import E4M3, Variant
+from cudnn.demo_cases.gemm_variants import E4M3, Variant
 
 ROOT = Path(__file__).parents[2]
 SMALL = (128, 128, 128, 1)

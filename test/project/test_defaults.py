@@ -12,7 +12,7 @@ import torch
 import cudnn
 import cudnn.ops
 from cudnn import demo_cases
-from cudnn.demo_cases import dense, gemm_matrix
+from cudnn.demo_cases import dense, gemm_variants
 from cudnn.fused import grouped
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from cudnn.moe import experts
@@ -102,7 +102,7 @@ def fused(name: str) -> list[torch.Tensor]:
     return [x for x in problem.call() if x is not None]
 
 
-def variant(v: gemm_matrix.Variant) -> list[torch.Tensor]:
+def variant(v: gemm_variants.Variant) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [x for x in dense.make(v, "cpu").call() if x is not None]
 
@@ -129,7 +129,7 @@ def restored() -> list[torch.Tensor]:
 
 CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
     **{name: lambda name=name: fused(name) for name in demo_cases.PROGRAMS},
-    **{str(v): lambda v=v: variant(v) for v in gemm_matrix.sample("sm_100a", 6)},
+    **{str(v): lambda v=v: variant(v) for v in gemm_variants.sample("sm_100a", 6)},
     "alibi": lambda: attention(use_alibi_mask=True, use_causal_mask=True),
     "dropout": lambda: attention(dropout=None),
     "layer": layer,

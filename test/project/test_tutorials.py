@@ -13,7 +13,7 @@ import pytest
 import cudnn
 from cudnn.backend import library
 from cudnn.backend.handle import gpu_available
-from cudnn.bench.declared import source_module
+from cudnn.bench.dense_gemm import source_module
 from cudnn.pygraph import known_faults
 from support import notebooks
 from support.graphs import configurations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cudnn import gemm_amax, gemm_dsrelu, gemm_dswiglu, gemm_srelu, gemm_swiglu
-from cudnn.demo_cases.gemm_matrix import Variant
+from cudnn.demo_cases.gemm_variants import Variant
 from support import gemms
 from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
 from support.selection import within

@@ -1,6 +1,6 @@
-"""The attributes of cuDNN that we set or read: number, type, count and the version that brought each, as data.
+"""The cuDNN attributes that we set or read: number, type, count and first version of each.
 
-``POINTWISE_MODE`` is ``CUDNN_ATTR_POINTWISE_MODE``; the members stand under the descriptor that they belong to.
+``POINTWISE_MODE`` is ``CUDNN_ATTR_POINTWISE_MODE``; the members are grouped by descriptor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Versioned(enum.IntEnum):
-    """Numbers of cuDNN, each with the version that brought it.
+    """Enum values of cuDNN, each with the version that added it.
 
     ``since`` is ``major * 10000 + minor * 100 + patch``; 90000 stands for 9.0 or older.
     """

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution: two functions of libcudnn that take addresses instead of a graph. Since cuDNN 9.22.
+"""Causal depthwise convolution: two functions of libcudnn that take pointers instead of a graph. Since cuDNN 9.22.
 
 ``cudnn.causal_conv1d_forward`` and ``cudnn.causal_conv1d_backward`` exist only where the loaded cuDNN has them.
 """

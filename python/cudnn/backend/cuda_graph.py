@@ -1,5 +1,4 @@
-"""CUDA graphs through the driver: nodes added one after the other, copies and a graph inside the graph; and graphs that
-are kept, to launch them in place of calls that come again."""
+"""CUDA graphs through the driver: chains of copies and a child graph, and graphs that replay repeated calls."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ _log = logging.getLogger("cudnn")
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-CALLS_UNTIL_ASKED = 32  # a GPU that is as many calls behind does not wait for the host; to ask takes a few us
+CALLS_UNTIL_ASKED = 32  # a GPU that lags this many calls is not waiting for the host; a query takes a few us
 
 
-class _Side(ctypes.Structure):
+class _MemcpyEndpoint(ctypes.Structure):
     """Half of CUDA_MEMCPY3D."""
 
     _fields_ = (
@@ -45,8 +44,8 @@ class Copy(ctypes.Structure):
     """CUDA_MEMCPY3D of cuda.h."""
 
     _fields_ = (
-        ("source", _Side),
-        ("target", _Side),
+        ("source", _MemcpyEndpoint),
+        ("target", _MemcpyEndpoint),
         ("width_bytes", c_size_t),
         ("height", c_size_t),
         ("depth", c_size_t),
@@ -56,19 +55,19 @@ class Copy(ctypes.Structure):
 def words_to_device(target: int, words: ctypes.Array[Any]) -> Copy:
     """A copy from host memory, which must outlive the graph."""
     size = ctypes.sizeof(words)
-    source = _Side(memory_type=_HOST, host=ctypes.addressof(words), pitch=size)
-    return Copy(source, _Side(memory_type=_DEVICE, device=target, pitch=size), size, 1, 1)
+    source = _MemcpyEndpoint(memory_type=_HOST, host=ctypes.addressof(words), pitch=size)
+    return Copy(source, _MemcpyEndpoint(memory_type=_DEVICE, device=target, pitch=size), size, 1, 1)
 
 
 def upper_halves(target: int, source: int, count: int) -> Copy:
-    """``count`` FLOAT numbers to BFLOAT16: their upper halves, which come second in memory, so rounded towards zero."""
-    wide = _Side(x_bytes=2, memory_type=_DEVICE, device=source, pitch=4)
-    return Copy(wide, _Side(memory_type=_DEVICE, device=target, pitch=2), 2, count, 1)
+    """Converts ``count`` FLOAT numbers to BFLOAT16 by copying the upper half of each, which rounds towards zero."""
+    fp32 = _MemcpyEndpoint(x_bytes=2, memory_type=_DEVICE, device=source, pitch=4)
+    return Copy(fp32, _MemcpyEndpoint(memory_type=_DEVICE, device=target, pitch=2), 2, count, 1)
 
 
 @functools.cache
 def unchecked(name: str) -> Any:
-    """A function of the driver that converts nothing and checks nothing, for the hot path."""
+    """A driver function without conversion and checks, for the hot path."""
     return ctypes.CDLL("libcuda.so.1")[name]
 
 
@@ -89,12 +88,12 @@ def _is_empty(graph: int) -> bool:
 
 
 class Chain:
-    """Copies, a plan and copies again, each node after the one before, in a ``cudaGraph_t`` that was empty.
+    """Adds a chain of nodes to an empty ``cudaGraph_t``: copies, the plan as a child graph, and copies.
 
     Args:
-        handle: Its device is where the copies run.
+        handle: The copies run on its device.
         graph: Address of the ``cudaGraph_t``.
-        fill: Puts the plan's own nodes into an empty graph.
+        fill: Adds the plan's nodes to an empty graph.
 
     Raises:
         ValueError: the graph has nodes.
@@ -137,7 +136,7 @@ class Chain:
         return node
 
     def update(self, handle: Handle, before: list[Copy], fill: Callable[[int], None], after: list[Copy]) -> None:
-        """Gives the nodes new addresses; ``fill`` updates the plan's own."""
+        """Sets new addresses in the nodes; ``fill`` updates the plan's nodes."""
         with on_device(handle.device):
             for node, copy in zip([*self._before, *self._after], [*before, *after], strict=True):
                 _driver("cuGraphMemcpyNodeSetParams", node, ctypes.byref(copy))
@@ -151,13 +150,13 @@ class Event(c_void_p):
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.value and not is_finalizing():
-            with contextlib.suppress(RuntimeError, OSError), _apart_from_captures():
+            with contextlib.suppress(RuntimeError, OSError), _outside_captures():
                 _driver("cuEventDestroy_v2", self)
 
 
 @contextlib.contextmanager
-def _apart_from_captures() -> Generator[None]:
-    """What this thread calls here neither breaks nor joins a capture, be it of another thread."""
+def _outside_captures() -> Generator[None]:
+    """Driver calls of this thread in the block neither invalidate nor join a stream capture of any thread."""
     mode = c_int(_RELAXED)
     _driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:
@@ -167,21 +166,21 @@ def _apart_from_captures() -> Generator[None]:
 
 
 def is_capturing(handle: Handle) -> bool:
-    """Whether the handle's stream is being captured, or cannot be asked while another one is."""
+    """Whether the handle's stream is being captured, or cannot be queried because another stream is."""
     return bool(unchecked("cuStreamIsCapturing")(handle.queue, handle.capture_result) or handle.capturing.value)
 
 
 def ask_whether_it_keeps_up(handle: Handle) -> None:
-    """Sets the handle's ``keeps_up``, for the next calls too; False at first, and for a stream that is being captured.
+    """Sets ``handle.keeps_up`` for the next calls; False at the first query and during a stream capture.
 
-    A GPU that has passed the place in the stream where it was asked before waits for the host, or nearly so. Whether
-    the stream is empty would say too little: the launch just before is always on its way.
+    A GPU that has passed the event of the previous query is about to wait for the host. Whether the stream is empty is
+    no criterion: the launch just before is always in flight.
     """
     handle.until_asked = CALLS_UNTIL_ASKED
     handle.keeps_up = passed = False
     if is_capturing(handle):
         return
-    with contextlib.suppress(RuntimeError), on_device(handle.device), _apart_from_captures():
+    with contextlib.suppress(RuntimeError), on_device(handle.device), _outside_captures():
         if handle.marker is None:
             marker = Event()
             _driver("cuEventCreate", ctypes.byref(marker), c_uint(_DISABLE_TIMING))
@@ -193,61 +192,60 @@ def ask_whether_it_keeps_up(handle: Handle) -> None:
 
 
 def executable(handle: Handle, fill: Callable[[int], None]) -> Any:
-    """An executable CUDA graph of what ``fill`` puts into an empty one, as an argument of ``cuGraphLaunch``.
+    """Fills an empty CUDA graph and instantiates it; returns the argument of ``cuGraphLaunch``.
 
     Raises:
-        RuntimeError: the driver refuses, or the handle's stream is of another context than the device's primary one,
-            such as a green context, whose SMs the nodes would not keep to.
+        RuntimeError: the driver refuses, or the handle's stream does not belong to the device's primary context. The
+            nodes would ignore the SM partition of a green context.
     """
-    graph, made, home = c_void_p(), c_void_p(), c_void_p()
-    with on_device(handle.device) as context, _apart_from_captures():
-        _driver("cuStreamGetCtx", handle.queue, ctypes.byref(home))
-        if home.value != context.value:
+    graph, executable_, stream_context = c_void_p(), c_void_p(), c_void_p()
+    with on_device(handle.device) as context, _outside_captures():
+        _driver("cuStreamGetCtx", handle.queue, ctypes.byref(stream_context))
+        if stream_context.value != context.value:
             raise RuntimeError("its stream does not belong to the primary context of the device")
         _driver("cuGraphCreate", ctypes.byref(graph), c_uint(0))
         try:
             fill(graph.value or 0)
-            _driver("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, c_uint64(0))
+            _driver("cuGraphInstantiateWithFlags", ctypes.byref(executable_), graph, c_uint64(0))
         finally:
             _driver("cuGraphDestroy", graph)
-    return library.pointer_argument(made.value or 0)
+    return library.pointer_argument(executable_.value or 0)
 
 
-def destroy_executable(made: Any) -> None:
-    """Destroys an executable graph, once what it has launched is done."""
-    with contextlib.suppress(RuntimeError), _apart_from_captures():  # the device may have been reset
-        _driver("cuGraphExecDestroy", made)
+def destroy_executable(graph: Any) -> None:
+    """Destroys an executable graph after its launches have completed."""
+    with contextlib.suppress(RuntimeError), _outside_captures():  # the device may have been reset
+        _driver("cuGraphExecDestroy", graph)
 
 
-class Kept:
-    """A call that came again, to the same addresses, and the CUDA graph that is launched in its place.
+class GraphReplay:
+    """A call that repeats with the same addresses, and the CUDA graph that replays it.
 
     Attributes:
-        calls: How often the hot path met it on a stream for which it has no CUDA graph.
-        queue: The stream for which it has one, as ``Handle.queue``; None where it has none.
+        calls: Number of calls on a stream for which it has no CUDA graph.
+        queue: The stream of its CUDA graph, as ``Handle.queue``; None without a graph.
         graph: The executable CUDA graph, as an argument of ``cuGraphLaunch``.
-        used: Whether a call met it since it was last looked at to make room for others.
-        kept: The handle's ``kept``, where it has one.
+        used: Whether a call used it since the last eviction.
+        graphs: The ``graphs`` of the handle that it has one for.
     """
 
-    CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 2 to 6 us a call, and 0.1 to 0.8 ms were seen to make one
-    CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same call, on another stream, or after others took its place
-    MAX_GRAPHS = 256  # of all calls of a handle, whose thread makes and drops them; 128 KiB each were seen
+    CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 2 to 6 us per call; creating one takes 0.1 to 0.8 ms
+    CALLS_BEFORE_NEXT_GRAPH = 4096  # for the same call on another stream, or after its graph was evicted
+    MAX_GRAPHS = 256  # per handle, whose thread creates and destroys them; about 128 KiB each
 
-    __slots__ = ("calls", "graph", "kept", "queue", "used")
+    __slots__ = ("calls", "graph", "graphs", "queue", "used")
 
     def __init__(self) -> None:
         self.calls = 0
         self.queue: Any = None
         self.graph: Any = None
         self.used = False
-        self.kept: dict[Kept, Any] = {}
+        self.graphs: dict[GraphReplay, Any] = {}
 
     def keep_graph(self, handle: Handle, name: str, fill: Callable[[int], None]) -> bool:
-        """Makes the CUDA graph that later calls launch on the handle's stream, of what ``fill`` puts into an empty one.
-        Returns whether it did.
+        """Creates the CUDA graph that later calls launch on the handle's stream; ``fill`` adds its nodes.
 
-        None is made while the GPU is far behind the host, or the stream is being captured.
+        Returns whether it did: not while the GPU lags behind the host, and not during a stream capture.
         """
         self.calls = max(0, self.CALLS_BEFORE_GRAPH - CALLS_UNTIL_ASKED)
         ask_whether_it_keeps_up(handle)
@@ -255,15 +253,15 @@ class Kept:
             return False
         self.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
         self.drop_graph()
-        self._make_room(handle.kept)
+        self._make_room(handle.graphs)
         try:
             self.graph = executable(handle, fill)
         except (CudnnError, RuntimeError) as error:
             self.calls = -sys.maxsize
             _log.info("%s runs as before at every call, since its CUDA graph failed: %s", name, error)
             return False
-        self.kept, self.used = handle.kept, True
-        self.kept[self] = self.graph
+        self.graphs, self.used = handle.graphs, True
+        self.graphs[self] = self.graph
         self.queue = handle.queue
         return True
 
@@ -274,23 +272,21 @@ class Kept:
         self.calls = -sys.maxsize
 
     def drop_graph(self) -> None:
-        """Destroys the CUDA graph, if there is one: once, even if its owner goes in another thread meanwhile."""
+        """Destroys the CUDA graph, if any; exactly once, even if another thread frees its owner at the same time."""
         self.queue = self.graph = None
-        made = self.kept.pop(self, None)
-        if made is not None:
-            destroy_executable(made)
+        graph = self.graphs.pop(self, None)
+        if graph is not None:
+            destroy_executable(graph)
 
-    def _make_room(self, kept: dict[Kept, Any]) -> None:
-        """Drops the CUDA graph, of whatever owner, that no call has met for longest, where there are as many as may be.
-        Those met since they were last looked at go to the end of the line.
-        """
-        while len(kept) >= self.MAX_GRAPHS:
-            for other in list(kept):
+    def _make_room(self, graphs: dict[GraphReplay, Any]) -> None:
+        """Evicts graphs of the handle by the clock algorithm: a used graph gets a second chance."""
+        while len(graphs) >= self.MAX_GRAPHS:
+            for other in list(graphs):
                 if not other.used:
                     other.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
                     other.drop_graph()
                     break
                 other.used = False
-                made = kept.pop(other, None)
-                if made is not None:  # its owner may go in another thread
-                    kept[other] = made
+                graph = graphs.pop(other, None)
+                if graph is not None:  # another thread may have freed its owner
+                    graphs[other] = graph

@@ -1,4 +1,4 @@
-"""A backend descriptor as a small object: attributes by name, types from the table, destroyed with its last user."""
+"""Backend descriptors as Python objects: attributes by name, types from the table, destruction by reference count."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RNG_SEED = Attribute.OPERATION_RNG_SEED
 
 
 class Descriptor:
-    """A cuDNN backend descriptor. What it refers to (descriptors, handles, host constants) lives as long as it does."""
+    """A cuDNN backend descriptor. It keeps the objects that it refers to (descriptors, handles, constants) alive."""
 
     __slots__ = ("_argument", "_keep", "_library", "kind", "pointer")
 
@@ -93,13 +93,13 @@ class Descriptor:
             kind, elements = _INT64, _NUMBER[_INT64](value)  # the one attribute of two types: a seed tensor or a number
         else:
             elements = _pack_address(self._address(kind, value))
-        # Text that only a failure needs is made there: a graph sets a hundred attributes.
+        # The message is built only on failure: a graph sets a hundred attributes.
         status = lib.set_unchecked(self._argument, attribute, kind, count, elements)
         if status:
             raise lib.error(status, f"setting {attribute.name} of the descriptor {self.kind.name}")
 
     def _address(self, kind: AttributeType, value: Any) -> Any:
-        """The address of what is passed by it, and which therefore lives as long as the descriptor."""
+        """The address of an object that is passed by address; the descriptor keeps the object alive."""
         self._keep.append(value)
         if kind is _DESCRIPTOR:
             return value.pointer
@@ -117,7 +117,7 @@ class Descriptor:
         return self._read(attribute, 0, None)
 
     def get(self, attribute: Attribute) -> Any:
-        """The value of an attribute: a number, a list where there may be several, ``bytes`` (without NUL) for text."""
+        """The value of an attribute: a number, a list if it can have several, ``bytes`` (without NUL) for text."""
         element = _ELEMENT.get(attribute.type, c_int32)
         count = self.count(attribute) if attribute.many else 1
         elements = (element * max(count, 1))()
@@ -130,7 +130,7 @@ class Descriptor:
         """The descriptors of the given kind that an attribute holds.
 
         Args:
-            capacity: Upper bound of their number, for attributes that do not tell it. 0: ask.
+            capacity: Upper bound of their number, for attributes whose count cuDNN does not report. 0: query it.
         """
         count = capacity or (self.count(attribute) if attribute.many else 1)
         children = [Descriptor(kind) for _ in range(count)]

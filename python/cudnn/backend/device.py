@@ -1,4 +1,4 @@
-"""What graphs are built for and with: a description of a device, and a cache of compiled kernels."""
+"""Device descriptions that graphs are built for, and kernel caches that they are built with."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class DeviceProperties:
 
     def __init__(self, source: int | str | bytes) -> None:
         """From the ordinal of a device of this machine, or from the JSON text that ``serialize`` gave."""
-        by_number = isinstance(source, int)
-        attribute = Attribute.DEVICEPROP_DEVICE_ID if by_number else Attribute.DEVICEPROP_JSON_REPRESENTATION
+        is_ordinal = isinstance(source, int)
+        attribute = Attribute.DEVICEPROP_DEVICE_ID if is_ordinal else Attribute.DEVICEPROP_JSON_REPRESENTATION
         self.descriptor = Descriptor.make(DescriptorType.DEVICEPROP, {attribute: source})
 
     @functools.cached_property

@@ -20,7 +20,7 @@ from cudnn.errors import CudnnError
 
 _log = logging.getLogger("cudnn")
 _mode_b_lock = threading.Lock()  # heuristics mode B is not safe to run in two threads
-_MAX_KNOB_CHOICES = 64  # cuDNN 9.28 answers 0 when asked how many there are; it has 46 types of knob
+_MAX_KNOB_CHOICES = 64  # cuDNN 9.28 reports a count of 0; it has 46 knob types
 
 
 class Knob(NamedTuple):
@@ -83,11 +83,11 @@ class OperationGraph:
         engine = self._engine(engine_id, device_properties)
         knobs: list[Knob] = []
         for info in engine.get_descriptors(Attribute.ENGINE_KNOB_INFO, DescriptorType.KNOB_INFO):
-            kind = _by_name(KnobType, info.get(Attribute.KNOB_INFO_TYPE), public.knob_type)
-            if kind is not None:
+            type_ = _by_name(KnobType, info.get(Attribute.KNOB_INFO_TYPE), public.knob_type)
+            if type_ is not None:
                 maximum = info.get(Attribute.KNOB_INFO_MAXIMUM_VALUE)
                 minimum = info.get(Attribute.KNOB_INFO_MINIMUM_VALUE)
-                knobs.append(Knob(kind, maximum, minimum, info.get(Attribute.KNOB_INFO_STRIDE)))
+                knobs.append(Knob(type_, maximum, minimum, info.get(Attribute.KNOB_INFO_STRIDE)))
         return knobs
 
     def engine_config(
@@ -101,9 +101,9 @@ class OperationGraph:
         choices = [
             Descriptor.make(
                 DescriptorType.KNOB_CHOICE,
-                {Attribute.KNOB_CHOICE_KNOB_TYPE: KnobType[kind.name], Attribute.KNOB_CHOICE_KNOB_VALUE: value},
+                {Attribute.KNOB_CHOICE_KNOB_TYPE: KnobType[type_.name], Attribute.KNOB_CHOICE_KNOB_VALUE: value},
             )
-            for kind, value in knobs.items()
+            for type_, value in knobs.items()
         ]
         engine = self._engine(engine_id, device_properties)
         descriptor = Descriptor.make(
@@ -114,7 +114,7 @@ class OperationGraph:
 
 
 def _by_name(backend: Any, number: int, names: Any) -> Any:
-    """The public member for a number of cuDNN, by name; None for one that newer libraries added."""
+    """The public enum member for a number of cuDNN, matched by name; None for one that newer libraries added."""
     try:
         return names.__members__.get(backend(number).name)
     except ValueError:
@@ -122,7 +122,7 @@ def _by_name(backend: Any, number: int, names: Any) -> Any:
 
 
 class EngineConfig:
-    """An engine and its knobs, as the heuristics chose them. What it says of itself is read when asked for."""
+    """An engine and its knobs, as the heuristics chose them. Its properties are read on first access."""
 
     def __init__(self, descriptor: Descriptor, graph: OperationGraph) -> None:
         self.descriptor = descriptor
@@ -162,7 +162,7 @@ class EngineConfig:
 
     @functools.cached_property
     def shared_memory_used(self) -> int:
-        """Bytes of shared memory per block; 0 where the engine does not say."""
+        """Bytes of shared memory per block; 0 if the engine does not report it."""
         try:
             return self.descriptor.get(Attribute.ENGINECFG_SHARED_MEMORY_USED)
         except CudnnError:
@@ -170,7 +170,7 @@ class EngineConfig:
 
 
 class Heuristics(NamedTuple):
-    """What a heuristic mode answered: configurations, best first, or cuDNN's reason for having none."""
+    """Result of a heuristic mode: configurations, best first, or cuDNN's reason for finding none."""
 
     configs: list[EngineConfig]
     reason: str
@@ -191,28 +191,28 @@ def heuristics(
     device_properties: DeviceProperties | None = None,
     sm_count: int | None = None,
 ) -> Heuristics:
-    """Engine configurations for a graph. A mode that fails gives none, and its reason."""
+    """Engine configurations for a graph. A mode that fails adds no configurations, only its reason."""
     lib = library.load()
     configs: list[EngineConfig] = []
     reasons: list[str] = []
     for backend_mode in _EXPANSION[mode]:
-        lib.last_error()  # reading clears it, so that what stands there afterwards is about this mode
+        lib.last_error()  # reading clears it, so that the next message is about this mode
         try:
             if backend_mode is HeurMode.B:
                 with _mode_b_lock:
-                    found = _ask(graph, backend_mode, device_properties, sm_count)
+                    descriptors = _ask(graph, backend_mode, device_properties, sm_count)
             else:
-                found = _ask(graph, backend_mode, device_properties, sm_count)
+                descriptors = _ask(graph, backend_mode, device_properties, sm_count)
         except CudnnError as error:
             reasons.append(f"heuristics mode {backend_mode.name}: {error}")
             continue
-        if not found:
-            said = lib.last_error()
+        if not descriptors:
+            message = lib.last_error()
             _log.debug(
-                "heuristics mode %s has no engine configuration; cuDNN's whole text: %s", backend_mode.name, said
+                "heuristics mode %s has no engine configuration; cuDNN's whole text: %s", backend_mode.name, message
             )
-            reasons.append(f"heuristics mode {backend_mode.name}: {root_causes(said) or 'no engine configuration'}")
-        configs += [EngineConfig(descriptor, graph) for descriptor in found]
+            reasons.append(f"heuristics mode {backend_mode.name}: {root_causes(message) or 'no engine configuration'}")
+        configs += [EngineConfig(descriptor, graph) for descriptor in descriptors]
     return Heuristics(configs, "; ".join(reasons))
 
 

@@ -1,6 +1,6 @@
-"""cuDNN's enumerations with cuDNN's own numbers, each member with the version that brought it (``.since``).
+"""cuDNN's enumerations with cuDNN's values; each member has the version that added it (``.since``).
 
-The public enumerations (``cudnn.enums``) are matched with these by name, never by number.
+The public enumerations (``cudnn.enums``) are matched with these by name, never by value.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class ResampleMode(Versioned):
 
 
 class PaddingMode(Versioned):
-    """What stands around an image (``CUDNN_``)."""
+    """Padding modes (``CUDNN_``)."""
 
     ZERO_PAD = 0
     NEG_INF_PAD = 1

@@ -26,18 +26,17 @@ class Handle:
     Use a handle in one thread at a time, as cuDNN demands.
 
     Attributes:
-        ptr: The ``cudnnHandle_t``; 0 once destroyed. For a reference handle a number that is no address.
+        ptr: The ``cudnnHandle_t``; 0 once destroyed. A reference handle has a small integer.
         device: Ordinal of its device, -1 for a reference handle.
-        is_reference: True where there is no GPU: graphs run on the reference executor.
+        is_reference: True without a GPU: graphs run on the reference executor.
         argument: ``ptr`` for calls on the hot path.
-        stream: The stream that cuDNN has been told of.
-        queue: ``stream`` for calls on the hot path: the same object whenever this handle is on that stream, and no
-            other handle's.
-        capturing: Whether a capture is under way, as ``cuStreamIsCapturing`` last said through ``capture_result``.
-        keeps_up: Whether the GPU, when it was last asked, had done what was queued when it was asked before.
-        until_asked: How many calls go by before it is asked again.
-        marker: The ``CUevent`` by which it is asked, which the handle alone holds; None before the first time.
-        kept: The executable CUDA graphs that are kept for calls with this handle, by what they are kept with.
+        stream: The stream that was last set in cuDNN.
+        queue: ``stream`` for calls on the hot path. The object identifies handle and stream.
+        capturing: The last result of ``cuStreamIsCapturing``, which writes through ``capture_result``.
+        keeps_up: Whether the GPU had reached the previous marker at the last query.
+        until_asked: Number of calls until the next query.
+        marker: The ``CUevent`` of the last query, owned by the handle; None before the first.
+        graphs: The executable CUDA graphs of this handle, by the call that they replay.
     """
 
     __slots__ = (
@@ -46,9 +45,9 @@ class Handle:
         "capture_result",
         "capturing",
         "device",
+        "graphs",
         "is_reference",
         "keeps_up",
-        "kept",
         "marker",
         "ptr",
         "queue",
@@ -66,15 +65,15 @@ class Handle:
         self.keeps_up = False
         self.until_asked = 0
         self.marker: c_void_p | None = None
-        self.kept: dict[Any, Any] = {}
+        self.graphs: dict[Any, Any] = {}
         self._queues: dict[int, Any] = {}
         self.put_on(0)
 
     def put_on(self, stream: int) -> None:
-        """Notes the stream of the calls to come."""
+        """Sets the stream of later calls."""
         self.stream = stream
         if stream not in self._queues:
-            self._queues[stream] = ctypes.byref(ctypes.c_char.from_address(stream))  # also of 0: an object of its own
+            self._queues[stream] = ctypes.byref(ctypes.c_char.from_address(stream))  # a distinct object, also for 0
         self.queue = self._queues[stream]
 
     def __int__(self) -> int:
@@ -93,7 +92,7 @@ _reference_numbers = itertools.count(1)
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """The CUDA driver, initialised; None where there is none or it sees no device."""
+    """The initialized CUDA driver; None without a driver or a device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -119,7 +118,7 @@ def device_count() -> int:
 
 
 def device_capability(device: int) -> tuple[int, int] | None:
-    """Compute capability of a device, (9, 0) for an H200; None where there is no such device."""
+    """Compute capability of a device, (9, 0) for an H200; None if the device does not exist."""
     driver = _driver()
     if driver is None:
         return None
@@ -131,7 +130,7 @@ def device_capability(device: int) -> tuple[int, int] | None:
 
 
 @functools.cache
-def _tell_about_reference() -> None:
+def _log_reference() -> None:
     _log.info("no CUDA device: this handle runs graphs on the reference executor")
 
 
@@ -144,7 +143,7 @@ def create_handle() -> Handle:
     """
     driver = _driver()
     if driver is None:
-        _tell_about_reference()
+        _log_reference()
         handle = Handle(next(_reference_numbers), -1)
     else:
         lib = library.load()
@@ -183,7 +182,7 @@ def resolve(handle: Handle | int) -> Handle:
 def destroy_handle(handle: Handle | int) -> None:
     """Destroys a handle, and the CUDA graphs that plans keep for it. Work already queued on its stream goes on."""
     live = resolve(handle)
-    for pack in list(live.kept):
+    for pack in list(live.graphs):
         pack.drop_graph()
     del _live[live.ptr]
     pointer, live.ptr, live.argument = live.ptr, 0, None
@@ -217,15 +216,15 @@ def get_stream(handle: Handle | int) -> int:
 class _ThreadHandles(threading.local):
     """The default handles of a thread, by device.
 
-    A thread that ends leaves them to the next one. A garbage collection never destroys a handle: it could fall into a
-    stream capture and break it.
+    A thread that ends returns them to a pool for later threads. Garbage collection never destroys a handle, because
+    that would break a stream capture in progress.
     """
 
     def __init__(self) -> None:
-        self.handles = _Lent()
+        self.handles = _HandlePool()
 
 
-class _Lent(dict[int, Handle]):
+class _HandlePool(dict[int, Handle]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             for device, handle in self.items():
@@ -234,15 +233,15 @@ class _Lent(dict[int, Handle]):
 
 
 _idle: dict[int, list[Handle]] = {}
-_mine = _ThreadHandles()
+_thread_handles = _ThreadHandles()
 _current_stream: Callable[[int], int] | None = None
 
 
 def default_handle(device: int) -> Handle:
     """This thread's handle for a device, on PyTorch's current stream of that device if PyTorch is loaded."""
-    handle = _mine.handles.get(device)
+    handle = _thread_handles.handles.get(device)
     if handle is None or not handle.ptr:
-        handle = _mine.handles[device] = _take_handle(device)
+        handle = _thread_handles.handles[device] = _take_handle(device)
     stream = (_current_stream or _find_current_stream())(device)
     if stream != handle.stream:
         set_stream(handle, stream)
@@ -269,7 +268,7 @@ def _primary_context(device: int) -> tuple[ctypes.CDLL, c_void_p]:
 
 @contextlib.contextmanager
 def on_device(device: int) -> Generator[c_void_p]:
-    """Makes a device's primary context, which the CUDA runtime uses, current in this thread, and gives it."""
+    """Makes a device's primary context, which the CUDA runtime uses, current in this thread, and yields it."""
     driver, context = _primary_context(device)
     driver.cuCtxPushCurrent_v2(context)
     try:

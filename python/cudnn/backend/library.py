@@ -35,19 +35,19 @@ def format_version(version: int) -> str:
 
 
 def pointer_argument(address: int) -> Any:
-    """An address as ctypes passes it fastest: a reference to what lies there, which is never read. NULL for 0.
+    """An address as the argument that ctypes passes fastest: a reference to its memory, which is never read.
 
-    Of all that ctypes takes for a pointer, only the result of ``byref`` goes into a call as it is: three of them cost
+    Returns None, which is NULL, for 0. ctypes passes the result of ``byref`` without conversion: three of them cost
     0.13 us less than three ``c_void_p`` (Python 3.12).
     """
     return ctypes.byref(ctypes.c_char.from_address(address)) if address else None
 
 
 class Library:
-    """libcudnn, loaded. ``version`` is ``cudnnGetVersion()``, ``path`` the file it came from.
+    """The loaded libcudnn. ``version`` is ``cudnnGetVersion()``, ``path`` its file.
 
-    The functions that end in ``_unchecked`` have no declared argument types: the hot path passes pointers prepared by
-    ``pointer_argument``, which saves their conversion at every call.
+    Functions that end in ``_unchecked`` have no declared argument types. The hot path passes them pointers of
+    ``pointer_argument``, which saves the conversion at every call.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,7 +67,7 @@ class Library:
             )
 
         def declare(name: str, *arguments: type) -> Any:
-            function = cdll[name]  # unlike attribute access, gives a function object of its own
+            function = cdll[name]  # indexing returns a separate function object, attribute access a shared one
             if arguments:
                 function.argtypes = arguments
             return function
@@ -89,17 +89,17 @@ class Library:
         self.set_unchecked = declare("cudnnBackendSetAttribute")
         self.finalize_unchecked = declare("cudnnBackendFinalize")
         self.destroy_unchecked = declare("cudnnBackendDestroyDescriptor")
-        # Empties a finalized descriptor. Deprecated since 9.2 in favour of a new one, but cheaper; it may go some day.
-        known = hasattr(cdll, "cudnnBackendInitialize")
-        self.reopen_unchecked = declare("cudnnBackendInitialize") if known else None
+        # Resets a finalized descriptor, which is cheaper than a new one. Deprecated since 9.2; it may be removed.
+        has_initialize = hasattr(cdll, "cudnnBackendInitialize")
+        self.reopen_unchecked = declare("cudnnBackendInitialize") if has_initialize else None
         self._last_error = declare("cudnnGetLastErrorString", c_char_p, c_size_t)
         self._last_error.restype = None
 
     @functools.cached_property
     def execute_unchecked(self) -> Any:
-        """``cudnnBackendExecute``, of libcudnn_graph where it is mapped, which it is once there is a plan.
+        """``cudnnBackendExecute`` of libcudnn_graph, which is mapped once a plan exists; otherwise that of libcudnn.
 
-        libcudnn only passes the call on to it, which takes 0.08 us.
+        libcudnn's function only forwards the call, which takes 0.08 us.
         """
         mapped = mapped_libraries("libcudnn_graph.so")
         graph = [path for path in mapped if os.path.exists(path)]  # one that an upgrade replaced is "(deleted)"
@@ -108,13 +108,13 @@ class Library:
         return cdll["cudnnBackendExecute"]
 
     def last_error(self) -> str:
-        """cuDNN's own text about the last failure in this thread, on one line."""
+        """cuDNN's message about the last failure in this thread, on one line."""
         buffer = ctypes.create_string_buffer(4096)
         self._last_error(buffer, len(buffer))
         return " ".join(buffer.value.decode(errors="replace").split())
 
     def check(self, status: int, what: str) -> None:
-        """Raises ``CudnnError`` unless ``status`` is success. ``what`` says what was being done."""
+        """Raises ``CudnnError`` unless ``status`` is success. ``what`` describes the call."""
         if status:
             raise self.error(status, what)
 
@@ -124,10 +124,10 @@ class Library:
             name = f"CUDNN_STATUS_{Status(status).name}"
         except ValueError:
             name = f"CUDNN_STATUS {status}"
-        said = self.last_error()
-        detail = root_causes(said)
-        if detail != said:
-            _log.debug("%s failed; cuDNN's whole text: %s", what, said)
+        message = self.last_error()
+        detail = root_causes(message)
+        if detail != message:
+            _log.debug("%s failed; cuDNN's whole text: %s", what, message)
         text = f"{what} failed: {name}" + (f"; cuDNN {format_version(self.version)} says: {detail}" if detail else "")
         if name.endswith("SUBLIBRARY_LOADING_FAILED") and not loads("libcuda.so.1"):
             text += ". To fix it, install the CUDA driver's library, libcuda.so.1, which this part of cuDNN needs."
@@ -183,7 +183,7 @@ def version_string() -> str:
 
 
 def last_error() -> str:
-    """cuDNN's own text about the last failure in this thread."""
+    """cuDNN's message about the last failure in this thread."""
     return load().last_error()
 
 
@@ -203,7 +203,7 @@ def mapped_libraries(name: str) -> list[str]:
 
 
 def loads(name: str) -> bool:
-    """Whether the dynamic linker finds a library, and loads it."""
+    """Whether the dynamic linker can load a library."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -212,7 +212,7 @@ def loads(name: str) -> bool:
 
 
 def _find() -> str:
-    """Where libcudnn is. One that the process maps already comes first: sub-libraries of two versions do not mix."""
+    """The path of libcudnn. One that the process has mapped comes first: sub-libraries of two versions conflict."""
     for path in _candidates():
         return path
     raise CudnnLibraryError(f"libcudnn.so.9 is not installed. To fix it, {_CURE}.")
@@ -222,9 +222,9 @@ def _candidates() -> Iterator[str]:
     yield from mapped_libraries("libcudnn.so")
     for folder in settings.LIBRARY_FOLDERS.get():
         yield from sorted(glob.glob(os.path.join(glob.escape(folder), "libcudnn.so.9*")))[:1]
-    found = _ask_pathfinder()
-    if found:
-        yield found
+    path = _ask_pathfinder()
+    if path:
+        yield path
     for root in dict.fromkeys([sysconfig.get_path("purelib"), *sys.path]):
         yield from sorted(glob.glob(os.path.join(glob.escape(root), "nvidia", "cudnn", "lib", "libcudnn.so.9*")))[:1]
     try:
@@ -241,16 +241,16 @@ def _ask_pathfinder() -> str | None:
         return None
     try:
         return pathfinder.load_nvidia_dynamic_lib("cudnn").abs_path
-    except Exception as error:  # its error classes differ from version to version, and other ways remain
+    except Exception as error:  # error classes differ between versions; the search continues without it
         _log.debug("cuda-pathfinder does not find cuDNN: %s", error)
         return None
 
 
 def _preload(library: Library) -> None:
-    """Loads NVRTC and cuBLAS of the pip packages beside cuDNN's, where they are: its engines ask for them."""
+    """Loads NVRTC and cuBLAS of the pip packages next to cuDNN's, if installed: cuDNN's engines need them."""
     packages = Path(library.path).resolve().parents[2]
-    major = library.cuda_version // 1000  # packages for CUDA 12 and 13 may lie side by side
+    major = library.cuda_version // 1000  # packages for CUDA 12 and 13 can be installed together
     for name in ("libnvrtc.so", "libcublasLt.so", "libcublas.so"):
-        found = sorted(packages.glob(f"*/lib/{name}.{major}"))
-        if packages.name == "nvidia" and found and not mapped_libraries(name):
-            ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)
+        candidates = sorted(packages.glob(f"*/lib/{name}.{major}"))
+        if packages.name == "nvidia" and candidates and not mapped_libraries(name):
+            ctypes.CDLL(str(candidates[0]), mode=ctypes.RTLD_GLOBAL)

@@ -1,4 +1,4 @@
-"""The copies that a call may need: a few constant words into the workspace, FLOAT results into a BFLOAT16 tensor."""
+"""Copies that a call may need: constants into the workspace, and FLOAT results into a BFLOAT16 tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuDNN's own texts about failures, which run to thousands of characters, cut down to what went wrong."""
+"""Shortens cuDNN's error messages, which have thousands of characters, to the root causes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _OTHER_DEVICE = "CUDNN_STATUS_NOT_SUPPORTED_ARCH_MISMATCH"
 
 
 def root_causes(text: str) -> str:
-    """What each engine failed on, once, without the functions that passed it on.
+    """The distinct conditions on which engines failed, without the call chain.
 
-    cuDNN writes, engine by engine, the failed condition first and then every caller of the function where it stands.
-    Engines for other devices are left out where there are any for this one. A text of another form is returned as it
-    is.
+    For each engine cuDNN writes the failed condition, then every caller of the function that checks it. Engines for
+    other devices are omitted if there are engines for this device. A text in another format is returned unchanged.
 
     >>> chain = "Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: check()"
     >>> first = "Warning: CUDNN_STATUS_NOT_SUPPORTED_DATA_TYPE; Reason: types differ at: a != b"
@@ -29,22 +28,22 @@ def root_causes(text: str) -> str:
     engines: dict[tuple[str, str], dict[str, None]] = {}
     for start, end in zip(starts, ends, strict=True):
         cause = _CAUSE.search(text[start.end() : end].strip())
-        if cause is not None and not start[1].startswith("-"):  # no engine, but the heuristics' want of one
+        if cause is not None and not start[1].startswith("-"):  # a negative id: the heuristics found no engine
             engines.setdefault((cause[1], _condition(cause[2])), {})[start[1]] = None
-    # cuDNN's text may end in the middle of a cause that stands before it too.
+    # cuDNN truncates its text, possibly within a cause that an earlier engine has in full.
     engines = {
-        (status, what): numbers
-        for (status, what), numbers in engines.items()
-        if not any(status == other and whole != what and whole.startswith(what) for other, whole in engines)
+        (status, what): engine_ids
+        for (status, what), engine_ids in engines.items()
+        if not any(status == other and longer != what and longer.startswith(what) for other, longer in engines)
     }
-    here = {about: numbers for about, numbers in engines.items() if about[0] != _OTHER_DEVICE}
-    said = [
-        f"engine{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {status}: {what}"
-        for (status, what), numbers in (here or engines).items()
+    this_device = {cause: engine_ids for cause, engine_ids in engines.items() if cause[0] != _OTHER_DEVICE}
+    messages = [
+        f"engine{'s' * (len(engine_ids) > 1)} {', '.join(engine_ids)}: {status}: {what}"
+        for (status, what), engine_ids in (this_device or engines).items()
     ]
-    return "; ".join(said) or text
+    return "; ".join(messages) or text
 
 
 def _condition(reason: str) -> str:
-    """What failed, without the place in cuDNN's source."""
+    """The failed condition, without its location in cuDNN's source."""
     return reason.partition(" at: ")[0].rstrip(" .")

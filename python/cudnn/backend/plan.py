@@ -29,12 +29,8 @@ _MAX_SHARED_MEMORY = 1 << 30  # an engine that asks for more per block is broken
 _EXPLAIN = "To find the nodes that it refuses, and what to change, call graph.explain()."
 
 
-class Pack(cuda_graph.Kept):
-    """A finalized variant pack.
-
-    Attributes:
-        argument: It, for calls of cuDNN.
-    """
+class Pack(cuda_graph.GraphReplay):
+    """A finalized variant pack; ``argument`` is the pack as an argument of cuDNN."""
 
     __slots__ = ("argument",)
 
@@ -43,8 +39,8 @@ class Pack(cuda_graph.Kept):
         self.argument = argument
 
 
-class _Packs:
-    """What a plan knows about its variant packs for one handle."""
+class _PackCache:
+    """A plan's cached variant packs of one handle."""
 
     __slots__ = ("keys", "misses", "scratch")
 
@@ -55,13 +51,13 @@ class _Packs:
 
 
 class _Vector(ctypes.Structure):
-    """``std::vector`` as libstdc++ and libc++ lay it out."""
+    """``std::vector`` in the layout of libstdc++ and libc++."""
 
     _fields_ = (("begin", c_void_p), ("end", c_void_p), ("end_of_storage", c_void_p))
 
 
 class _NestedVector:
-    """A ``std::vector<std::vector<int64_t>>``: how cuDNN takes shapes and strides that override a tensor's own."""
+    """A ``std::vector<std::vector<int64_t>>``, in which cuDNN takes override shapes and strides."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self._rows = [(c_int64 * len(row))(*row) for row in rows]
@@ -77,7 +73,7 @@ def _vector_of(array: ctypes.Array[Any]) -> _Vector:
 
 
 class Origin(NamedTuple):
-    """What is known of the configuration of a plan that was restored."""
+    """The known properties of a restored plan's configuration."""
 
     tag: str = "restored"
     numerical_notes: Sequence[numerical_note] = ()
@@ -87,7 +83,7 @@ class Origin(NamedTuple):
 class ExecutionPlan:
     """A finalized execution plan and its variant packs.
 
-    A variant pack binds a plan to pointers. A finalized one refuses new pointers, so packs are kept by their pointers.
+    A variant pack binds a plan to pointers. A finalized pack accepts no new pointers, so packs are cached by pointers.
 
     Attributes:
         packs: From (data pointers in the order of ``uids``, workspace pointer, ``handle.ptr``) to the finalized pack.
@@ -108,7 +104,7 @@ class ExecutionPlan:
         self.argument = library.pointer_argument(descriptor.pointer)
         self.packs: dict[tuple[int, ...], Pack] = {}
         self.uids: tuple[int, ...] = ()
-        self._by_handle: dict[int, _Packs] = {}
+        self._by_handle: dict[int, _PackCache] = {}
         self._library = library.load()
         self.launch = self._library.execute_unchecked
         self.bind(())
@@ -179,73 +175,73 @@ class ExecutionPlan:
         ``pointers`` (data pointers, workspace, ``handle.ptr``) goes into the pack instead of the key, for the graph,
         which derives some addresses from others and keeps only the others in its keys.
 
-        The first ``MAX_PACKS`` keys of a handle get packs that stay. Later keys share one, which is emptied and filled
-        again: cheaper than to keep them all in turn. Where this goes on for ``MAX_MISSES`` calls, packs that no call
-        has met since are of buffers no longer used, and make room. Two threads never share these packs, since cuDNN
-        lets one thread at a time use a handle.
+        The first ``MAX_PACKS`` keys of a handle get cached packs. Later keys share one scratch pack, which is reset and
+        refilled: that is cheaper than eviction at every call. After ``MAX_MISSES`` such calls, the packs that no call
+        has used since belong to buffers that are no longer used, and are evicted. Threads never share these packs,
+        because cuDNN allows one thread at a time to use a handle.
         """
         lib = self._library
         pointers = pointers or key
-        mine = self._by_handle.get(key[-1]) or self._first_pack(pointers)
-        stays = len(mine.keys) < self.MAX_PACKS
+        handle_packs = self._by_handle.get(key[-1]) or self._first_pack(pointers)
+        is_cached = len(handle_packs.keys) < self.MAX_PACKS
         status = 0
-        if stays:
+        if is_cached:
             pack = self._new_pack()
         else:
             if lib.reopen_unchecked is None:
-                lib.destroy(mine.scratch.argument)
-                mine.scratch = self._new_pack()
+                lib.destroy(handle_packs.scratch.argument)
+                handle_packs.scratch = self._new_pack()
             else:
-                status = lib.reopen_unchecked(mine.scratch.argument)
-            pack = mine.scratch
-            mine.misses += 1
-            if mine.misses == self.MAX_MISSES:
-                self._make_room(mine)
-        put, given = lib.set_unchecked, pack.argument
+                status = lib.reopen_unchecked(handle_packs.scratch.argument)
+            pack = handle_packs.scratch
+            handle_packs.misses += 1
+            if handle_packs.misses == self.MAX_MISSES:
+                self._evict(handle_packs)
+        set_attribute, argument = lib.set_unchecked, pack.argument
         count = self._uid_count
         # Plain ints for VARIANT_PACK_UNIQUE_IDS (1000), _DATA_POINTERS (1001), _WORKSPACE (1003) and the types
         # INT64 (3) and VOID_PTR (6): ctypes takes them faster than enumeration members or ctypes objects.
         status = (
             status
-            or put(given, 1000, 3, count, self._uid_array)
-            or put(given, 1001, 6, count, self._encode(*pointers))  # of the words, cuDNN copies the first `count`
-            or (pointers[-2] and put(given, 1003, 6, 1, _encode_pointer(pointers[-2])))
-            or lib.finalize_unchecked(given)
+            or set_attribute(argument, 1000, 3, count, self._uid_array)
+            or set_attribute(argument, 1001, 6, count, self._encode(*pointers))  # cuDNN copies the first `count` words
+            or (pointers[-2] and set_attribute(argument, 1003, 6, 1, _encode_pointer(pointers[-2])))
+            or lib.finalize_unchecked(argument)
         )
         if status:
             error = lib.error(status, "preparing a variant pack")
-            if stays:
-                lib.destroy(given)
+            if is_cached:
+                lib.destroy(argument)
             raise error
-        if stays:
-            mine.keys.append(key)
+        if is_cached:
+            handle_packs.keys.append(key)
             self.packs[key] = pack
         return pack
 
-    def _first_pack(self, key: tuple[int, ...]) -> _Packs:
+    def _first_pack(self, key: tuple[int, ...]) -> _PackCache:
         if len(key) != len(self.uids) + 2:
-            given = len(key) - 2
+            count = len(key) - 2
             raise refused(
-                ValueError, "variant pack", "pointers", given, f"{len(self.uids)}, one for each of the uids {self.uids}"
+                ValueError, "variant pack", "pointers", count, f"{len(self.uids)}, one for each of the uids {self.uids}"
             )
         if resolve(key[-1]).is_reference:
             raise refused(
                 ValueError, "variant pack", "handle", "one that selects the reference executor", "a handle of a GPU"
             )
-        mine = self._by_handle[key[-1]] = _Packs(self._new_pack())
-        return mine
+        handle_packs = self._by_handle[key[-1]] = _PackCache(self._new_pack())
+        return handle_packs
 
     def _new_pack(self) -> Pack:
         lib, pack = self._library, c_void_p()
         lib.check(lib.create_unchecked(_VARIANT_PACK, ctypes.byref(pack)), "creating a variant pack")
         return Pack(library.pointer_argument(pack.value or 0))
 
-    def _make_room(self, mine: _Packs) -> None:
-        """Drops the packs that no call has met since it was last looked; without CUDA graphs, nobody tells, all."""
-        mine.misses = 0
-        used = [key for key in mine.keys if self.packs[key].used]
-        self._forget([key for key in mine.keys if not self.packs[key].used])
-        mine.keys = used
+    def _evict(self, handle_packs: _PackCache) -> None:
+        """Evicts the packs that no call has used since the last eviction; all of them if no CUDA graphs track use."""
+        handle_packs.misses = 0
+        used = [key for key in handle_packs.keys if self.packs[key].used]
+        self._forget([key for key in handle_packs.keys if not self.packs[key].used])
+        handle_packs.keys = used
         for key in used:
             self.packs[key].used = False
 
@@ -261,10 +257,10 @@ class ExecutionPlan:
         return _fills_cuda_graphs(self.config)
 
     def keep_graph(self, pack: Pack, handle: Handle) -> None:
-        """Makes the CUDA graph that later calls with this pack launch, for the handle's stream, unless it is too early.
+        """Creates the CUDA graph that later calls with this pack launch on the handle's stream, unless it is too early.
 
-        Kernels in a CUDA graph keep the values of tensors that are passed by value, so the plan has none that the
-        caller owns.
+        Kernels in a CUDA graph keep the values of pass-by-value tensors, so the plan must have none that the caller
+        sets.
         """
         others = [other for other in list(self.packs.values()) if other is not pack]  # another thread may add some
         first = not any(other.graph for other in others)
@@ -277,7 +273,7 @@ class ExecutionPlan:
             _log.info("%s: calls with addresses that come again launch a CUDA graph from now on", self._name)
 
     def lose_graph(self, pack: Pack, status: int) -> None:
-        """Goes back to cuDNN's own call after the driver refused to launch the pack's CUDA graph."""
+        """Falls back to cuDNN's execute after the driver refused to launch the pack's CUDA graph."""
         pack.lose_graph(self._name, status)
 
     @property
@@ -335,7 +331,7 @@ class ExecutionPlan:
         )
 
     def update_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, graph: int) -> None:
-        """Gives the nodes that ``populate_cuda_graph`` added new pointers."""
+        """Sets new pointers in the nodes that ``populate_cuda_graph`` added."""
         self._with_cuda_graph(
             self._library.update_cuda_graph, "updating a CUDA graph", handle, pointers, workspace, graph
         )
@@ -358,14 +354,14 @@ class ExecutionPlan:
             self._drop_packs()
 
     def _drop_packs(self) -> None:
-        for mine in self._by_handle.values():
-            self._forget(mine.keys)
-            self._library.destroy(mine.scratch.argument)
+        for handle_packs in self._by_handle.values():
+            self._forget(handle_packs.keys)
+            self._library.destroy(handle_packs.scratch.argument)
         self._by_handle.clear()
 
 
 class _Offered(NamedTuple):
-    """A configuration that is not cuDNN's, what builds its plan, whether it stands for all, and its own workspace."""
+    """A configuration of our kernels: how to build its plan, whether it replaces cuDNN's, and its workspace size."""
 
     config: EngineConfig
     build: Callable[[], ExecutionPlan]
@@ -378,7 +374,7 @@ class PlanList:
 
     Attributes:
         configs: All configurations, including excluded ones.
-        where: How messages call the graph.
+        where: Name of the graph in messages.
         plans: The built plans, by the index of their configuration.
         chosen: Index of the candidate, the plan to execute; None before it is built.
         modes: The heuristic modes asked so far.
@@ -411,16 +407,16 @@ class PlanList:
         return len(self.configs)
 
     def offer(self, config: EngineConfig, build: Callable[[], ExecutionPlan], alone: bool) -> None:
-        """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place. Its plan
-        cannot fill CUDA graphs, so its workspace is made large enough for the first of theirs that can and may be used.
+        """Adds a configuration of our kernels before those of the heuristics or, with ``alone``, instead of them.
 
-        ``build`` makes its plan, or raises :class:`CudnnError`. The mode FALLBACK, which asks for plans that run rather
-        than fast ones, does not bring it in.
+        Its plan cannot populate CUDA graphs, so its workspace also fits the first allowed configuration of cuDNN that
+        can. ``build`` builds its plan, or raises :class:`CudnnError`. The mode FALLBACK, which asks for plans that run
+        rather than for fast ones, does not add it.
         """
         self._offered = _Offered(config, build, alone, config.workspace_size)
 
     def add(self, modes: Iterable[heur_mode]) -> None:
-        """Appends the configurations that these heuristic modes give.
+        """Appends the configurations of these heuristic modes.
 
         Raises:
             cudnnGraphNotSupportedError: cuDNN has none.
@@ -437,21 +433,25 @@ class PlanList:
             answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
             self.configs += answer.configs
             reasons += [answer.reason] if answer.reason else []
-        self._make_room()
+        self._reserve_workspace()
         if not self.configs or (self.configs == [ours] and not alone):
             what = "cuDNN has no engine configuration for this graph"
             raise self._refused(what, reasons or ["no heuristic mode was asked"])
 
-    def _make_room(self) -> None:
-        """In the workspace of what was offered, for the plan that fills CUDA graphs in its place."""
-        ours = self._offered
-        if ours is not None and ours.config in self.configs:
-            theirs = (config for config in self.configs if config is not ours.config and _fills_cuda_graphs(config))
-            native = next((config.workspace_size for config in theirs if not self._obstacle(config)), 0)
-            ours.config.workspace_size = max(ours.workspace, native)
+    def _reserve_workspace(self) -> None:
+        """Grows the workspace of the offered configuration to fit the plan that populates CUDA graphs instead of it."""
+        offered = self._offered
+        if offered is not None and offered.config in self.configs:
+            native_configs = (
+                config for config in self.configs if config is not offered.config and _fills_cuda_graphs(config)
+            )
+            native_workspace = next(
+                (config.workspace_size for config in native_configs if not self._exclusion(config)), 0
+            )
+            offered.config.workspace_size = max(offered.workspace, native_workspace)
 
     def append(self, config: EngineConfig) -> None:
-        """Adds one configuration, chosen by hand."""
+        """Adds one configuration that the caller chose."""
         self.configs.append(config)
 
     def deselect_engines(self, names: Sequence[str]) -> None:
@@ -486,14 +486,14 @@ class PlanList:
         self.bar(lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes]))
 
     def bar(self, bar: Callable[[EngineConfig], str]) -> None:
-        """Excludes configurations for the reason that the function gives, the empty string for none."""
+        """Excludes configurations for which the function returns a reason; ``""`` allows a configuration."""
         self._bars.append(bar)
-        self._make_room()
+        self._reserve_workspace()
         if self.chosen is not None and bar(self.configs[self.chosen]):
             self.chosen = None
 
-    def _obstacle(self, config: EngineConfig) -> str:
-        """Why a configuration may not be built, or the empty string."""
+    def _exclusion(self, config: EngineConfig) -> str:
+        """The reason why a configuration is excluded, or ``""``."""
         try:
             reason = next(filter(None, (bar(config) for bar in self._bars)), "")
             if not reason and config.shared_memory_used > _MAX_SHARED_MEMORY:
@@ -504,8 +504,8 @@ class PlanList:
 
     def refusals(self) -> dict[int, str]:
         """Why configurations are excluded, or could not be built, by index."""
-        found = {i: self._obstacle(config) or self.failures.get(i, "") for i, config in enumerate(self.configs)}
-        return {index: reason for index, reason in found.items() if reason}
+        reasons = {i: self._exclusion(config) or self.failures.get(i, "") for i, config in enumerate(self.configs)}
+        return {index: reason for index, reason in reasons.items() if reason}
 
     def check_support(self) -> None:
         """Builds nothing.
@@ -515,7 +515,7 @@ class PlanList:
         """
         reasons: list[str] = []
         for config in self.configs:
-            reason = self._obstacle(config)
+            reason = self._exclusion(config)
             if not reason:
                 return
             reasons.append(f"{config.tag} {reason}")
@@ -545,7 +545,7 @@ class PlanList:
 
     def _allowed(self, reasons: list[str]) -> Iterator[int]:
         for index, config in enumerate(self.configs):
-            reason = self._obstacle(config)
+            reason = self._exclusion(config)
             if reason:
                 reasons.append(f"{config.tag} {reason}")
             else:
@@ -555,11 +555,11 @@ class PlanList:
         """Builds one configuration and makes it the candidate.
 
         Raises:
-            RuntimeError: there is no such configuration.
+            RuntimeError: the index is out of range.
             cudnnGraphNotSupportedError: it is excluded, or cuDNN refuses it.
         """
         config = self.config_at(index)
-        reason = self._obstacle(config)
+        reason = self._exclusion(config)
         if reason:
             raise self._refused(f"the configuration at index {index} may not be used", [f"{config.tag} {reason}"])
         try:
@@ -588,7 +588,7 @@ class PlanList:
             raise
 
     def native(self, space: int) -> ExecutionPlan:
-        """The first plan that fills CUDA graphs in so many bytes of workspace; the candidate, where there is none."""
+        """The first plan that can populate CUDA graphs with ``space`` bytes of workspace; else the candidate."""
         for index in self._allowed([]):
             config = self.configs[index]
             if _fills_cuda_graphs(config) and config.workspace_size <= space:
@@ -609,8 +609,8 @@ class PlanList:
         self.config_at(index)
         if index not in self.plans:
             built = ", ".join(map(str, sorted(self.plans))) or "none"
-            cure = f"To fix it, call build_plan_at_index({index})"
-            raise RuntimeError(f"plan index: got {index}, which is not built; built: {built}. {cure}.")
+            hint = f"To fix it, call build_plan_at_index({index})"
+            raise RuntimeError(f"plan index: got {index}, which is not built; built: {built}. {hint}.")
         return self.plans[index]
 
     @property
@@ -627,7 +627,7 @@ class PlanList:
     def _refused(self, what: str, reasons: Sequence[str]) -> cudnnGraphNotSupportedError:
         unique = list(dict.fromkeys(reasons))
         more = f"; and {len(unique) - 8} more" if len(unique) > 8 else ""
-        detail = f"{'; '.join(unique[:8]) or 'there is none'}{more}".rstrip(".")
+        detail = f"{'; '.join(unique[:8]) or 'none'}{more}".rstrip(".")
         error = cudnnGraphNotSupportedError(f"{self.where}: {what}: {detail}. {_EXPLAIN}")
         error.detail = detail
         return error

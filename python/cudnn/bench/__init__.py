@@ -1,9 +1,10 @@
-"""Benchmarks: each kernel beside its peers in the same run, by one protocol.
+"""Benchmarks: each kernel and its peers are timed in the same run, by one protocol.
 
-A GPU under load is limited by its power: its clock falls within a second, and differs from minute to minute. So the
-candidates of a problem take turns: in each of six rounds every one runs for some 40 ms after a short warm-up; every
-second round goes backwards, every third one begins with another. The time is the median of the rounds, a ratio the
-median of the rounds' own ratios, with the least and the greatest. Whatever gives a wrong result is not timed.
+A GPU under load is limited by its power: its clock falls within a second and varies from minute to minute. The
+candidates of a problem are therefore interleaved: each of six rounds runs every candidate for about 40 ms after a
+short warm-up. Every second round runs in reverse order, and each pair of rounds starts with another candidate. The
+time is the median over the rounds. A ratio is the median of the ratios of the rounds, with minimum and maximum. A
+candidate with a wrong result is not timed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from cudnn.fused import registry
 from cudnn.lazy import torch
 
 BENCHMARKS = (*registry.packages(), "moe", "nsa", "sdpa")
-"""Names of the fused APIs, of a whole layer of experts, of native sparse attention, and of attention."""
+"""Names of the fused APIs, and of the benchmarks of the MoE layer, native sparse attention and attention."""
 
 Call = Callable[[], Mapping[str, Any]]
-"""Computes once and gives its results, by name."""
+"""Computes once and returns the results by name."""
 
 MISSING = "not installed"
-"""How the reason begins why a peer was not run that this machine does not have."""
+"""Prefix of ``Row.refused`` for a peer that is not installed on this machine."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. Without ``shapes``: the benchmark's own, ``all`` of them or the first few. ``routing``:
-    how tokens are spread over experts, where there are such. ``sonicmoe``: the folder of SonicMoE, a peer. ``quick``:
-    in less time.
+    """Options of the command line.
+
+    Without ``shapes`` the benchmark measures its own: ``all`` of them or the first few. ``routing`` is the
+    distribution of tokens over experts. ``sonicmoe`` is the folder of SonicMoE, a peer. ``quick`` takes less time.
     """
 
     dtype: str
@@ -46,10 +48,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems of one kind. The others are compared with the candidates whose names are in ``yardsticks``.
+    """Problems of one operation. Ratios are relative to the candidates whose names are in ``yardsticks``.
 
-    ``dtypes`` begins with the default. A shape has ``dimensions``, each a multiple of the number. ``quick``: the shapes
-    that are measured when there is little time. ``outside``: a peer that is a program of its own.
+    ``dtypes`` begins with the default. Each of a shape's ``dimensions`` is a multiple of the number. ``quick``: shapes
+    of ``--quick``. ``external`` is the name of a peer that runs in a separate process.
     """
 
     title: str
@@ -57,33 +59,33 @@ class Benchmark:
     dtypes: tuple[str, ...]
     dimensions: dict[str, int]
     problems: Callable[[Options], list[Problem]]
-    optional: str = ""  # a result that may be left out
+    optional: str = ""  # name of a result that the API can omit
     routings: tuple[str, ...] = ("uniform",)
     quick: tuple[tuple[int, ...], ...] = ()
-    outside: str = ""
+    external: str = ""
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Those of a list such as ``4096x4096x4096,8192x8192x8192``.
+        """Parses a list of shapes such as ``4096x4096x4096,8192x8192x8192``.
 
         Raises:
-            ValueError: one that this benchmark cannot have.
+            ValueError: this benchmark does not support a shape.
         """
         shapes = []
-        for part in text.split(","):
-            sizes = tuple(int(size) if size.isdecimal() else 0 for size in part.strip().split("x"))
+        for shape in text.split(","):
+            sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.strip().split("x"))
             multiples = self.dimensions.values()
             if len(sizes) != len(multiples) or any(
                 size < 1 or size % multiple for size, multiple in zip(sizes, multiples, strict=True)
             ):
                 needs = "".join(f", {name} a multiple of {n}" for name, n in self.dimensions.items() if n > 1)
-                raise ValueError(f"got {part.strip()!r}; allowed: {'x'.join(self.dimensions)}{needs}.")
+                raise ValueError(f"got {shape.strip()!r}; allowed: {'x'.join(self.dimensions)}{needs}.")
             shapes.append(sizes)
         return tuple(shapes)
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark of a name in ``BENCHMARKS``, from the API's declaration."""
-    from cudnn.bench import attention, declared, grouped, moe, nsa, whole
+    """Returns the benchmark with a name in ``BENCHMARKS``; that of a fused API is built from its declaration."""
+    from cudnn.bench import attention, dense_gemm, grouped, memory_bound, moe, nsa
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
@@ -91,37 +93,37 @@ def find(name: str) -> Benchmark:
         if name == module.NAME:
             return module.benchmark()
     api: Any = registry.find(name)
-    kinds = {DenseGemm: declared.benchmark, ExpertsGemm: grouped.benchmark}
-    return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.benchmark)(api)
+    benchmarks = {DenseGemm: dense_gemm.benchmark, ExpertsGemm: grouped.benchmark}
+    return next((make for base, make in benchmarks.items() if issubclass(api, base)), memory_bound.benchmark)(api)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a problem.
+    """One implementation of a problem.
 
-    ``prepare`` allocates and compiles. ``check`` says what is wrong with the results of the first call, or nothing. A
-    program of its own says by ``outside`` what it has measured: seconds, and bytes at its peak.
+    ``prepare`` allocates and compiles. ``check`` returns what is wrong with the results of the first call, or ``""``.
+    A peer that runs in a separate process has ``external``, which returns seconds and peak memory in bytes.
     """
 
     name: str
     prepare: Callable[[], Call] | None = None
     check: Callable[[Mapping[str, Any]], str] = lambda results: ""
     ours: bool = False
-    outside: Callable[[], tuple[float, float]] | None = None
+    external: Callable[[], tuple[float, float]] | None = None
 
 
 def returning(run: Callable[[], Any], results: Mapping[str, Any]) -> Call:
-    """A call that writes results, and gives them."""
+    """A call that runs a function, which writes ``results``, and returns them."""
     return lambda: (run(), results)[1]
 
 
-def off_by_norm(expected: Mapping[str, Any], results: Mapping[str, Any], slack: float) -> str:
-    """What is wrong with results: which is off by more than a share of its norm."""
-    for name, want in expected.items():
-        found, want = results[name].detach().float(), want.detach().float()
-        error = float((found - want).norm() / want.norm().clamp(min=1e-9))
-        if not error <= slack:
-            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {slack} is right"
+def off_by_norm(expected: Mapping[str, Any], results: Mapping[str, Any], tolerance: float) -> str:
+    """Checks results: returns a message for the first whose relative L2 error exceeds ``tolerance``, else ``""``."""
+    for name, expected_value in expected.items():
+        result, expected_value = results[name].detach().float(), expected_value.detach().float()
+        error = float((result - expected_value).norm() / expected_value.norm().clamp(min=1e-9))
+        if not error <= tolerance:
+            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {tolerance} is right"
     return ""
 
 
@@ -134,7 +136,7 @@ class Reading(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A yardstick's time divided by this time, more is better: median, least and greatest of the rounds."""
+    """A yardstick's time divided by this candidate's, higher is better: median, minimum and maximum of the rounds."""
 
     median: float
     low: float
@@ -143,10 +145,10 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement; ``ratios`` in the order of the benchmark's yardsticks, None where a problem has no such one.
+    """A measurement. ``ratios`` follow the order of the benchmark's yardsticks; None if the problem lacks a yardstick.
 
-    ``flops`` and ``bytes`` are what the problem needs at least. ``memory``: bytes allocated at the peak, beside the
-    operands. A ``refused`` candidate was not timed, and this is why.
+    ``flops`` and ``bytes`` are the minimum that the problem needs. ``memory`` is the peak of allocated bytes, without
+    the operands. ``refused`` is the reason why a candidate was not timed.
     """
 
     problem: str
@@ -172,7 +174,7 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """In words, where the problem has one."""
+        """The rate as text; ``""`` for a problem without operations and bytes."""
         if self.flops:
             return f"{self.teraflops:.0f} TF"
         return f"{self.terabytes:.2f} TB/s" if self.bytes else ""
@@ -180,7 +182,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Clock:
-    """How a call is timed: ``seconds(call, calls)`` of a burst; ``burst`` and ``warm``, before it, in seconds."""
+    """How a call is timed.
+
+    ``seconds(call, calls)`` times a burst of calls. ``burst`` is the length of a burst and ``warm`` that of the warm-up
+    before it, in seconds. ``summary`` reduces the times of the rounds to one.
+    """
 
     seconds: Callable[[Callable[[], Any], int], float]
     rounds: int
@@ -188,9 +194,9 @@ class Clock:
     warm: float
     summary: Callable[[Sequence[float]], float]
 
-    def calls(self, each: float, wanted: float) -> int:
-        """Calls that take about the wanted time."""
-        return max(1, round(wanted / each))
+    def calls(self, seconds_per_call: float, target_seconds: float) -> int:
+        """The number of calls that take about ``target_seconds``."""
+        return max(1, round(target_seconds / seconds_per_call))
 
 
 def gpu_seconds(call: Callable[[], Any], calls: int) -> float:
@@ -205,7 +211,7 @@ def gpu_seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def host_seconds(call: Callable[[], Any], calls: int) -> float:
-    """Seconds that the host takes to hand a burst over to an idle GPU."""
+    """Seconds that the host takes to submit a burst to an idle GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -218,14 +224,14 @@ def host_seconds(call: Callable[[], Any], calls: int) -> float:
 GPU = Clock(gpu_seconds, rounds=6, burst=40e-3, warm=10e-3, summary=statistics.median)
 QUICK = replace(GPU, rounds=4, burst=20e-3)
 HOST = Clock(host_seconds, rounds=40, burst=1e-3, warm=0.2e-3, summary=min)
-"""The least of 40 bursts of some 200 calls."""
+"""The minimum over 40 bursts of about 200 calls."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``candidates`` allocates the operands, so that one problem's memory is free before the next one's is taken.
+    """One problem size. ``candidates`` allocates the operands, so that memory is freed between problems.
 
-    ``memory``: whether the peak of memory is measured.
+    ``memory``: whether peak memory is measured.
     """
 
     label: str
@@ -236,48 +242,49 @@ class Problem:
     memory: bool = False
 
 
-def order(count: int, turn: int) -> list[int]:
-    """Who runs when in a round: each pair of rounds goes there and back, from another one's turn on.
+def order(count: int, round_index: int) -> list[int]:
+    """The order of ``count`` candidates in a round.
 
-    In a pair all are as early on average, which takes a steady drift out.
+    Rounds come in pairs: the second runs in reverse order, and each pair starts with another candidate. All candidates
+    have the same mean position in a pair, which cancels a steady drift of the clock.
     """
-    places = [(turn // 2 + i) % count for i in range(count)]
-    return places[::-1] if turn % 2 else places
+    candidate_indices = [(round_index // 2 + i) % count for i in range(count)]
+    return candidate_indices[::-1] if round_index % 2 else candidate_indices
 
 
 class TimingError(Exception):
-    """A call failed while it was timed: its index. The cause is what it raised."""
+    """A call failed while it was timed. The argument is its index, the cause is the exception that it raised."""
 
 
 def compare(
     calls: Sequence[Callable[[], Any]], clock: Clock, step: Callable[[], None] = lambda: None
 ) -> list[list[float]]:
-    """Seconds of one call, for each call and each round; ``step`` is called after each round.
+    """Seconds of one call, for each call and each round. Calls ``step`` after each round.
 
     Raises:
         TimingError: a call failed.
     """
 
-    def seconds(i: int, count: int) -> float:
+    def seconds(index: int, count: int) -> float:
         try:
-            return clock.seconds(calls[i], count)
-        except Exception as error:  # whatever a peer may raise
-            raise TimingError(i) from error
+            return clock.seconds(calls[index], count)
+        except Exception as error:  # a peer can raise anything
+            raise TimingError(index) from error
 
-    estimates = [min(seconds(i, 3) for _ in range(2)) / 3 for i in range(len(calls))]
+    estimates = [min(seconds(index, 3) for _ in range(2)) / 3 for index in range(len(calls))]
     times: list[list[float]] = [[] for _ in calls]
-    for turn in range(clock.rounds):
-        for i in order(len(calls), turn):
-            seconds(i, clock.calls(estimates[i], clock.warm))
-            burst = clock.calls(estimates[i], clock.burst)
-            times[i].append(seconds(i, burst) / burst)
+    for round_index in range(clock.rounds):
+        for index in order(len(calls), round_index):
+            seconds(index, clock.calls(estimates[index], clock.warm))
+            burst = clock.calls(estimates[index], clock.burst)
+            times[index].append(seconds(index, burst) / burst)
         step()
     return times
 
 
 def ratio(yardstick: Sequence[float], times: Sequence[float]) -> Ratio:
-    """From the times of both in the same rounds."""
-    ratios = [theirs / mine for theirs, mine in zip(yardstick, times, strict=True)]
+    """The ratio of two candidates' times in the same rounds."""
+    ratios = [theirs / own_times for theirs, own_times in zip(yardstick, times, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
@@ -287,15 +294,15 @@ def measure(
     read: Callable[[], Reading | None] = lambda: None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Row]:
-    """Checks and times the candidates of a problem. One that fails is named with what it raised; others are measured.
+    """Checks and times the candidates of a problem. The row of a candidate that fails has the error; the rest is timed.
 
-    ``read`` gives the GPU's state since it was last called, ``progress`` hears which part of the work is done.
+    ``read`` returns the GPU's state since its last call. ``progress`` receives the completed fraction of the work.
     """
     blank = Row(problem.label, "", flops=problem.flops, bytes=problem.bytes)
     try:
         candidates = problem.candidates()
-    except Exception as error:  # such as too little memory: the other problems are still measured
-        return [replace(blank, name="operands", refused=_said(error))]
+    except Exception as error:  # for example out of memory: the other problems are still measured
+        return [replace(blank, name="operands", refused=describe_error(error))]
     rows: list[Row] = []
     calls: dict[int, Call] = {}
     times: dict[int, list[float]] = {}
@@ -310,42 +317,42 @@ def measure(
                 if not refused:
                     calls[i] = call
                     memory = _peak(call) - before if problem.memory else memory
-            elif candidate.outside is not None:
-                seconds, memory = candidate.outside()
+            elif candidate.external is not None:
+                seconds, memory = candidate.external()
                 times[i] = [seconds] * rounds
-        except Exception as error:  # whatever a peer may raise: the others are still measured
-            refused = _said(error)
+        except Exception as error:  # a peer can raise anything: the other candidates are still measured
+            refused = describe_error(error)
             calls.pop(i, None)
         rows.append(replace(blank, name=candidate.name, ours=candidate.ours, refused=refused, memory=memory))
         progress((i + 1) / len(candidates) / 2)
     read()
-    found: list[list[float]] | None = None
-    while found is None:
-        turns = (0.5 + turn / rounds / 2 for turn in range(1, rounds + 1))
+    measured: list[list[float]] | None = None
+    while measured is None:
+        fractions = (0.5 + completed / rounds / 2 for completed in range(1, rounds + 1))
         try:
-            found = compare(list(calls.values()), problem.clock, lambda left=turns: progress(next(left)))
+            measured = compare(list(calls.values()), problem.clock, lambda left=fractions: progress(next(left)))
         except TimingError as error:
             failed = list(calls)[error.args[0]]
-            rows[failed] = replace(rows[failed], refused=_said(error.__cause__))
+            rows[failed] = replace(rows[failed], refused=describe_error(error.__cause__))
             del calls[failed]
     reading = read()
-    times |= dict(zip(calls, found, strict=True))
-    names = {candidates[i].name: mine for i, mine in times.items()}
-    for i, mine in times.items():
-        ratios = tuple(ratio(names[name], mine) if name in names else None for name in yardsticks)
-        typical = problem.clock.summary(mine) * 1e6
+    times |= dict(zip(calls, measured, strict=True))
+    times_of = {candidates[i].name: own_times for i, own_times in times.items()}
+    for i, own_times in times.items():
+        ratios = tuple(ratio(times_of[name], own_times) if name in times_of else None for name in yardsticks)
+        typical = problem.clock.summary(own_times) * 1e6
         rows[i] = replace(rows[i], microseconds=typical, ratios=ratios, reading=reading if i in calls else None)
     return rows
 
 
-def _said(error: BaseException | None) -> str:
-    """What was raised, in words."""
-    kind = MISSING if isinstance(error, ModuleNotFoundError) else type(error).__name__
-    return f"{kind}: {str(error).strip()}"
+def describe_error(error: BaseException | None) -> str:
+    """An exception as a text for ``Row.refused``."""
+    reason = MISSING if isinstance(error, ModuleNotFoundError) else type(error).__name__
+    return f"{reason}: {str(error).strip()}"
 
 
 def _peak(call: Call) -> float:
-    """Bytes allocated at the peak of a call."""
+    """Peak of allocated bytes during a call."""
     if not torch.cuda.is_available():
         return float("nan")
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""What the benchmarks of fused GEMMs share: shapes, peers, checks."""
+"""Shapes, peers and checks that the benchmarks of fused GEMMs share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = {
     "Qwen3 32B": (5120, 25600),
     "DeepSeek-V3": (7168, 18432),
 }
-"""Hidden size and size of the (dense) FFN."""
+"""Hidden size and intermediate size of the dense FFN."""
 TOKENS = (4096, 8192)
 CHOSEN = (("Llama 3 8B", 4096), ("Qwen3 32B", 4096), ("DeepSeek-V3", 4096))
 """Models and tokens that are measured without ``--all``."""
@@ -40,9 +40,9 @@ class Fused:
     """A fused API for the benchmark.
 
     ``formula(z, extras, out)`` is the activation: results by name, computed in float32, rounded to ``out``.
-    ``prepare(operands, extras, keep)`` gives a call of the API and ``extras(operands, m, n)`` the further inputs;
-    without ``keep`` the pre-activation is not stored. Besides A and B it moves ``matrices`` of 16 bits of the product's
-    size. ``peers`` are other fused kernels, ``host`` further calls of the API whose host time is shown.
+    ``prepare(operands, extras, keep)`` returns a call of the API and ``extras(operands, m, n)`` its other inputs;
+    without ``keep`` the pre-activation is not stored. The API moves A, B and ``matrices`` 16-bit matrices of the size
+    of the output. ``peers`` are other fused kernels. ``host`` are more calls of the API, timed on the host only.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Fused:
     formula: Callable[[Any, Extras, Any], dict[str, Any]]
     prepare: Callable[[Operands, Extras, bool], Callable[[], Results]]
     extras: Callable[[Operands, int, int], Extras] = lambda o, m, n: {}
-    kept: str = ""  # name of the pre-activation, where the API stores it
-    optional: str = ""  # the same, where it may be left out
+    preact: str = ""  # name of the pre-activation, if the API stores it
+    optional: str = ""  # the same name, if storing it is optional
     gated: bool = False
     matrices: float = 1.0
     scaled: bool = True
@@ -60,7 +60,7 @@ class Fused:
 
     @property
     def cublas(self) -> str:
-        """The name of cuBLAS followed by the compiled activation."""
+        """Name of the candidate that runs cuBLAS, then the compiled activation."""
         return f"{CUBLAS} + {self.activation}"
 
 
@@ -77,37 +77,37 @@ def benchmark(fused: Fused) -> Benchmark:
 
 
 def labelled(options: Options, gated: bool) -> dict[tuple[int, ...], str]:
-    """Shapes and what they are known for."""
+    """Labels (the names of models) by shape."""
     if options.shapes:
         return dict.fromkeys(options.shapes, "")
-    found: dict[tuple[int, ...], str] = dict.fromkeys(SHAPES, "")
-    every = [(model, tokens) for model in MODELS for tokens in TOKENS]
-    for model, tokens in every if options.all else CHOSEN:
+    labels: dict[tuple[int, ...], str] = dict.fromkeys(SHAPES, "")
+    pairs = [(model, tokens) for model in MODELS for tokens in TOKENS]
+    for model, tokens in pairs if options.all else CHOSEN:
         hidden, ffn = MODELS[model]
-        found.setdefault((tokens, 2 * ffn if gated else ffn, hidden), model)
-    return found
+        labels.setdefault((tokens, 2 * ffn if gated else ffn, hidden), model)
+    return labels
 
 
 def problems(fused: Fused, options: Options) -> list[Problem]:
-    """The GEMMs, the copy that the roofline needs, and the host time of calls."""
-    found = []
+    """The GEMMs, the device copy that the roofline needs, and the host time of calls."""
+    result = []
     for (m, n, k), label in labelled(options, fused.gated).items():
         size = (m * k + n * k) * BITS[options.dtype] / 8 + 2 * m * n * fused.matrices
         make = functools.partial(candidates, fused, options, m, n, k)
-        found.append(Problem(f"{m}x{n}x{k} {label}".strip(), make, 2.0 * m * n * k, size))
-    found.append(Problem("device copy", copy_candidates, bytes=2.0 * COPY_BYTES))
-    found.append(Problem("host time, warm", functools.partial(host_candidates, fused, options), clock=HOST))
-    return found
+        result.append(Problem(f"{m}x{n}x{k} {label}".strip(), make, 2.0 * m * n * k, size))
+    result.append(Problem("device copy", copy_candidates, bytes=2.0 * COPY_BYTES))
+    result.append(Problem("host time, warm", functools.partial(host_candidates, fused, options), clock=HOST))
+    return result
 
 
 def candidates(fused: Fused, options: Options, m: int, n: int, k: int) -> list[Candidate]:
-    """cuBLAS and our GEMM alone; cuBLAS and the compiled activation, the fused API, and its other peers."""
+    """cuBLAS and our GEMM without epilogue; cuBLAS then the compiled activation, the fused API, and its other peers."""
     torch._dynamo.reset()
     o = operands(options.dtype, m, n, k, fused.scaled)
     extras = fused.extras(o, m, n)
     z = o.accumulator()
     product = {"z": z}
-    kept = {fused.kept: z} if fused.kept else {}
+    preact = {fused.preact: z} if fused.preact else {}
     activated = fused.formula(z, extras, torch.float32)
     limit = 2 * torch.finfo(o.out).eps
 
@@ -115,39 +115,41 @@ def candidates(fused: Fused, options: Options, m: int, n: int, k: int) -> list[C
         return Candidate(name, prepare, functools.partial(wrong, expected, bound), ours)
 
     matmul = cublas(o)
-    followed = functools.partial(compiled, fused, matmul, extras, o.out)
-    found = [
+    matmul_then_activation = functools.partial(compiled, fused, matmul, extras, o.out)
+    result = [
         candidate(CUBLAS, lambda: matmul, product),
         candidate("our GEMM alone", lambda: plain(o, m, n, k), product, ours=True),
-        candidate(fused.cublas, followed, {**activated, **kept}, bound=2 * limit),  # the product is rounded before
-        candidate(fused.name, lambda: fused.prepare(o, extras, True), {**activated, **kept}, ours=True),
+        candidate(
+            fused.cublas, matmul_then_activation, {**activated, **preact}, bound=2 * limit
+        ),  # cuBLAS rounds its output
+        candidate(fused.name, lambda: fused.prepare(o, extras, True), {**activated, **preact}, ours=True),
     ]
     if options.dtype == "fp8_128":
-        found.insert(1, candidate("torch._scaled_mm, blocks", lambda: cublas_blocks(o), product))
-    if options.dtype == "fp8":  # fewer bits in the accumulator than float32's, so errors of some per cent
-        found.insert(1, candidate("cuBLAS, fast accumulation", lambda: cublas(o, fast=True), product, bound=8 * limit))
+        result.insert(1, candidate("torch._scaled_mm, blocks", lambda: cublas_blocks(o), product))
+    if options.dtype == "fp8":  # the fp8 accumulator has fewer bits than float32: errors of a few per cent
+        result.insert(1, candidate("cuBLAS, fast accumulation", lambda: cublas(o, fast=True), product, bound=8 * limit))
     for name, prepare in fused.peers.items():
-        found.append(candidate(name, functools.partial(prepare, o, True), {**activated, **kept}))
+        result.append(candidate(name, functools.partial(prepare, o, True), {**activated, **preact}))
     if options.without_optional:
         call = functools.partial(fused.prepare, o, extras, False)
-        found.append(candidate(f"{fused.name}, no {fused.optional}", call, activated, ours=True))
+        result.append(candidate(f"{fused.name}, no {fused.optional}", call, activated, ours=True))
         for name, prepare in fused.peers.items():
-            found.append(candidate(f"{name}, no {fused.optional}", functools.partial(prepare, o, False), activated))
-    return found
+            result.append(candidate(f"{name}, no {fused.optional}", functools.partial(prepare, o, False), activated))
+    return result
 
 
 def wrong(expected: Results, limit: float, results: Results) -> str:
-    """What is wrong with results: errors are relative to the true value plus its root mean square."""
-    for name, want in expected.items():
-        got = results[name].float().reshape(want.shape)
-        error = float(((got - want).abs() / (want.abs() + want.square().mean().sqrt())).max())
+    """Checks results. Errors are relative to the reference plus its root mean square. Returns a message, or ``""``."""
+    for name, reference in expected.items():
+        result = results[name].float().reshape(reference.shape)
+        error = float(((result - reference).abs() / (reference.abs() + reference.square().mean().sqrt())).max())
         if not error <= limit:
             return f"wrong result: {name} is off by {error:.2g}, at most {limit:.2g} is right"
     return ""
 
 
 def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
-    """The product in the peers' type."""
+    """cuBLAS's GEMM in the peers' type."""
     a, b = o.a.plain, o.peer_b.t()
     if a.dtype == torch.float8_e4m3fn:
         one, alpha = (torch.tensor(scale, dtype=torch.float32, device=a.device) for scale in (1.0, o.peer_alpha))
@@ -157,7 +159,7 @@ def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
 
 
 def cublas_blocks(o: Operands) -> Callable[[], dict[str, Any]]:
-    """The product of operands with factors of sums, as they are."""
+    """PyTorch's GEMM with fp32 blockwise scales."""
     a, b, sfa, sfb = (x[..., 0] for x in (o.a.tensor, o.b.tensor, o.a.scale, o.b.scale * o.alpha))
     return lambda: {"z": torch._scaled_mm(a, b.t(), sfa, sfb.t(), out_dtype=o.out)}
 
@@ -165,51 +167,52 @@ def cublas_blocks(o: Operands) -> Callable[[], dict[str, Any]]:
 def compiled(
     fused: Fused, matmul: Callable[[], dict[str, Any]], extras: Extras, out: Any
 ) -> Callable[[], dict[str, Any]]:
-    """cuBLAS, then the activation by torch.compile; the product in memory is the pre-activation."""
+    """cuBLAS, then the activation by torch.compile. cuBLAS's output is the pre-activation."""
     formula = fused.formula
     activation = torch.compile(lambda z: formula(z, extras, out), dynamic=False)
 
     def call() -> dict[str, Any]:
         z = matmul()["z"]
-        return {**activation(z), fused.kept: z}
+        return {**activation(z), fused.preact: z}
 
     return call
 
 
 def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], Results]:
-    """Our kernel in the peers' type, with no epilogue but the store (and the factor that 8-bit products need).
+    """Our kernel in the peers' type. The epilogue stores the tile, after scaling by alpha where it is not 1.
 
-    Operands with factors of sums are multiplied as they are.
+    fp32 blockwise scales are applied to the accumulators in the main loop.
     """
     from cudnn_kernels.architecture import ARCHITECTURES
     from cudnn_kernels.epilogue import Scale, StoreTile
     from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
 
-    of_sums = o.vector == SUM_VECTOR
-    a, b = (o.a.tensor, o.b.tensor) if of_sums else (batched(o.a.plain), batched(o.peer_b))
-    alpha = o.alpha if of_sums else o.peer_alpha
-    kind, out = (name_of(dtype) for dtype in (a.dtype, o.out))
-    factor = () if alpha == 1.0 else (alpha,)
-    epilogue = (*(Scale() for _ in factor), StoreTile("z", out))
+    blockwise = o.vector == SUM_VECTOR
+    a, b = (o.a.tensor, o.b.tensor) if blockwise else (batched(o.a.plain), batched(o.peer_b))
+    alpha = o.alpha if blockwise else o.peer_alpha
+    dtype_name, out = (name_of(dtype) for dtype in (a.dtype, o.out))
+    scale = () if alpha == 1.0 else (alpha,)
+    epilogue = (*(Scale() for _ in scale), StoreTile("z", out))
     operands = [
-        Operand(kind, "k", BlockScale(SUM_SCALES, SUM_VECTOR, rows) if of_sums else None) for rows in (1, SUM_VECTOR)
+        Operand(dtype_name, "k", BlockScale(SUM_SCALES, SUM_VECTOR, rows) if blockwise else None)
+        for rows in (1, SUM_VECTOR)
     ]
     problem = GemmProblem(operands[0], operands[1], epilogue, Dense(), n, k)
     configuration = ARCHITECTURES["sm_90a"].configure(problem)
     device = torch.cuda.current_device()
     arch = launch.device_architecture(device)
-    run = launch.kernel(launch.pick(_KERNELS, arch, "cudnn bench"), configuration, arch)
+    kernel = launch.kernel(launch.pick(_KERNELS, arch, "cudnn bench"), configuration, arch)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     z = blank(m, n, o.out)
-    given = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
-    given |= {"num_sms": multiprocessors, "stream": launch.raw_stream(None, device)}
-    arguments = [given[slot.name] for slot in configuration.slots()]
-    return returning(functools.partial(run, *arguments), {"z": z})
+    values = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
+    values |= {"num_sms": multiprocessors, "stream": launch.raw_stream(None, device)}
+    arguments = [values[slot.name] for slot in configuration.slots()]
+    return returning(functools.partial(kernel, *arguments), {"z": z})
 
 
 def executed(api: Any, tensors: Mapping[str, Any], results: Results) -> Callable[[], Results]:
-    """Compiles an API; the call executes it with what ``execute`` takes, in a workspace that is there already."""
+    """Compiles an API. The call executes it with ``tensors`` and a preallocated workspace."""
     api.check_support()
     api.compile()
     size = api.workspace_size()
@@ -219,7 +222,7 @@ def executed(api: Any, tensors: Mapping[str, Any], results: Results) -> Callable
 
 
 def copy_candidates() -> list[Candidate]:
-    """A device copy, bytes read plus written: the bandwidth of the roofline."""
+    """A device copy: bytes read plus bytes written give the bandwidth of the roofline."""
     source = normal(COPY_BYTES // 4)
     target = torch.full_like(source, float("nan"))
     check = functools.partial(wrong, {"copy": source}, 0.0)
@@ -227,7 +230,7 @@ def copy_candidates() -> list[Candidate]:
 
 
 def host_candidates(fused: Fused, options: Options) -> list[Candidate]:
-    """The API beside PyTorch's calls, unchecked, at a size at which the GPU is not what takes the time."""
+    """The API and calls of PyTorch, unchecked, at a size where the host takes longer than the GPU."""
     o = operands(options.dtype, HOST_SIZE, HOST_SIZE, HOST_SIZE, fused.scaled)
     x = normal(HOST_SIZE, HOST_SIZE).bfloat16()
     y = torch.empty_like(x)

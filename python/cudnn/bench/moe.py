@@ -1,7 +1,7 @@
-"""Benchmark of a whole layer of experts: router, experts and weighted sum, forward and backward.
+"""Benchmark of the MoE layer: router, experts and weighted sum, forward and backward.
 
-The yardstick is the same layer in PyTorch, compiled: tokens copied into the experts' order, ``torch._grouped_mm``, and
-a weighted sum of each token's rows. Weights are the softmax of the chosen experts' logits, as SonicMoE has them.
+The yardstick is the same layer in PyTorch, compiled: tokens permuted into expert order, ``torch._grouped_mm``, and the
+weighted sum of each token's rows. Weights are the softmax of the selected experts' logits, as in SonicMoE.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ TRANSFORMERS = "transformers"
 LOOP = "cuBLAS, one by one"
 SONICMOE = "SonicMoE"
 OURS = "MoE"
-NARROW = "MoE, fp8"
+FP8 = "MoE, fp8"
 SHAPES = ((32768, 4096, 1024, 128, 8), (32768, 2048, 768, 128, 8), (32768, 4096, 256, 128, 8))
 SWEEPS = (
     *((tokens, 4096, 1024, 128, 8) for tokens in (2048, 4096, 8192, 16384)),
     *((32768, 4096, 1024, experts, 8) for experts in (32, 64, 256)),
     *((32768, 4096, inner, 128, 8) for inner in (512, 2048)),
 )
-"""Around the first shape: by tokens, experts and intermediate size."""
+"""Variations of the first shape: tokens, experts and intermediate size."""
 PASSES = ("forward", "inference", "backward")
 NAMES = ("x", "up", "down", "router")
-SLACK = 0.02  # of the norm: each of the two rounds three times
-NARROW_SLACK = 0.1
+TOLERANCE = 0.02  # of the norm: both results are rounded three times
+FP8_TOLERANCE = 0.1
 
 
 def benchmark() -> Benchmark:
-    """The benchmark: a shape is tokens, hidden and intermediate size, experts, experts of a token."""
+    """The benchmark: a shape is tokens, hidden and intermediate size, experts, top-k."""
     return Benchmark(
         title="Layer of experts",
         yardsticks=(PEER,),
@@ -45,12 +45,12 @@ def benchmark() -> Benchmark:
         dimensions={"T": 1, "H": 64, "I": 32, "E": 1, "K": 1},
         problems=problems,
         quick=(SHAPES[1],),
-        outside=SONICMOE,
+        external=SONICMOE,
     )
 
 
 def problems(options: Options) -> list[Problem]:
-    """Each shape's passes; TFLOP/s counts the products, 6 T H I K forward and twice as many backward."""
+    """The passes of each shape. TFLOP/s counts the GEMMs: 6 T H I K operations forward, twice that backward."""
     shapes = dict.fromkeys(options.shapes or SHAPES, "")
     if options.all and not options.shapes:
         shapes |= dict.fromkeys(SWEEPS, "")
@@ -59,25 +59,27 @@ def problems(options: Options) -> list[Problem]:
 
     def problem(shape: tuple[int, ...], which: str, flops: float) -> Problem:
         label = f"{'x'.join(map(str, shape))}{shapes[shape]} {which}"
-        made = functools.partial(candidates, shape, which, options.sonicmoe)
-        return Problem(label, made, flops, memory=True)
+        make_candidates = functools.partial(candidates, shape, which, options.sonicmoe)
+        return Problem(label, make_candidates, flops, memory=True)
 
-    passes_of = {shape: zip(PASSES, products(shape), strict=True) for shape in shapes}
-    return [problem(shape, which, flops) for shape, found in passes_of.items() for which, flops in found]
+    passes_of = {shape: zip(PASSES, flops_of(shape), strict=True) for shape in shapes}
+    return [
+        problem(shape, which, flops) for shape, flops_of_passes in passes_of.items() for which, flops in flops_of_passes
+    ]
 
 
-def products(shape: tuple[int, ...]) -> tuple[float, float, float]:
+def flops_of(shape: tuple[int, ...]) -> tuple[float, float, float]:
     """Floating-point operations of each pass."""
     tokens, hidden, inner, _, chosen = shape
     forward = 6.0 * tokens * hidden * inner * chosen
     return forward, forward, 2 * forward
 
 
-def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -> list[Candidate]:
-    """Ours and the peers, on the same values; SonicMoE where its folder is given."""
+def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None = None) -> list[Candidate]:
+    """Ours and the peers, on the same values; SonicMoE if its folder is passed."""
     from cudnn.nn import MoE
 
-    torch.compiler.reset()  # PyTorch compiles a function for a few shapes, and no more
+    torch.compiler.reset()  # torch.compile stops recompiling a function after a few shapes
     tokens, hidden, inner, experts, chosen = shape
     layer = MoE(hidden, inner, experts, chosen, renormalize=True, device=operands.DEVICE)
     with torch.no_grad():
@@ -89,38 +91,44 @@ def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -
     compiled = torch.compile(grouped, dynamic=False)
     loop = functools.partial(moe_peers.plain, moe_peers.one_by_one, chosen)
     with torch.no_grad():
-        ours = layer.route(x)[1].indices.long()  # of equal logits, PyTorch may choose another
+        our_indices = layer.route(x)[1].indices.long()  # PyTorch breaks ties of logits differently
 
-    def check(indices: Any, results: Mapping[str, Any], slack: float = SLACK) -> str:
-        return off_by_norm(passes(lambda: grouped(*inputs, indices=indices), inputs, gradient, which)(), results, slack)
+    def check(indices: Any, results: Mapping[str, Any], tolerance: float = TOLERANCE) -> str:
+        return off_by_norm(
+            passes(lambda: grouped(*inputs, indices=indices), inputs, gradient, which)(), results, tolerance
+        )
 
-    def candidate(name: str, run: Callable[[], Any], indices: Any = None, given: Sequence[Any] = inputs) -> Candidate:
-        prepare = functools.partial(passes, run, given, gradient, which)
+    def candidate(name: str, run: Callable[[], Any], indices: Any = None, leaves: Sequence[Any] = inputs) -> Candidate:
+        prepare = functools.partial(passes, run, leaves, gradient, which)
         return Candidate(name, prepare, functools.partial(check, indices), name == OURS)
 
-    made = [
+    result = [
         candidate(PEER, lambda: compiled(*inputs)),
         candidate(LOOP, lambda: loop(*inputs)),
-        candidate(OURS, lambda: layer(x), ours),
+        candidate(OURS, lambda: layer(x), our_indices),
     ]
     if moe_peers.has_transformers():
         block = moe_peers.transformers_layer(shape, *inputs[1:])
-        given = [x, block.experts.gate_up_proj, block.experts.down_proj, block.gate.weight]
-        peer = candidate(TRANSFORMERS, lambda: block(x[None])[0], given=given)
+        leaves = [x, block.experts.gate_up_proj, block.experts.down_proj, block.gate.weight]
+        peer = candidate(TRANSFORMERS, lambda: block(x[None])[0], leaves=leaves)
 
         def in_blocks(results: Mapping[str, Any]) -> str:
-            return check(None, {n: moe_peers.blocks(found) if n == "up" else found for n, found in results.items()})
+            return check(
+                None, {n: moe_peers.interleaved(value) if n == "up" else value for n, value in results.items()}
+            )
 
-        made.insert(1, replace(peer, check=in_blocks))
+        result.insert(1, replace(peer, check=in_blocks))
     if which != PASSES[2] and not hidden % 128 and not inner % 128:
-        narrow = MoE(hidden, inner, experts, chosen, renormalize=True, fp8=True, device="meta")
-        narrow.router.weight, narrow.up, narrow.down = layer.router.weight, layer.up, layer.down
-        one = candidate(NARROW, lambda: narrow(x), ours)
-        made.append(replace(one, check=functools.partial(check, ours, slack=NARROW_SLACK), ours=True))
-    if folder is not None:
-        measured = functools.partial(moe_peers.sonicmoe, folder, shape, which)
-        made.append(Candidate(SONICMOE, outside=measured))
-    return made
+        fp8_layer = MoE(hidden, inner, experts, chosen, renormalize=True, fp8=True, device="meta")
+        fp8_layer.router.weight, fp8_layer.up, fp8_layer.down = layer.router.weight, layer.up, layer.down
+        fp8_candidate = candidate(FP8, lambda: fp8_layer(x), our_indices)
+        result.append(
+            replace(fp8_candidate, check=functools.partial(check, our_indices, tolerance=FP8_TOLERANCE), ours=True)
+        )
+    if sonicmoe_folder is not None:
+        measure = functools.partial(moe_peers.sonicmoe, sonicmoe_folder, shape, which)
+        result.append(Candidate(SONICMOE, external=measure))
+    return result
 
 
 def passes(run: Callable[[], Any], inputs: Sequence[Any], gradient: Any, which: str) -> Call:

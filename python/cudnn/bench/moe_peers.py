@@ -1,4 +1,4 @@
-"""Peers of a whole layer of experts: in PyTorch, in transformers, and SonicMoE in a process of its own."""
+"""Peers of the MoE layer: PyTorch, transformers, and SonicMoE in a separate process."""
 
 from __future__ import annotations
 
@@ -26,47 +26,51 @@ finally:
 """
 
 
-Product = Callable[[Any, Any, Any], Any]
-"""Of rows (R, k), weights (E, n, k) and where each expert's rows end."""
+GroupedProduct = Callable[[Any, Any, Any], Any]
+"""Takes rows (R, k), weights (E, n, k) and the end row of each expert."""
 
 
-def plain(product: Product, chosen: int, x: Any, up: Any, down: Any, router: Any, indices: Any = None) -> Any:
-    """The layer in PyTorch; ``up`` in blocks of 32 gates and 32 others. ``indices``: a choice made elsewhere."""
+def plain(
+    grouped_product: GroupedProduct, top_k: int, x: Any, up: Any, down: Any, router: Any, indices: Any = None
+) -> Any:
+    """The layer in PyTorch. ``up`` interleaves blocks of 32 gate and 32 up rows. ``indices`` replaces the router's."""
     logits = torch.nn.functional.linear(x, router).float()
     if indices is None:
-        indices = logits.topk(chosen).indices
+        indices = logits.topk(top_k).indices
     weights = logits.gather(1, indices).softmax(-1)
     flat = indices.flatten()
     order = flat.argsort(stable=True)
     counts = torch.zeros(len(up), dtype=torch.int32, device=x.device)
     ends = counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0).int()
-    h = product(x[order // chosen], up, ends)
+    h = grouped_product(x[order // top_k], up, ends)
     gate, other = h.unflatten(1, (-1, 2, 32)).unbind(2)
     activated = (torch.nn.functional.silu(gate.float()) * other.float()).to(x.dtype).flatten(1)
-    rows = product(activated, down, ends)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), dtype=torch.int64, device=x.device)
-    return (rows[places].view(len(x), chosen, -1).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+    rows = grouped_product(activated, down, ends)
+    row_of_slot = torch.empty_like(order)
+    row_of_slot[order] = torch.arange(len(order), dtype=torch.int64, device=x.device)
+    return (rows[row_of_slot].view(len(x), top_k, -1).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 
 def grouped(rows: Any, weights: Any, ends: Any) -> Any:
-    """PyTorch's grouped product."""
+    """PyTorch's grouped GEMM."""
     return torch._grouped_mm(rows, weights.mT, offs=ends)
 
 
 def one_by_one(rows: Any, weights: Any, ends: Any) -> Any:
     """cuBLAS for each expert; the host waits for the sizes."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([part @ weight.T for part, weight in zip(rows.split(sizes), weights.unbind(), strict=True)])
+    return torch.cat(
+        [rows_of_expert @ weight.T for rows_of_expert, weight in zip(rows.split(sizes), weights.unbind(), strict=True)]
+    )
 
 
-def halves(up: Any) -> Any:
-    """Weights (E, 2 I, H) in blocks of 32 as halves, gates first."""
+def concatenated(up: Any) -> Any:
+    """Interleaved weights (E, 2 I, H), blocks of 32, as concatenated gate and up halves."""
     return up.unflatten(1, (-1, 2, 32)).transpose(1, 2).flatten(1, 3)
 
 
-def blocks(up: Any) -> Any:
-    """Halves, gates first, as blocks of 32."""
+def interleaved(up: Any) -> Any:
+    """Concatenated gate and up halves as interleaved blocks of 32."""
     return up.unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
 
 
@@ -76,7 +80,7 @@ def has_transformers() -> bool:
 
 
 def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) -> Any:
-    """Qwen3-MoE's block of Hugging Face transformers with its experts on ``torch._grouped_mm``, and copied weights."""
+    """Hugging Face transformers' Qwen3-MoE block with copied weights; its experts use ``torch._grouped_mm``."""
     from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe  # pyright: ignore
 
     _, hidden, inner, experts, chosen = shape
@@ -91,7 +95,7 @@ def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) 
     with torch.device("meta"):
         block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
     for module, name, weight in (
-        (block.experts, "gate_up_proj", halves(up.detach()).contiguous()),
+        (block.experts, "gate_up_proj", concatenated(up.detach()).contiguous()),
         (block.experts, "down_proj", down.detach()),
         (block.gate, "weight", router.detach()),
     ):
@@ -100,10 +104,10 @@ def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) 
 
 
 def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, float]:
-    """Seconds of a pass of SonicMoE and, with the backward pass, the peak of memory beside weights and tokens in bytes.
+    """Seconds of a pass of SonicMoE and, for the backward pass, peak memory in bytes without weights and tokens.
 
-    Its own benchmark, ``bench/moe-cute.py`` in the folder, measures it in a process of its own, on random tokens
-    and a random router. The peak is that of all its passes.
+    SonicMoE's benchmark, ``bench/moe-cute.py`` in the folder, runs in a separate process on random tokens and a random
+    router. The peak is the maximum over its passes.
 
     Raises:
         RuntimeError: it failed, took more than four minutes, or printed no times.
@@ -111,17 +115,17 @@ def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, f
     text, error = _run_sonicmoe(folder, shape)
     times = sonicmoe_times(text, shape)
     if which not in times:
-        words = " ".join((error or text).split())[-300:]
-        raise RuntimeError(f"bench/moe-cute.py printed no time of the pass; its last words: {words}")
+        last_output = " ".join((error or text).split())[-300:]
+        raise RuntimeError(f"bench/moe-cute.py printed no time of the pass; its last words: {last_output}")
     tokens, hidden, inner, experts, _ = shape
-    given = 2.0 * (experts * hidden * (3 * inner + 1) + 2 * tokens * hidden)
+    operand_bytes = 2.0 * (experts * hidden * (3 * inner + 1) + 2 * tokens * hidden)
     peak = re.search(r"^peak bytes (\d+)$", text, re.MULTILINE)
-    return times[which], float(peak[1]) - given if peak and which == "backward" else float("nan")
+    return times[which], float(peak[1]) - operand_bytes if peak and which == "backward" else float("nan")
 
 
 @functools.lru_cache(maxsize=1)
 def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
-    """What its benchmark writes. The folder has its packages, and the CuTe DSL that it needs, which is not ours."""
+    """Output of SonicMoE's benchmark. The folder holds its packages and its version of the CuTe DSL."""
     paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), **_HOPPER}
     command = [
@@ -136,27 +140,27 @@ def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
         "--skip_test",
     ]
     try:
-        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return "", f"no end within {_SECONDS} s"
-    return found.stdout, found.stderr
+    return completed.stdout, completed.stderr
 
 
 def sonicmoe_times(text: str, shape: tuple[int, ...]) -> dict[str, float]:
-    """Seconds of each pass, from lines with a time in milliseconds and the TFLOP/s that belong to it.
+    """Seconds of each pass, parsed from lines that have a time in milliseconds and a rate in TFLOP/s.
 
-    The rate tells which pass it is, since the backward pass has twice the products; a line whose numbers do not go
-    together is passed over.
+    Time times rate identifies the pass: the backward pass has twice the operations of the forward pass. A line whose
+    numbers match neither is skipped.
     """
     tokens, hidden, inner, _, chosen = shape
-    forward, found = 6.0 * tokens * hidden * inner * chosen, {}
+    forward, times = 6.0 * tokens * hidden * inner * chosen, {}
     for line in text.lower().splitlines():
         time = re.search(r"([\d.]+) ?ms\b", line)
         if not time:
             continue
         seconds = float(time[1]) * 1e-3
-        products = [float(rate) * 1e12 * seconds / forward for rate in re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", line)]
-        for which, passes in (("inference" if "inference" in line else "forward", 1), ("backward", 2)):
-            if any(abs(count / passes - 1) < 0.02 for count in products):
-                found.setdefault(which, seconds)
-    return found
+        multiples = [float(rate) * 1e12 * seconds / forward for rate in re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", line)]
+        for which, expected_multiple in (("inference" if "inference" in line else "forward", 1), ("backward", 2)):
+            if any(abs(multiple / expected_multiple - 1) < 0.02 for multiple in multiples):
+                times.setdefault(which, seconds)
+    return times

@@ -1,4 +1,4 @@
-"""Clock, power and temperature of the GPU while something runs, as nvidia-smi reports them."""
+"""Samples clock, power and temperature of the GPU with nvidia-smi."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MILLISECONDS = 100  # between two samples
 
 
 def command() -> list[str]:
-    """Prints a line of clock, power and temperature of PyTorch's current GPU, again and again."""
+    """The nvidia-smi command that prints clock, power and temperature of PyTorch's current GPU in a loop."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
     return ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits", f"--loop-ms={MILLISECONDS}"]
 
 
 def parse(line: str) -> Reading | None:
-    """A line of nvidia-smi; None where the GPU does not say."""
+    """Parses a line of nvidia-smi; None if the GPU does not report a value."""
     try:
         return Reading(*(float(field) for field in line.split(",")))
     except (ValueError, TypeError):
@@ -29,7 +29,7 @@ def parse(line: str) -> Reading | None:
 
 
 class Monitor:
-    """Watches, as a context. Where there is no nvidia-smi it has nothing to tell."""
+    """A context manager that samples the GPU. Without nvidia-smi it has no samples."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments

@@ -14,8 +14,8 @@ from cudnn.lazy import torch
 from cudnn_kernels.attention.sparse import ALWAYS
 
 Functions = dict[str, Callable[..., Any]]
-"""compression(q, k, v) gives the log-sum-exp too; top-k(q, k, log-sum-exp); selection(q, k, v, lists); and
-whole(q, k, v, gates), whose compression is the mean of blocks.
+"""compression(q, k, v), which also returns the LSE; top-k(q, k, lse); selection(q, k, v, lists); and
+whole(q, k, v, gates), which compresses blocks by their mean.
 """
 
 
@@ -24,7 +24,7 @@ def ours(block: int, chosen: int, window: int) -> Functions:
     from cudnn.native_sparse_attention import operator as ops
     from cudnn.ops import nsa_attention
 
-    @functools.cache  # a call would wait for its copy from the host
+    @functools.cache  # otherwise each call waits for the copy from the host
     def ends_of(rows: int, device: Any) -> Any:
         return torch.tensor([0, rows], dtype=torch.int32, device=device)
 
@@ -36,24 +36,24 @@ def ours(block: int, chosen: int, window: int) -> Functions:
         return o[None], lse[None]
 
     def top_k(q: Any, k: Any, lse: Any) -> Any:
-        best = chosen - ALWAYS
-        return ops.nsa_top_k(q[0], k[0], lse[0], ends(q), ends(k), q.shape[-1] ** -0.5, best, block, block)[None]
+        top_k = chosen - ALWAYS
+        return ops.nsa_top_k(q[0], k[0], lse[0], ends(q), ends(k), q.shape[-1] ** -0.5, top_k, block, block)[None]
 
     def selection(q: Any, k: Any, v: Any, lists: Any) -> Any:
         o, _ = ops.nsa_selection(q[0], k[0], v[0], lists[0], ends(q), q.shape[-1] ** -0.5, block)
         return o[None]
 
     def whole(q: Any, k: Any, v: Any, gates: Any) -> Any:
-        small = (x.unflatten(1, (-1, block)).mean(2) for x in (k, v))
-        turned = (x.transpose(1, 2) for x in (q, k, v, *small, gates))
+        compressed = (x.unflatten(1, (-1, block)).mean(2) for x in (k, v))
+        transposed = (x.transpose(1, 2) for x in (q, k, v, *compressed, gates))
         options = {"selected_blocks": chosen, "window_size": window}
-        return nsa_attention(*turned, block_size=block, compress_stride=block, **options).transpose(1, 2)
+        return nsa_attention(*transposed, block_size=block, compress_stride=block, **options).transpose(1, 2)
 
     return {"compression": compression, "top-k": top_k, "selection": selection, "whole": whole}
 
 
-def near(q: Any, k: Any, v: Any, window: int) -> Any:
-    """Attention to the newest keys, by cuDNN."""
+def sliding_window(q: Any, k: Any, v: Any, window: int) -> Any:
+    """Sliding-window attention by cuDNN."""
     from cudnn.native_sparse_attention import operator as ops
 
     o, _ = ops.nsa_window(q[0], k[0], v[0], None, q.shape[-1] ** -0.5, window, q.shape[1])
@@ -72,15 +72,15 @@ def dense(q: Any, k: Any, v: Any) -> Any:
     """Causal attention of FlashAttention-4."""
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
-    found = flash_attn_func(q, k, v, causal=True)
-    return found[0] if isinstance(found, tuple) else found
+    output = flash_attn_func(q, k, v, causal=True)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def fla(block: int, chosen: int, window: int) -> Functions:
-    """fla-core's kernels; its window attention, for which it wants FlashAttention-2, is cuDNN's, as ours.
+    """fla-core's kernels. The sliding window runs in cuDNN, as ours does, because fla-core needs FlashAttention-2.
 
-    For the gradients of compression it would try forms of one and two warps too, in which a call takes seconds. Here it
-    has those of four warps, which are the fastest.
+    The backward pass of compression is autotuned over configurations with at least four warps: those with fewer take
+    seconds per call, and four is the fastest.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -90,7 +90,7 @@ def fla(block: int, chosen: int, window: int) -> Functions:
 
     tuned = compressing.parallel_nsa_compression_bwd_kernel_dkv.fn
     tuned.configs = [x for x in tuned.configs if x.num_warps >= 4]
-    parallel.flash_attn_func = lambda q, k, v, causal, window_size: near(q, k, v, window_size[0] + 1)
+    parallel.flash_attn_func = lambda q, k, v, causal, window_size: sliding_window(q, k, v, window_size[0] + 1)
 
     def compression(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         return compressing.parallel_nsa_compression(q, k, v, q.shape[1], block, q.shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Random operands of every type: as a fused API takes them, and as its peers do, with equal values."""
+"""Random operands of every type, in the form of a fused API and in that of its peers, with equal values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from cudnn.lazy import torch
 
 DEVICE = "cuda"
 BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8_128": 8.125, "mxfp8": 8.25, "nvfp4": 4.5}
-"""Of an element, with its share of a scale factor."""
+"""Bits per element, including its share of a scale factor."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """``tensor`` (mn, k, 1) and ``scale``, the factors as the APIs take them or None; ``plain`` (mn, k) has the same
-    values.
+    """``tensor`` (mn, k, 1) with its scale factors ``scale`` or None, and ``plain`` (mn, k) with the same values.
 
-    ``plain`` is bfloat16 for block-scaled types, of which it holds every value exactly, since float32 factors are
-    powers of two here; else it is the tensor.
+    For block-scaled types ``plain`` is bfloat16. It is exact because float32 scales are powers of two here. For other
+    types it is the tensor.
     """
 
     tensor: Any
@@ -32,7 +31,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operands:
-    """For alpha A B^T. ``peer_b`` and ``peer_alpha``: alpha, a power of two, is part of B where that is exact."""
+    """Operands of alpha A B^T. alpha, a power of two, is folded into ``peer_b`` if that is exact, else in
+    ``peer_alpha``.
+    """
 
     a: Operand
     b: Operand
@@ -58,28 +59,28 @@ def normal(*shape: int) -> Any:
 
 
 def blank(rows: int, columns: int, dtype: Any) -> Any:
-    """Memory for a result, filled with NaN so that what is not written shows."""
+    """Memory for a result, filled with NaN so that missing writes are detected."""
     return torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
 
 
 def operands(dtype: str, m: int, n: int, k: int, scaled: bool = True) -> Operands:
-    """Standard normal A and B; with ``scaled``, alpha gives the product a variance near 1."""
+    """Standard normal A and B; with ``scaled``, alpha brings the variance of alpha A B^T near 1."""
     alpha = 2.0 ** -round(math.log2(k) / 2) if scaled else 1.0
     a, b = (operand(dtype, normal(rows, k), block) for rows, block in ((m, 1), (n, 128)))
-    kind = OPERAND_TYPES[dtype]
-    out = getattr(torch, kind.out)
+    operand_type = OPERAND_TYPES[dtype]
+    out = getattr(torch, operand_type.out)
     if dtype == "fp8":
         return Operands(a, b, alpha, b.plain, alpha, out, None)
-    return Operands(a, b, alpha, b.plain * alpha, 1.0, out, kind.vector if kind.scale else None)
+    return Operands(a, b, alpha, b.plain * alpha, 1.0, out, operand_type.vector if operand_type.scale else None)
 
 
 def operand(dtype: str, x: Any, rows: int = 1) -> Operand:
-    """Rounds a float32 matrix (mn, k); ``rows`` share a float32 factor."""
-    kind = OPERAND_TYPES[dtype]
-    if not kind.scale:
-        plain = x.to(getattr(torch, kind.element))
+    """Quantizes a float32 matrix (mn, k); ``rows`` share a float32 scale."""
+    operand_type = OPERAND_TYPES[dtype]
+    if not operand_type.scale:
+        plain = x.to(getattr(torch, operand_type.element))
         return Operand(batched(plain), None, plain)
-    of_sums = {"rows": rows, "power_of_two": True} if kind.scale == SUM_SCALES else {}
-    element, factors = getattr(torch, kind.element), getattr(torch, kind.scale)
-    tensor, scale = quantize_rows(batched(x), element, factors, kind.vector, **of_sums)
-    return Operand(tensor, scale, dequantize(tensor, scale, kind.vector)[..., 0].bfloat16())
+    quantize_options = {"rows": rows, "power_of_two": True} if operand_type.scale == SUM_SCALES else {}
+    element, scale_dtype = getattr(torch, operand_type.element), getattr(torch, operand_type.scale)
+    tensor, scale = quantize_rows(batched(x), element, scale_dtype, operand_type.vector, **quantize_options)
+    return Operand(tensor, scale, dequantize(tensor, scale, operand_type.vector)[..., 0].bfloat16())

@@ -1,7 +1,7 @@
-"""Benchmark of a layer of experts over the GPUs of one host, beside the same layer on one of them.
+"""Benchmark of the expert-parallel MoE layer over the GPUs of one host, compared with the same layer on one GPU.
 
-A process runs on each GPU. Every time is that of the slowest rank, the median of single calls that all ranks begin
-together. A copy from each GPU to the next one is timed in the same run, and the exchange compared with a model of it.
+A process runs on each GPU. Every time is that of the slowest rank: the median over single calls that all ranks start
+together. The run also times a copy from each GPU to the next, and compares the exchange with a model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cudnn.lazy import torch
 NAMES = ("Qwen3-30B-A3B", "DeepSeek-V3")
 TOKENS = (2048, 4096, 8192, 16384)
 QUICK = 8192
-SECONDS = 30.0  # to wait for another rank
+TIMEOUT = 30.0  # seconds to wait for another rank
 SETTINGS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-"""NVLink multicast, which nothing here uses, stays off."""
+"""Turns NVLink multicast off; nothing here uses it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` of each rank, spread over the experts by ``routing``."""
+    """``tokens`` per rank, distributed over the experts by ``routing``."""
 
     model: str
     tokens: int
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the products of one rank's tokens, forward."""
+        """Operations of the forward GEMMs on one rank's tokens."""
         _, chosen, hidden, inner = MODELS[self.model]
         return 6.0 * self.tokens * hidden * inner * chosen
 
@@ -48,10 +48,10 @@ class Case:
 class Line:
     """A measurement; times in microseconds, of the slowest rank.
 
-    ``dispatch``, ``compute`` and ``combine`` are the parts of a forward pass, ``one_forward`` and ``one_backward`` the
-    times of one GPU that has all experts, with one rank's tokens. ``bytes``: what the busiest link carries one way, in
-    each of dispatch and combine. ``copy``: bytes per microsecond of a copy to another GPU. ``modelled_dispatch`` and
-    ``modelled_combine``: what :func:`seconds` says.
+    ``dispatch``, ``compute`` and ``combine`` are the steps of a forward pass. ``one_forward`` and ``one_backward`` are
+    the times of one GPU that has all experts, with one rank's tokens. ``bytes`` is what the busiest link carries one
+    way in dispatch, and again in combine. ``copy`` is the rate of a copy to another GPU in bytes per microsecond.
+    ``modelled_dispatch`` and ``modelled_combine`` are the estimates of :func:`seconds`.
     """
 
     model: str
@@ -71,9 +71,9 @@ class Line:
     modelled_combine: float
     flops: float
 
-    def share(self, part: str) -> float:
-        """The speed of an exchange, ``dispatch`` or ``combine``, as a share of the copy's."""
-        return self.bytes / getattr(self, part) / self.copy
+    def fraction_of_copy(self, step: str) -> float:
+        """The speed of an exchange, ``dispatch`` or ``combine``, as a fraction of the copy's."""
+        return self.bytes / getattr(self, step) / self.copy
 
     def teraflops(self, which: str) -> float:
         """TFLOP/s of one GPU in ``forward``, ``backward``, ``one_forward`` or ``one_backward``."""
@@ -82,8 +82,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Link:
-    """Measured between two H200s of one host: bytes per second that kernels write to another GPU, and those that they
-    move in the GPU's own memory; seconds until the kernels run and the ranks have met.
+    """Rates measured between two H200s of one host.
+
+    ``writes`` and ``memory``: bytes per second that kernels write to a peer, and that they move in local memory.
+    ``meeting``: seconds of the kernel launches and the barrier of the ranks.
     """
 
     writes: float = 366e9
@@ -92,47 +94,50 @@ class Link:
 
 
 def cases(quick: bool) -> list[Case]:
-    """What is measured, the most wanted first."""
+    """The cases, in order of priority."""
     sizes = [(model, tokens) for tokens in (QUICK, *(t for t in TOKENS if t != QUICK)) for model in NAMES]
     return [Case(*size, routing) for size in (sizes[:1] if quick else sizes) for routing in ROUTINGS]
 
 
 def busiest(sent: Sequence[Sequence[float]]) -> float:
-    """The most that a rank sends or receives, of bytes ``sent[source][target]``: links carry both ways at once."""
+    """The maximum bytes that a rank sends or receives; ``sent[source][target]``. Links are full duplex."""
     ranks = range(len(sent))
-    out = (sum(sent[a][b] for b in ranks if b != a) for a in ranks)
-    come = (sum(sent[a][b] for a in ranks if a != b) for b in ranks)
-    return max(*out, *come)
+    sent_bytes = (sum(sent[a][b] for b in ranks if b != a) for a in ranks)
+    received = (sum(sent[a][b] for a in ranks if a != b) for b in ranks)
+    return max(*sent_bytes, *received)
 
 
 def seconds(sent: Sequence[Sequence[float]], moved: float = 0.0, link: Link | None = None) -> float:
-    """A model of an exchange, not a measurement: the busiest link at the speed of writing, and a meeting of the ranks.
+    """Models the time of an exchange: the busiest link at the write rate, and a barrier of the ranks.
 
-    Meanwhile ``moved`` bytes move in a GPU's memory: to combine, the rows of the experts, and sums that come and those
-    of all ranks. Dispatch has none to speak of.
+    ``moved`` bytes move in a GPU's memory at the same time. Combine moves the experts' rows, the received sums and
+    the result; dispatch moves next to nothing.
     """
     link = link or Link()
     return max(busiest(sent) / link.writes, moved / link.memory) + link.meeting
 
 
 def measure(ranks: int, wanted: Sequence[Case], limit: float = math.inf) -> Iterator[Line | str]:
-    """Lines as they come, or what went wrong, by a process for each GPU. No case starts after ``limit`` seconds."""
+    """Runs a process on each GPU and yields each line when it is ready, or an error message.
+
+    No case starts after ``limit`` seconds.
+    """
     from torch import multiprocessing
 
     settings.pass_on(SETTINGS)
     context = multiprocessing.get_context("spawn")
-    found: Any = context.Queue()
-    until = time.time() + limit
+    queue_: Any = context.Queue()
+    deadline = time.time() + limit
     port = 20000 + os.getpid() % 20000
-    given = (ranks, port, list(wanted), until, found)
-    processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(ranks)]
+    arguments = (ranks, port, list(wanted), deadline, queue_)
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
         running = ranks
         while running:
             try:
-                line = found.get(timeout=1)
+                line = queue_.get(timeout=1)
             except queue.Empty:
                 if any(process.exitcode for process in processes):
                     yield "a rank ended: " + ", ".join(f"exit code {process.exitcode}" for process in processes)
@@ -149,8 +154,8 @@ def measure(ranks: int, wanted: Sequence[Case], limit: float = math.inf) -> Iter
             process.kill()
 
 
-def _rank(rank: int, ranks: int, port: int, wanted: Sequence[Case], until: float, found: Any) -> None:
-    """One process."""
+def _rank(rank: int, ranks: int, port: int, wanted: Sequence[Case], deadline: float, queue_: Any) -> None:
+    """The process of one rank."""
     from torch import distributed as dist
 
     try:
@@ -158,26 +163,26 @@ def _rank(rank: int, ranks: int, port: int, wanted: Sequence[Case], until: float
         address, device = f"tcp://127.0.0.1:{port}", torch.device("cuda", rank)
         dist.init_process_group("nccl", init_method=address, rank=rank, world_size=ranks, device_id=device)
         for case in wanted:
-            if worst(time.time() > until):
+            if worst(time.time() > deadline):
                 break
             line = Measurement(case, rank, ranks).line()
             if rank == 0:
-                found.put(line)
+                queue_.put(line)
     except Exception:
-        found.put(f"rank {rank}: {traceback.format_exc()}")
+        queue_.put(f"rank {rank}: {traceback.format_exc()}")
         raise
-    found.put(None)
+    queue_.put(None)
     torch.cuda.synchronize()
     dist.barrier()
 
 
 def worst(value: float) -> float:
-    """The greatest of the ranks' values."""
+    """The maximum over the ranks."""
     from torch import distributed as dist
 
-    mine = torch.tensor(float(value), dtype=torch.float32, device="cuda")
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return mine.item()
+    local = torch.tensor(float(value), dtype=torch.float32, device="cuda")
+    dist.all_reduce(local, dist.ReduceOp.MAX)
+    return local.item()
 
 
 class Measurement:
@@ -196,45 +201,55 @@ class Measurement:
         noise = -torch.empty(case.tokens, self.experts, dtype=torch.float32, device="cuda").exponential_().log()
         self.routing = route(noise + popular, self.chosen)  # without replacement, by these probabilities
         self.exchange = Exchange(
-            None, self.experts, self.chosen, self.hidden, max_tokens=case.tokens, time_limit=SECONDS
+            None, self.experts, self.chosen, self.hidden, max_tokens=case.tokens, time_limit=TIMEOUT
         )
 
     def line(self) -> Line:
-        """All that is measured of it."""
-        one = self._passes(None)
+        """Measures the case."""
+        single_gpu = self._pass_times(None)
         torch.cuda.empty_cache()
-        many = self._passes(self.exchange)
-        parts = self._parts()
-        sent = self._sent()
-        come = self.exchange.is_sent(self.routing.indices).sum().item() - sent[self.rank][self.rank] / (2 * self.hidden)
-        moved = worst(self.rows + come + self.case.tokens) * 2 * self.hidden
-        modelled = seconds(sent), seconds(sent, moved)
-        times = (*parts, *many, *one, busiest(sent), self._copy(), *(each * 1e6 for each in modelled), self.case.flops)
+        all_gpus = self._pass_times(self.exchange)
+        steps = self._steps()
+        sent = self._sent_bytes()
+        received = self.exchange.is_sent(self.routing.indices).sum().item() - sent[self.rank][self.rank] / (
+            2 * self.hidden
+        )
+        moved_bytes = worst(self.rows + received + self.case.tokens) * 2 * self.hidden
+        modelled = seconds(sent), seconds(sent, moved_bytes)
+        times = (
+            *steps,
+            *all_gpus,
+            *single_gpu,
+            busiest(sent),
+            self._copy(),
+            *(each * 1e6 for each in modelled),
+            self.case.flops,
+        )
         names = [field.name for field in fields(Line)][4:]
         case = self.case
         return Line(case.model, case.routing, case.tokens, self.ranks, **dict(zip(names, times, strict=True)))
 
-    def _median(self, call: Callable[[], Any], times: int = 9) -> float:
-        """Microseconds of a call that all ranks begin together, after which they wait for each other."""
+    def _median(self, call: Callable[[], Any], repetitions: int = 9) -> float:
+        """Median microseconds of a call that all ranks start together after a barrier."""
         way = self.exchange.way
-        found = []
-        for _ in range(times + 2):
-            torch.cuda._sleep(3_000_000)  # until the host has handed it over
+        times_us = []
+        for _ in range(repetitions + 2):
+            torch.cuda._sleep(3_000_000)  # the GPU sleeps until the host has enqueued the call
             way.meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()
             torch.cuda.synchronize()
-            found.append(start.elapsed_time(end) * 1000)
-        return worst(sorted(found[2:])[times // 2])
+            times_us.append(start.elapsed_time(end) * 1000)
+        return worst(sorted(times_us[2:])[repetitions // 2])
 
     def _weights(self, count: int) -> Iterator[Any]:
-        """Up and down of so many experts."""
+        """Up and down weights of ``count`` experts."""
         shapes = ((count, 2 * self.inner, self.hidden), (count, self.hidden, self.inner))
         return (torch.empty(s, device="cuda", dtype=torch.bfloat16).normal_(0, s[2] ** -0.5) for s in shapes)
 
-    def _passes(self, group: Any) -> tuple[float, float]:
+    def _pass_times(self, group: Any) -> tuple[float, float]:
         """Microseconds of a forward and a backward pass."""
         from cudnn.ops import moe_mlp
 
@@ -248,43 +263,45 @@ class Measurement:
             return moe_mlp(self.x, routing, up, down, group=group)
 
         def backward() -> None:
-            torch.autograd.grad(kept[0], [*inputs, weights], gradient, retain_graph=True)
+            torch.autograd.grad(output[0], [*inputs, weights], gradient, retain_graph=True)
 
-        first = self._median(forward)
-        kept = [forward()]
-        return first, self._median(backward)
+        forward_us = self._median(forward)
+        output = [forward()]
+        return forward_us, self._median(backward)
 
-    def _parts(self) -> tuple[float, float, float]:
-        """Microseconds of dispatch, of what is between, and of combine."""
+    def _steps(self) -> tuple[float, float, float]:
+        """Microseconds of dispatch, of the experts' computation, and of combine."""
         from cudnn.moe import layer, parallel
         from cudnn.moe.experts import Experts, products
 
         way = self.exchange.way
         up, down = self._weights(self.exchange.local_experts)
         experts = Experts([up], [down], None, None, "swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved")
-        given = (self.x.detach(), self.routing.indices, self.routing.weights.detach())
+        arguments = (self.x.detach(), self.routing.indices, self.routing.weights.detach())
         with torch.no_grad():
-            tokens, local, weights, sent = way.dispatch(*given)
+            tokens, local, weights, sent = way.dispatch(*arguments)
             rows = parallel.sorted_rows(local, self.exchange, sent)
             self.rows = int(rows.offsets[-1])
-            made, _ = layer.forward(products(tokens, experts), tokens, weights, rows, experts, False, summed=False)
-            dispatch = self._median(lambda: way.dispatch(*given))
+            expert_rows, _ = layer.forward(
+                products(tokens, experts), tokens, weights, rows, experts, False, summed=False
+            )
+            dispatch = self._median(lambda: way.dispatch(*arguments))
 
             def compute() -> None:
-                each = parallel.sorted_rows(local, self.exchange, sent)
-                layer.forward(products(tokens, experts), tokens, weights, each, experts, False, summed=False)
+                sorted_rows = parallel.sorted_rows(local, self.exchange, sent)
+                layer.forward(products(tokens, experts), tokens, weights, sorted_rows, experts, False, summed=False)
 
-            between = self._median(compute)
-            return dispatch, between, self._median(lambda: way.give_back(made, rows.of_choice, weights, sent))
+            compute_us = self._median(compute)
+            return dispatch, compute_us, self._median(lambda: way.give_back(expert_rows, rows.of_choice, weights, sent))
 
-    def _sent(self) -> list[list[float]]:
-        """Bytes from each rank to each."""
+    def _sent_bytes(self) -> list[list[float]]:
+        """Bytes that each rank sends to each rank."""
         from torch import distributed as dist
 
-        mine = self.exchange.is_sent(self.routing.indices).sum(0) * (2 * self.hidden)
-        every = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(every, mine)
-        return [[float(size) for size in each.tolist()] for each in every]
+        local = self.exchange.is_sent(self.routing.indices).sum(0) * (2 * self.hidden)
+        gathered = [torch.empty_like(local) for _ in range(self.ranks)]
+        dist.all_gather(gathered, local)
+        return [[float(size) for size in sizes.tolist()] for sizes in gathered]
 
     def _copy(self) -> float:
         """Bytes per microsecond of a copy to the next GPU; all GPUs copy at once."""
@@ -294,7 +311,7 @@ class Measurement:
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:
-    """One line for each measurement, with the names of the fields above."""
+    """Writes one row for each measurement; the columns are the fields of :class:`Line`."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Line)])
         writer.writeheader()

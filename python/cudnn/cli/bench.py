@@ -1,4 +1,4 @@
-"""``cudnn bench``: a fused API measured beside its peers on this GPU."""
+"""``cudnn bench``: measures a fused API and its peers on this GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cudnn.cli import progress
 from cudnn.cli.commands import check_choice, refused
 from cudnn.lazy import torch
 
-_BAR = 4  # characters of a bar of ratio 1
+_BAR = 4  # length of the bar of ratio 1, in characters
 _LONGEST = 7
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -31,7 +31,9 @@ def main(
     name: Annotated[str, typer.Argument(help=f"The fused API, moe, nsa or sdpa: {', '.join(bench.BENCHMARKS)}.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
     shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="Instead of the benchmark's own sizes.")] = "",
-    every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
+    all_shapes: Annotated[
+        bool, typer.Option("--all", help="All shapes of the language models, not only some.")
+    ] = False,
     no_ab12: Annotated[
         bool, typer.Option("--no-ab12", help="Gated APIs: also without storing the pre-activation.")
     ] = False,
@@ -43,28 +45,28 @@ def main(
         typer.Option("--quick", help="moe, nsa, sdpa: few shapes, in less than 100 s; nsa's peer tunes itself before."),
     ] = False,
     sonicmoe: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="moe: beside SonicMoE, whose bench/moe-cute.py is there.")
+        Path | None, typer.Option(metavar="FOLDER", help="moe: also SonicMoE; FOLDER has its bench/moe-cute.py.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(metavar="N", help="moe: over N GPUs of this host, beside one; with --quick in 150 s.")
+        int, typer.Option(metavar="N", help="moe: over N GPUs of this host, and on one; with --quick in 150 s.")
     ] = 0,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot the rates to this image.")] = None,
     from_csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Show and plot an earlier measurement, on any machine.")
     ] = None,
 ) -> None:
-    """Measure a fused API beside cuBLAS, torch.compile and Triton on this GPU.
+    """Measure a fused API against cuBLAS, torch.compile and Triton on this GPU.
 
-    Candidates take turns on random data, in six rounds of 40 ms each, after their results were checked.
+    Candidates run interleaved on random data, in six rounds of 40 ms each, after their results were checked.
 
     Ratios: the yardstick's time divided by this one's; median of the rounds, half of their range.
 
     A peer that is not installed or fails is named and left out. Exit code 1 if a candidate was wrong, or failed.
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        cure = "run pip install '.[bench]' in a clone, or write --csv here and plot it elsewhere with --from-csv"
-        raise typer.BadParameter(f"matplotlib is missing: {cure}.", param_hint="--plot")
+        hint = "run pip install '.[bench]' in a clone, or write --csv here and plot it elsewhere with --from-csv"
+        raise typer.BadParameter(f"matplotlib is missing: {hint}.", param_hint="--plot")
     if from_csv is not None:
         raise typer.Exit(_show(from_csv, plot))
     if name not in bench.BENCHMARKS:
@@ -76,36 +78,36 @@ def main(
         raise refused("--no-ab12", name, "only with results that have ab12")
     check_choice("--routing", routing, benchmark.routings)
     try:
-        wanted = benchmark.shapes(shapes) if shapes else ()
+        chosen_shapes = benchmark.shapes(shapes) if shapes else ()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
     if quick:
-        if not benchmark.quick or shapes or every:
+        if not benchmark.quick or shapes or all_shapes:
             raise typer.BadParameter(
                 "allowed: with moe, nsa and sdpa, and without --shapes and --all.", param_hint="--quick"
             )
-        wanted = benchmark.quick
+        chosen_shapes = benchmark.quick
     if sonicmoe is not None:
-        if not benchmark.outside or not (sonicmoe / "bench" / "moe-cute.py").is_file():
+        if not benchmark.external or not (sonicmoe / "bench" / "moe-cute.py").is_file():
             raise refused("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
-        benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.outside))
+        benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.external))
     if ranks:
-        raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or every or sonicmoe or plot)))
-    options = bench.Options(dtype, wanted, every, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
+        raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or all_shapes or sonicmoe or plot)))
+    options = bench.Options(dtype, chosen_shapes, all_shapes, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
     raise typer.Exit(run(benchmark, options, csv, plot))
 
 
-def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, others: bool) -> int:
-    """The exit code."""
-    from cudnn.cli import ranks as over
+def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, has_other_options: bool) -> int:
+    """Runs ``cudnn bench moe --ranks``; returns the exit code."""
+    from cudnn.cli import ranks as ranks_command
 
-    if name != "moe" or others or not 2 <= ranks <= 16:
+    if name != "moe" or has_other_options or not 2 <= ranks <= 16:
         raise refused("--ranks", ranks, "2 to 16, with moe, --quick and --csv alone")
-    return over.run(ranks, quick, csv)
+    return ranks_command.run(ranks, quick, csv)
 
 
 def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, plot: Path | None) -> int:
-    """Measures, and shows what was measured; the exit code."""
+    """Measures and prints the table; returns the exit code."""
     console = Console()
     if not torch.cuda.is_available():
         console.print("cudnn bench: there is no NVIDIA GPU here, and a benchmark on a CPU would mean nothing.")
@@ -116,10 +118,10 @@ def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, pl
     problems = benchmark.problems(options)
     torch.manual_seed(0)
     with Monitor(command()) as monitor, progress.shown("", len(problems)) as steps:
-        for number, problem in enumerate(problems):
+        for index, problem in enumerate(problems):
             steps.doing = problem.label
 
-            def advance(done: float, before: int = number) -> None:
+            def advance(done: float, before: int = index) -> None:
                 steps.done = before + done
 
             report.rows += bench.measure(problem, benchmark.yardsticks, monitor.read, advance)
@@ -149,7 +151,7 @@ def _show(path: Path, plot: Path | None) -> int:
 
 
 def table(report: reports.Report) -> Group:
-    """The measurements, with bars of the ratios to the first yardstick, in 80 columns."""
+    """The table of measurements in 80 columns, with bars of the ratios to the first yardstick."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("")  # long problems take two lines; figures stay whole
     table.add_column("us", justify="right", no_wrap=True)
@@ -158,37 +160,37 @@ def table(report: reports.Report) -> Group:
         table.add_column(f"/ {_short(name, report.yardsticks)}", justify="right", no_wrap=True)
     memory = any(row.memory == row.memory for row in report.rows)
     table.add_column("GB" if memory else "", justify="right" if memory else "left", no_wrap=True)
-    before = ""
+    previous = ""
     for row in report.rows:
-        if row.problem != before:
-            if before:
+        if row.problem != previous:
+            if previous:
                 table.add_section()
             table.add_row(Text(row.problem, style="bold"))
-            before = row.problem
+            previous = row.problem
         style = "green" if row.ours else ""
         if row.refused:
             table.add_row(f"  {row.name}", "not run", style="red")
             continue
-        ratios = [_ratio(found) for found in row.ratios]
+        ratios = [_ratio(ratio_) for ratio_ in row.ratios]
         if memory:
             last = f"{row.memory * 1e-9:.2f}" if row.memory == row.memory else ""
         else:
             last = _bar(row.ratios[0].median) if row.ratios and row.ratios[0] else ""
         table.add_row(f"  {row.name}", f"{row.microseconds:.1f}", row.rate, *ratios, last, style=style)
     heading = Text(f"{report.title}, {report.dtype}", style="bold")
-    refused = [row for row in report.rows if row.refused]
-    notes = [Text(f"not run: {row.problem}, {row.name}: {row.refused}", style="red") for row in refused]
+    not_run = [row for row in report.rows if row.refused]
+    notes = [Text(f"not run: {row.problem}, {row.name}: {row.refused}", style="red") for row in not_run]
     return Group(heading, f"{report.device}; {report.software}", "", table, "", _state(report.rows), *notes)
 
 
 def _short(name: str, names: Sequence[str]) -> str:
-    """A yardstick's name in a heading: what the second one adds to the first; in two lines where it is long."""
+    """A yardstick's name as a heading: without the prefix that it shares with the first; a long name on two lines."""
     short = name.removeprefix(names[0]).strip() if name != names[0] else name
     return short.replace("FlashAttention", "Flash\nAttention")
 
 
-def _ratio(found: bench.Ratio | None) -> str:
-    return f"{found.median:.3f} ±{(found.high - found.low) / 2:.3f}".replace("±0.", "±.") if found else ""
+def _ratio(ratio: bench.Ratio | None) -> str:
+    return f"{ratio.median:.3f} ±{(ratio.high - ratio.low) / 2:.3f}".replace("±0.", "±.") if ratio else ""
 
 
 def _bar(length: float) -> str:
@@ -197,7 +199,7 @@ def _bar(length: float) -> str:
 
 
 def _state(rows: Sequence[bench.Row]) -> str:
-    """The GPU while candidates were timed."""
+    """The line with the GPU's clock, power and temperature during timing."""
     readings = [row.reading for row in rows if row.reading is not None and row.flops]
     readings = readings or [row.reading for row in rows if row.reading is not None]
     if not readings:

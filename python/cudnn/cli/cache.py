@@ -40,19 +40,19 @@ def _show(store: Store, full: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    found = list(store.files())
+    files = list(store.files())
     table = Table(box=box.SIMPLE, expand=True)
     table.add_column("kernel", no_wrap=True)
     table.add_column("arch", no_wrap=True)
     table.add_column("KiB", justify="right", no_wrap=True)
     table.add_column("configuration", overflow="fold" if full else "ellipsis", no_wrap=not full, ratio=1)
-    for file in found:
+    for file in files:
         if file.entry is not None:
             size = f"{file.size / 1024:.0f}"
             table.add_row(file.entry.name, file.entry.arch, size, Text(file.entry.configuration))
     console = Console(highlight=False)
     whose = ", the system's" if store.shared else ""
-    refused = [file for file in found if file.entry is None]
+    refused = [file for file in files if file.entry is None]
     count = f"{table.row_count} compiled kernels" + (f", {len(refused)} refused" if refused else "")
     console.print(f"{store.folder}{whose}: {count}", soft_wrap=True, markup=False)
     if table.row_count:
@@ -109,9 +109,9 @@ def _warm(
     from cudnn.fused import warm
     from cudnn.runtime import cache
 
-    for option, given, allowed in (("--arch", arch, warm.architectures()), ("--api", api or [], tuple(compiled()))):
-        for one in given:
-            check_choice(option, one, allowed)
+    for option, values, allowed in (("--arch", arch, warm.architectures()), ("--api", api or [], tuple(compiled()))):
+        for value in values:
+            check_choice(option, value, allowed)
     store = cache.system(system) if system else cache.user()
     if store is None:
         typer.echo(f"cudnn cache warm: {_NO_CACHE}", err=True)
@@ -141,9 +141,9 @@ def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:
     compiled = 0
     with progress.shown("compiling kernels", len(kernels)) as steps:
         for number, (kernel, seconds) in enumerate(warm.warm(kernels, store, jobs), start=1):
-            took = f"{seconds:.1f} s" if seconds else "was there"
-            console.print(f"{number}/{len(kernels)} {kernel.label}: {took}", soft_wrap=True)
+            outcome = f"{seconds:.1f} s" if seconds else "was there"
+            console.print(f"{number}/{len(kernels)} {kernel.label}: {outcome}", soft_wrap=True)
             compiled += bool(seconds)
             steps.advance()
-    there = len(kernels) - compiled
-    console.print(f"{store.folder}: {compiled} kernels compiled, {there} were already there", soft_wrap=True)
+    cached = len(kernels) - compiled
+    console.print(f"{store.folder}: {compiled} kernels compiled, {cached} were already there", soft_wrap=True)

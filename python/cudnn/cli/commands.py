@@ -1,4 +1,4 @@
-"""What commands share: how they show themselves, and how they refuse arguments."""
+"""Helpers that the commands share: command classes, and errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class Command(TyperCommand):
-    """A command."""
+    """A command whose help names no types of flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
 
 
 class Group(TyperGroup):
-    """A command with commands of its own."""
+    """A command with subcommands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """A flag, ``--help`` among them, takes no value, so its help names no type."""
+    """Removes the type from the help of flags (including ``--help``), which take no value."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -32,19 +32,19 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 def refused(option: str, got: object, allowed: str) -> typer.BadParameter:
-    """The error that an argument raises which cannot be."""
+    """Returns the error for an invalid argument."""
     return typer.BadParameter(f"got {got}; allowed: {allowed}.", param_hint=option)
 
 
 def check_choice(option: str, got: str, allowed: Iterable[str]) -> None:
-    """Refuses what is not among the allowed."""
+    """Raises an error unless ``got`` is one of the allowed values."""
     if got not in allowed:
         raise refused(option, repr(got), ", ".join(allowed))
 
 
 def sizes(shape: str, allowed: str, count: int = 0) -> tuple[int, ...]:
-    """Those of ``--shape``, such as 512x1024: as many as counted, or any number."""
-    found = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x"))
-    if min(found) < 1 or len(found) != (count or len(found)):
+    """Parses the sizes of ``--shape``, such as 512x1024: ``count`` of them, or any number if ``count`` is 0."""
+    values = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x"))
+    if min(values) < 1 or len(values) != (count or len(values)):
         raise refused("--shape", repr(shape), allowed)
-    return found
+    return values

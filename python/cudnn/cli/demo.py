@@ -1,4 +1,4 @@
-"""``cudnn demo``: real graphs and fused kernels, each built, run and checked against plain PyTorch."""
+"""``cudnn demo``: builds and runs real graphs and fused kernels, and checks each against PyTorch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from cudnn.runtime import launch
 class Case:
     """A graph, not yet built, with its tensors and the same computation in PyTorch.
 
-    ``formula`` takes the inputs in the order of ``inputs``; run on float32 copies it gives the expected result, run on
-    the inputs themselves the error that the half-precision type costs anyone.
+    ``formula`` takes the inputs in the order of ``inputs``. On float32 copies it computes the expected result; on the
+    inputs themselves it shows the error of the half-precision type.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What a case or a kernel did. Error and tolerance are the largest absolute difference found and allowed."""
+    """Result of a case or a kernel. ``error`` and ``tolerance``: the largest absolute difference, and its bound."""
 
     name: str
     where: str
@@ -127,11 +127,11 @@ _ALLOWED = (
     "kernel: half a unit in the last place of the element shown, the one nearest to its bound. A kernel rounds each "
     "result once, so of thousands of elements some come within 1 or 2 % of that."
 )
-"""What the column says."""
+"""Explains the column ``allowed``."""
 
 
 def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
-    """Builds, runs and judges one case. A failure becomes part of the result: the other cases still run."""
+    """Builds, runs and checks one case. An error becomes part of the result, so that the other cases still run."""
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     result = Result(make.__name__.replace("_", " "), where)
     try:
@@ -145,13 +145,13 @@ def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
         tensors = {**case.inputs, case.output: out}
         result.seconds = _time(lambda: graph.execute(tensors, workspace, handle=handle), device)
         result.error, result.tolerance = _compare(case, out)
-    except Exception as error:  # whatever goes wrong is what the demo is there to show
+    except Exception as error:  # the table shows any error
         result.failure = f"{type(error).__name__}: {error}"
     return result
 
 
 def check_kernel(name: str, arch: str) -> Result:
-    """Runs and judges a fused API: on the GPU or, given an architecture, in the emulator, which looks for races."""
+    """Runs and checks a fused API: on the GPU or, if ``arch`` is set, in the emulator, which also detects races."""
     program = demo_cases.find(name)
     result = Result(program.title, f"emulated {arch}" if arch else torch.cuda.get_device_name(), "CuTe DSL")
     try:
@@ -164,9 +164,9 @@ def check_kernel(name: str, arch: str) -> Result:
             results = problem.call()
             result.seconds = _time(problem.call, "cuda")
         comparisons = problem.compare(results)
-        worst = next((each for each in comparisons if not each.passed), comparisons[0])
+        worst = next((comparison for comparison in comparisons if not comparison.passed), comparisons[0])
         result.error, result.tolerance = worst.error, worst.allowed
-    except Exception as error:  # whatever goes wrong is what the demo is there to show
+    except Exception as error:  # the table shows any error
         result.failure = f"{type(error).__name__}: {error}"
     return result
 
@@ -174,7 +174,7 @@ def check_kernel(name: str, arch: str) -> Result:
 def run(device: str) -> int:
     """Runs every case on ``"cuda"``, ``"cpu"`` or ``"auto"`` and prints the table. Returns the exit code.
 
-    The kernels run on the GPU; on the CPU, and where they have no code for the GPU, in the emulator.
+    The fused kernels run on the GPU, or in the emulator if they do not support it or ``device`` is ``"cpu"``.
     """
     console = Console(highlight=False)
     has_gpu = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""``cudnn emulate``: a fused API, or any Python script, in the emulator, and what its kernels did."""
+"""``cudnn emulate``: runs a fused API or a Python script in the emulator and reports what its kernels did."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _CLASSES = (
     ("floating point", r".*\.(b?f16|f32|f64|tf32)"),
     ("integer, logic", r""),
 )
-"""Classes of instructions by the beginnings of their texts; the first that fits counts."""
+"""Classes of instructions with a pattern for the start of the opcode; the first match counts."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to emulate; as for ``cudnn.emulation``. The seed is PyTorch's as well."""
+    """Options of ``cudnn.emulation``. The seed is also PyTorch's."""
 
     arch: str
     races: bool = True
@@ -65,7 +65,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What a run gave. ``failure`` is the text of what ended it early, ``""`` where nothing did."""
+    """Result of a run. ``failure`` is the message of the error that ended it early, else ``""``."""
 
     report: Any  # ptx_emulator.Report
     comparisons: list[demo_cases.Comparison] = field(default_factory=list)
@@ -78,11 +78,11 @@ def run_program(name: str, shape: tuple[int, ...] | None, options: Options, quie
     """Runs a fused API of ``demo_cases.PROGRAMS`` on random CPU tensors and compares with its reference."""
     program = demo_cases.find(name)
     torch.manual_seed(options.seed)
-    made: list[Any] = []  # the problem, then its results
+    problem_and_results: list[Any] = []  # the problem, then its results
 
     def execute() -> None:
-        made.append(program.make(shape or program.shape, "cpu"))
-        made.append(made[0].call())
+        problem_and_results.append(program.make(shape or program.shape, "cpu"))
+        problem_and_results.append(problem_and_results[0].call())
 
     def describe(error: Exception) -> str:
         if not isinstance(error, (ValueError, RuntimeError)):  # what check_support() raises
@@ -91,7 +91,7 @@ def run_program(name: str, shape: tuple[int, ...] | None, options: Options, quie
 
     outcome = _emulate(options, execute, describe, quiet)
     if not outcome.failure:
-        outcome.comparisons = made[0].compare(made[1])
+        outcome.comparisons = problem_and_results[0].compare(problem_and_results[1])
         outcome.exit_code = 0 if all(comparison.passed for comparison in outcome.comparisons) else 1
     return outcome
 
@@ -128,7 +128,7 @@ def run(
 ) -> int:
     """Runs a fused API or a script and prints the report; the exit code.
 
-    ``json_file`` is also given the report as JSON; with ``"-"`` standard output holds that and nothing else.
+    The report is also written to ``json_file`` as JSON; with ``"-"`` standard output has only the JSON.
     """
     quiet = json_file == "-"
     console = Console(stderr=quiet, highlight=False)
@@ -150,7 +150,7 @@ def run(
 
 
 def instruction_class(text: str) -> str:
-    """The class of an instruction, given as opcode and modifiers."""
+    """The class of an instruction; ``text`` is its opcode with modifiers."""
     return next(name for name, pattern in _CLASSES if re.match(pattern, text))
 
 
@@ -161,14 +161,14 @@ def _emulate(
 
     outcome, start = Outcome(Report()), time.perf_counter()
 
-    def look(steps: progress.Steps) -> None:
+    def refresh(steps: progress.Steps) -> None:
         launches = outcome.report.launches
         if launches:
             steps.doing = f"launch {len(launches)}: {launches[-1].kernel:.40}"
 
     try:
         with (
-            progress.shown("compiling", quiet=quiet, look=look),
+            progress.shown("compiling", quiet=quiet, refresh=refresh),
             cudnn.emulation(**asdict(options)) as outcome.report,
         ):
             action()
@@ -177,14 +177,14 @@ def _emulate(
         outcome.failure = request.code if isinstance(request.code, str) else ""
     except EmulatorError as error:
         outcome.exit_code, outcome.failure = 1, _describe_fault(error)
-    except Exception as error:  # what ran before it is still of interest
+    except Exception as error:  # the report of the launches before the error is still shown
         outcome.exit_code, outcome.failure = 1, describe(error)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
 def _describe_fault(error: Exception) -> str:
-    """The emulator's message, which names PTX lines, blocks and threads, and the Python lines that it mentions."""
+    """The emulator's message, with PTX lines, blocks and threads, and the text of the Python lines that it names."""
     text = f"{type(error).__name__}: {error}"
     sources = dict.fromkeys(_SOURCE.findall(text))
     lines = [f"  {path}:{number}\n    {linecache.getline(path, int(number)).strip()}" for path, number in sources]
@@ -203,7 +203,7 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def _show_ptx(console: Console, kernels: set[str]) -> None:
-    """The modules of these kernels, with the line numbers that faults name."""
+    """Prints the PTX modules of these kernels with the line numbers that faults refer to."""
     from ptx_emulator.runtime.hook import HOOK
 
     for ptx in dict.fromkeys(runtime.ptx for runtime in HOOK.runtimes if kernels & set(runtime.names)):
@@ -226,7 +226,7 @@ def _show(console: Console, outcome: Outcome, options: Options) -> None:
 
 
 def _show_kernel(console: Console, launches: list[Any]) -> None:
-    """Launches of one kernel with one grid: their sum."""
+    """Prints the sum over launches of one kernel with one grid."""
     first, times = launches[0], f", {len(launches)} launches" if len(launches) > 1 else ""
     console.print(first.kernel, style="bold", no_wrap=True, overflow="ellipsis", markup=False)
     grid, block, cluster = ("x".join(map(str, dims)) for dims in (first.grid, first.block, first.cluster))
@@ -273,8 +273,8 @@ def _verdicts(outcome: Outcome, options: Options) -> Table:
         table.add_row("the run", "[bold red]had a fault[/], which the script handled")
     elif outcome.report.launches:
         table.add_row("data races", "[green]none found[/]" if options.races else "not looked for (--no-races)")
-    for found in outcome.comparisons:
-        verdict = "[green]agrees with its reference[/]" if found.passed else "[bold red]wrong[/]"
-        table.add_row(found.name, f"{verdict}: error {found.error:.1e}, allowed {found.allowed:.1e}")
+    for comparison in outcome.comparisons:
+        verdict = "[green]agrees with its reference[/]" if comparison.passed else "[bold red]wrong[/]"
+        table.add_row(comparison.name, f"{verdict}: error {comparison.error:.1e}, allowed {comparison.allowed:.1e}")
     table.add_row("exit code", f"{outcome.exit_code}")
     return table

@@ -1,4 +1,4 @@
-"""``cudnn explain``: a graph of a program, of a file or of an example: what it is, what runs it and why not."""
+"""``cudnn explain``: describes a graph of a program, a file or an example, and what runs it or why nothing does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = {
     "matmul": "matmul_bias_gelu",
     "rmsnorm": "rmsnorm",
 }
-"""Names, and the graphs of ``cudnn demo`` that they stand for."""
+"""Names of examples, and their functions in ``cudnn.cli.demo``."""
 
 FORMATS = ("text", "svg")
 
@@ -91,15 +91,17 @@ def _properties(path: Path) -> Any:
     """The described device."""
     refuse = functools.partial(refused, "--device-properties")
     if gpu_available():
-        # Beside a real device cuDNN loads what it builds for the described one into the driver.
-        raise refuse("a described device beside a GPU", "a machine without a GPU; leave it out to plan for this GPU")
+        # With a GPU, cuDNN loads the modules that it builds for the described device into the driver.
+        raise refuse(
+            "a described device on a machine with a GPU", "a machine without a GPU; leave it out to plan for this GPU"
+        )
     try:
         return cudnn.create_device_properties(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise refuse(str(error), "a file that can be read") from None
     except (CudnnError, CudnnLibraryError, cudnn.cudnnGraphNotSupportedError) as error:
-        cure = "what serialize() gave with this version of cuDNN, and a CUDA driver's library; see `cudnn info`"
-        raise refuse(f"{path}, which cuDNN refuses ({error})", cure) from None
+        allowed = "what serialize() gave with this version of cuDNN, and a CUDA driver's library; see `cudnn info`"
+        raise refuse(f"{path}, which cuDNN refuses ({error})", allowed) from None
 
 
 def _example(name: str) -> Any:
@@ -129,9 +131,9 @@ def _restored(path: Path) -> Any:
 
 
 def _of_program(path: Path, name: str) -> list[Any]:
-    """The graphs of a program's variables, or of what one function or variable holds.
+    """The graphs in a program's variables, or in the variable or function result ``name``.
 
-    Where the program stops with an error, the graphs that it was working on; without any the error is raised again.
+    If the program raises an error, the graphs in the frames of its traceback; without any the error is raised again.
     """
     from cudnn.pygraph.explain.twins import REFUSALS
 
@@ -145,8 +147,8 @@ def _of_program(path: Path, name: str) -> list[Any]:
             return _graphs(namespace.values())
         if name not in namespace:
             raise refused("FILE.py:NAME", repr(name), f"a name in {path.name}")
-        found = namespace[name]
-        return _graphs([found() if callable(found) and not _graphs([found]) else found])
+        value = namespace[name]
+        return _graphs([value() if callable(value) and not _graphs([value]) else value])
     except REFUSALS as error:
         frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
         graphs = _graphs(value for local in reversed(frames) for value in local.values())
@@ -160,25 +162,25 @@ def _of_program(path: Path, name: str) -> list[Any]:
 
 
 def _graphs(values: Iterable[Any]) -> list[Any]:
-    """The graphs among values, each once; also the first of a list or tuple, as ``cudnn.jit`` returns them."""
-    found: dict[int, Any] = {}
+    """The distinct graphs among values. Of a list or tuple, as ``cudnn.jit`` returns it, the first item counts."""
+    graphs: dict[int, Any] = {}
     for value in values:
         if isinstance(value, (list, tuple)) and value:
             value = value[0]
         if isinstance(value, cudnn.Graph):
             value = value._described
         if isinstance(value, cudnn.pygraph):
-            found[id(value)] = value
-    return list(found.values())
+            graphs[id(value)] = value
+    return list(graphs.values())
 
 
 def _explain(graph: Any, properties: Any) -> Any:
-    """Builds the graph where it has no plan yet; a refusal becomes part of the explanation."""
+    """Builds the graph if it has no plan yet; an unsupported graph is part of the explanation."""
     from cudnn.pygraph.explain.twins import REFUSALS, for_device
 
     if properties is not None:
         graph = for_device(graph, properties)
     if not graph.get_execution_plan_count():
-        with suppress(*REFUSALS):  # explain() finds out again, and more
+        with suppress(*REFUSALS):  # explain() reports the error in more detail
             graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     return graph.explain()

@@ -1,4 +1,4 @@
-"""``cudnn info``: what is on this machine, what is wrong with it, what it can run."""
+"""``cudnn info``: the installation on this machine, its problems, and what it can run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGE = re.compile(r"nvidia-cudnn-cu(\d+)")
 
 @dataclass
 class Facts:
-    """What was found. Versions are texts as their owners print them; ``""`` where there is none."""
+    """The installation. Versions are strings as each package prints them, ``""`` if it is absent."""
 
     gpus: list[str] = field(default_factory=list)
     driver: str = ""
@@ -44,14 +44,14 @@ class Facts:
 
 @dataclass
 class Problem:
-    """A problem with an installation, and how to fix it."""
+    """A problem with the installation, and how to fix it."""
 
     what: str
-    cure: str
+    remedy: str
 
 
 def collect() -> Facts:
-    """Looks at this machine. Loads PyTorch and libcudnn, as a program that uses both would."""
+    """Collects the facts about this machine. Loads PyTorch and libcudnn, like a program that uses both."""
     facts = Facts(dsl=_version("nvidia-cutlass-dsl"))
     _torch_facts(facts)
     facts.driver = driver_version()
@@ -61,23 +61,23 @@ def collect() -> Facts:
         if _PACKAGE.fullmatch(name):
             facts.packages[name] = distribution.version
     try:
-        found = library.load()
+        loaded = library.load()
     except CudnnLibraryError as error:
         facts.cudnn_error = str(error)
         return facts
-    facts.cudnn, facts.cudnn_path = library.format_version(found.version), found.path
-    facts.cudnn_cuda = f"{found.cuda_version // 1000}.{found.cuda_version // 10 % 100}"
-    facts.mismatched = _refusing_sub_libraries(found.path)
+    facts.cudnn, facts.cudnn_path = library.format_version(loaded.version), loaded.path
+    facts.cudnn_cuda = f"{loaded.cuda_version // 1000}.{loaded.cuda_version // 10 % 100}"
+    facts.mismatched = _refusing_sub_libraries(loaded.path)
     facts.mapped = library.mapped_libraries("libcudnn")
     return facts
 
 
 def diagnose(facts: Facts) -> list[Problem]:
-    """What is wrong with the installation found."""
+    """The problems of an installation."""
     problems: list[Problem] = []
 
-    def add(what: str, cure: str) -> None:
-        problems.append(Problem(what, cure))
+    def add(what: str, remedy: str) -> None:
+        problems.append(Problem(what, remedy))
 
     reinstall = _reinstall(facts)
     if len(facts.packages) > 1:
@@ -106,7 +106,7 @@ def diagnose(facts: Facts) -> list[Problem]:
 
 
 def abilities(facts: Facts) -> list[tuple[str, bool, str]]:
-    """What this machine can run: name, whether, and with what or why not."""
+    """What this machine can run: name, whether it can, and the library that runs it or what is missing."""
     library_found = f"cuDNN {facts.cudnn}" if facts.cudnn else ""
     plans = library_found and facts.gpus
     planning = library_found and facts.driver_library
@@ -137,19 +137,19 @@ def show() -> None:
     table.add_row("GPU", "\n".join(facts.gpus) or "none")
     table.add_row("driver", facts.driver or "none")
     table.add_row("PyTorch", _with(facts.torch, f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "no CUDA"))
-    found = f"{facts.cudnn} (CUDA {facts.cudnn_cuda})\n{facts.cudnn_path}"
-    table.add_row("cuDNN", found if facts.cudnn else escape(facts.cudnn_error))  # it names extras, such as [cu12]
+    cudnn_text = f"{facts.cudnn} (CUDA {facts.cudnn_cuda})\n{facts.cudnn_path}"
+    table.add_row("cuDNN", cudnn_text if facts.cudnn else escape(facts.cudnn_error))  # it names extras, such as [cu12]
     table.add_row("cuDNN packages", "\n".join(" ".join(item) for item in facts.packages.items()) or "none")
     table.add_row("CuTe DSL", facts.dsl or "not installed")
     console.print(table)
     console.print("[bold]This machine can run[/]")
     can = Table(box=box.SIMPLE_HEAD, show_header=False)
-    for name, able, detail in abilities(facts):
-        can.add_row(name, "[green]yes[/]" if able else "[yellow]no[/]", detail)
+    for name, supported, detail in abilities(facts):
+        can.add_row(name, "[green]yes[/]" if supported else "[yellow]no[/]", detail)
     console.print(can)
     for problem in diagnose(facts):
-        what, cure = escape(problem.what), escape(problem.cure)
-        console.print(f"[bold yellow]Warning:[/] {what}.\n  To fix it: {cure}.", soft_wrap=True)
+        what, remedy = escape(problem.what), escape(problem.remedy)
+        console.print(f"[bold yellow]Warning:[/] {what}.\n  To fix it: {remedy}.", soft_wrap=True)
 
 
 def _torch_facts(facts: Facts) -> None:
@@ -206,7 +206,7 @@ def _with(version: str, detail: str) -> str:
 
 
 def _reinstall(facts: Facts) -> str:
-    """Commands that leave one complete copy: the one that PyTorch asks for, else the one for PyTorch's CUDA."""
+    """The commands that reinstall one copy of cuDNN: the one PyTorch requires, else the one for PyTorch's CUDA."""
     wanted = next((Requirement(text) for text in facts.torch_wants), None)
     if wanted is not None:
         keep = f"{wanted.name}{wanted.specifier}"

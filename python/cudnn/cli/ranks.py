@@ -1,4 +1,4 @@
-"""``cudnn bench moe --ranks N``: a layer of experts over the GPUs of a host."""
+"""``cudnn bench moe --ranks N``: the expert-parallel MoE layer over the GPUs of a host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUICK = 100.0  # seconds after which --quick starts no case
 
 
 def run(ranks: int, quick: bool, csv: Path | None) -> int:
-    """Measures, and shows what was measured; the exit code."""
+    """Measures and prints the table; returns the exit code."""
     console = Console()
     if torch.cuda.device_count() < ranks:
         console.print(f"cudnn bench: got --ranks {ranks}; this machine has {torch.cuda.device_count()} NVIDIA GPUs.")
@@ -39,7 +39,7 @@ def run(ranks: int, quick: bool, csv: Path | None) -> int:
 
 
 def table(lines: Sequence[bench.Line]) -> Group:
-    """The measurements, two lines each, in 80 columns."""
+    """The table of measurements, three rows each, in 80 columns."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("tokens of a rank", no_wrap=True)
     for name in ("dispatch", "compute", "combine", "forward", "backward"):
@@ -51,14 +51,14 @@ def table(lines: Sequence[bench.Line]) -> Group:
                 table.add_section()
             table.add_row(f"[bold]{line.model}, {line.ranks} GPUs[/bold]")
             model = line.model
-        parts = (line.dispatch, line.compute, line.combine, line.forward, line.backward)
-        table.add_row(f"{line.tokens} {line.routing}", *(f"{each:.0f}" for each in parts))
-        shares = [f"{line.share(part):.2f}" for part in ("dispatch", "combine")]
+        times = (line.dispatch, line.compute, line.combine, line.forward, line.backward)
+        table.add_row(f"{line.tokens} {line.routing}", *(f"{value:.0f}" for value in times))
+        fractions = [f"{line.fraction_of_copy(step):.2f}" for step in ("dispatch", "combine")]
         rates = [f"{line.teraflops(which):.0f} TF" for which in ("forward", "backward")]
-        table.add_row("  of a copy; TFLOP/s", shares[0], "", shares[1], *rates, style="dim")
+        table.add_row("  of a copy; TFLOP/s", fractions[0], "", fractions[1], *rates, style="dim")
         speeds = [line.one_forward / line.forward, line.one_backward / line.backward]
-        modelled = [f"{each:.0f}" for each in (line.modelled_dispatch, line.modelled_combine)]
-        relative = [f"x {each:.2f}" for each in speeds]
+        modelled = [f"{value:.0f}" for value in (line.modelled_dispatch, line.modelled_combine)]
+        relative = [f"x {value:.2f}" for value in speeds]
         table.add_row("  model; of one GPU", modelled[0], "", modelled[1], *relative, style="dim")
     copies = sorted(line.copy * 1e-3 for line in lines)
     copied = f"a copy to the next GPU: {copies[0]:.0f} to {copies[-1]:.0f} GB/s; " if copies else ""

@@ -1,6 +1,6 @@
-"""``cudnn selftest``: the fused GEMMs on a chip, held against their definitions.
+"""``cudnn selftest``: runs the fused GEMMs on a GPU or in the emulator and compares them with their references.
 
-On a GPU they run in child processes, which are replaced after a fault or a hang.
+On a GPU they run in child processes, which are restarted after a fault or a hang.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cudnn.cli import progress
 from cudnn.cli.info import driver_version
 from cudnn.demo_cases import grouped
 from cudnn.demo_cases.dense import make
-from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
+from cudnn.demo_cases.gemm_variants import Variant, sample, variants
 from cudnn.lazy import torch
 
-USUAL = 60  # variants of the matrix that are tried without --full
-PROCESSES = 8  # at most, that share a GPU
-LIMIT = 180.0  # seconds for one of them on a GPU, its compilation and the start of a process included
+SAMPLE_SIZE = 60  # variants that run without --full
+PROCESSES = 8  # maximum number that share a GPU
+TIMEOUT = 180.0  # seconds for a variant on a GPU, including compilation and process start
 _SHOWN = 40  # failures that are printed; the JSON has all
 _PACKAGES = ("cudnn-fused", "torch", "nvidia-cutlass-dsl", "numpy", "cuda-bindings")
 
@@ -43,7 +43,7 @@ AGREES, FAILED = "agrees", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a variant; ``detail`` says more of a failure."""
+    """The verdict on a variant; ``detail`` describes a failure."""
 
     group: str
     name: str
@@ -52,13 +52,13 @@ class Finding:
 
 
 def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
-    """Tries everything, prints the report and writes it as JSON where asked to. The exit code: 1 after a failure."""
+    """Runs the variants, prints the report and optionally writes it as JSON. Returns 1 after a failure, else 0."""
     console = Console(highlight=False)
-    chosen = [*(variants(arch) if full else sample(arch, USUAL)), *grouped.variants(full)]
+    selected = [*(variants(arch) if full else sample(arch, SAMPLE_SIZE)), *grouped.variants(full)]
     findings = list[Finding]()
-    with progress.shown("fused GEMMs", len(chosen)) as steps:
-        for found in _emulated(chosen, arch, steps) if emulate else _on_gpu(chosen):
-            findings.append(found)
+    with progress.shown("fused GEMMs", len(selected)) as steps:
+        for finding in _emulated(selected, arch, steps) if emulate else _on_gpu(selected):
+            findings.append(finding)
             steps.advance()
     about = {
         "where": f"emulated {arch}" if emulate else torch.cuda.get_device_name(),
@@ -76,11 +76,13 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
 
 
 def try_variant(variant: AnyVariant, device: str) -> Finding:
-    """Runs a fused GEMM where the caller has chosen and holds it against its definition in float64."""
+    """Runs a variant on ``device`` and compares the results with its reference."""
     torch.manual_seed(0)
     problem = variant.make(device) if isinstance(variant, grouped.Variant) else make(variant, device)
-    wrong = [each for each in problem.compare(problem.call()) if not each.passed]
-    detail = "; ".join(f"{each.name}: error {each.error:.2e}, allowed {each.allowed:.2e}" for each in wrong)
+    wrong = [comparison for comparison in problem.compare(problem.call()) if not comparison.passed]
+    detail = "; ".join(
+        f"{comparison.name}: error {comparison.error:.2e}, allowed {comparison.allowed:.2e}" for comparison in wrong
+    )
     return Finding(variant.api, str(variant), FAILED if wrong else AGREES, detail)
 
 
@@ -88,32 +90,36 @@ def _failure(variant: AnyVariant, why: str) -> Finding:
     return Finding(variant.api, str(variant), FAILED, why)
 
 
-def _emulated(chosen: Sequence[AnyVariant], arch: str, steps: progress.Steps) -> Iterator[Finding]:
-    for variant in chosen:
+def _emulated(variants_: Sequence[AnyVariant], arch: str, steps: progress.Steps) -> Iterator[Finding]:
+    for variant in variants_:
         steps.doing = str(variant)
         try:
             with cudnn.emulation(arch, races=True):
-                found = try_variant(variant, "cpu")
-        except Exception as error:  # whatever goes wrong is what the report is for
-            found = _failure(variant, f"{type(error).__name__}: {error}")
-        yield found
+                finding = try_variant(variant, "cpu")
+        except Exception as error:  # any error is a finding
+            finding = _failure(variant, f"{type(error).__name__}: {error}")
+        yield finding
 
 
 class _Child:
-    """A process that tries variants on the GPU, one after the other, until one may have cost it the GPU."""
+    """A process that runs variants on the GPU, one after the other, until an error may have corrupted its context."""
 
     def __init__(self) -> None:
         processes = multiprocessing.get_context("spawn")
-        self._pipe, theirs = processes.Pipe()
-        self._process = processes.Process(target=_serve, args=(theirs,), daemon=True)
+        self._pipe, child_end = processes.Pipe()
+        self._process = processes.Process(target=_serve, args=(child_end,), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def attempt(self, variant: AnyVariant) -> tuple[Finding, bool]:
-        """What became of a variant, and whether the process goes on."""
+        """Runs a variant; returns its finding, and whether the process is still usable."""
         try:
             self._pipe.send(variant)
-            return self._pipe.recv() if self._pipe.poll(LIMIT) else (_failure(variant, f"no end in {LIMIT:g} s"), False)
+            return (
+                self._pipe.recv()
+                if self._pipe.poll(TIMEOUT)
+                else (_failure(variant, f"no end in {TIMEOUT:g} s"), False)
+            )
         except (EOFError, OSError):
             return _failure(variant, "the process ended"), False
 
@@ -122,38 +128,38 @@ class _Child:
         self._process.join()
 
 
-def _on_gpu(chosen: Sequence[AnyVariant]) -> Iterator[Finding]:
-    """Findings in order. Several processes share the GPU, since compilation takes the most time."""
-    mine, children = threading.local(), list[_Child]()
+def _on_gpu(variants_: Sequence[AnyVariant]) -> Iterator[Finding]:
+    """Findings in order. Several processes share the GPU, because compilation takes most of the time."""
+    local, children = threading.local(), list[_Child]()
 
     def attempt(variant: AnyVariant) -> Finding:
-        if getattr(mine, "child", None) is None:
-            mine.child = _Child()
-            children.append(mine.child)
-        found, sound = mine.child.attempt(variant)
-        if not sound:
-            mine.child.end()
-            mine.child = None
-        return found
+        if getattr(local, "child", None) is None:
+            local.child = _Child()
+            children.append(local.child)
+        finding, alive = local.child.attempt(variant)
+        if not alive:
+            local.child.end()
+            local.child = None
+        return finding
 
     with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as threads:
         try:
-            yield from threads.map(attempt, chosen)
+            yield from threads.map(attempt, variants_)
         finally:
             for child in children:
                 child.end()
 
 
 def _serve(pipe: Any) -> None:
-    """The child: answers each variant with a finding, and whether it goes on."""
+    """Main loop of the child: for each variant sends a finding, and whether the process is still usable."""
     while True:
         variant = pipe.recv()
         try:
-            found, sound = try_variant(variant, "cuda"), True
-        except Exception as error:  # whatever goes wrong is what the report is for
-            found, sound = _failure(variant, f"{type(error).__name__}: {error}"), False
-        pipe.send((found, sound))
-        if not sound:
+            finding, alive = try_variant(variant, "cuda"), True
+        except Exception as error:  # any error is a finding
+            finding, alive = _failure(variant, f"{type(error).__name__}: {error}"), False
+        pipe.send((finding, alive))
+        if not alive:
             return
 
 
@@ -174,7 +180,7 @@ def _show(console: Console, about: dict[str, str], findings: Sequence[Finding]) 
         table.add_column(heading, justify="right")
     for group in dict.fromkeys(finding.group for finding in findings):
         verdicts = Counter(finding.verdict for finding in findings if finding.group == group)
-        counts = (verdicts.total(), *(verdicts[each] for each in (AGREES, FAILED)))
+        counts = (verdicts.total(), *(verdicts[verdict] for verdict in (AGREES, FAILED)))
         table.add_row(group, *(str(count or "") for count in counts))
     console.print(table)
     failures = [finding for finding in findings if finding.verdict == FAILED]

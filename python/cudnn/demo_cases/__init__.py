@@ -1,6 +1,6 @@
-"""The fused APIs that ``cudnn emulate`` and ``cudnn demo`` run: tensors are made, the API is called and is judged.
+"""Cases that ``cudnn emulate`` and ``cudnn demo`` run: random tensors, a call of a fused API, a check of its results.
 
-All of it derives from the APIs' declarations.
+They derive from the APIs' declarations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROGRAMS = tuple(registry.packages())
 
 @dataclass(frozen=True)
 class Problem:
-    """Random tensors of one shape: ``call()`` runs the API on them, ``compare`` takes what it returned."""
+    """A call on random tensors of one shape: ``call()`` runs the API, ``compare`` checks what it returned."""
 
     call: Callable[[], Any]
     compare: Callable[[Any], list[Comparison]]
@@ -28,9 +28,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Program:
-    """A fused API. ``make(shape, device)`` draws the tensors; ``shape``, the default, is small enough to emulate.
+    """A fused API. ``make(shape, device)`` creates random tensors; the default ``shape`` is small enough to emulate.
 
-    ``architectures`` are those that it has kernels for.
+    ``architectures`` are those for which it has kernels.
     """
 
     title: str
@@ -41,11 +41,12 @@ class Program:
 
 
 def find(name: str) -> Program:
-    """The program of a name in ``PROGRAMS``."""
-    from cudnn.demo_cases import dense, grouped, whole
+    """Returns the program with a name in ``PROGRAMS``."""
+    from cudnn.demo_cases import dense, grouped, non_gemm
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
     api: Any = registry.find(name)
-    kinds = {DenseGemm: dense.program, ExpertsGemm: grouped.program}
-    return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.program)(api)
+    programs = {DenseGemm: dense.program, ExpertsGemm: grouped.program}
+    make = next((make for base, make in programs.items() if issubclass(api, base)), non_gemm.program)
+    return make(api)

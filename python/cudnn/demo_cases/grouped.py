@@ -1,4 +1,4 @@
-"""The grouped fused GEMMs on random tokens of experts of different sizes, judged by their references in float32."""
+"""The grouped fused GEMMs on random tokens, experts of different sizes, compared with their references in float32."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm, operands
 from cudnn.lazy import torch
 
-SLACK = 1e-4  # error of a product and what follows it, relative to the largest
+TOLERANCE = 1e-4  # error of the GEMM and its epilogue, relative to the largest result
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An API with operands of a kind, by its short name."""
+    """An API and the short name of an operand type."""
 
     api: str
     kind: str
@@ -36,10 +36,10 @@ class Variant:
 
 
 def variants(full: bool) -> list[Variant]:
-    """All APIs, in bfloat16 or with each of their usual kinds of operands that have no scale factors."""
+    """All APIs in bfloat16, or with ``full`` in each of their usual operand types without scale factors."""
     apis = {name: api for name in registry.packages() if issubclass(api := registry.find(name), ExpertsGemm)}
-    kinds = {name: [kind for kind in api.usual_types if not OPERAND_TYPES[kind].scale] for name, api in apis.items()}
-    return [Variant(name, kind) for name in apis for kind in (kinds[name] if full else kinds[name][:1])]
+    types_of = {name: [kind for kind in api.usual_types if not OPERAND_TYPES[kind].scale] for name, api in apis.items()}
+    return [Variant(name, kind) for name in apis for kind in (types_of[name] if full else types_of[name][:1])]
 
 
 def program(api: type[ExpertsGemm]) -> Program:
@@ -49,65 +49,66 @@ def program(api: type[ExpertsGemm]) -> Program:
 
 
 def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str = "bf16") -> Problem:
-    """The API on random tensors of a shape. The reference runs on the CPU, where it can follow addresses."""
-    given = inputs(api, shape, "cpu", kind)
-    used = {name: tensor.to(device) for name, tensor in given.items()}
-    if api.tokens == "k":  # wrappers of gradients take them as matrices
-        used |= {"a": used["a"][..., 0], "b": used["b"][..., 0].T}
+    """The API on random tensors of a shape. The reference runs on the CPU, where it can dereference pointers."""
+    cpu_inputs = inputs(api, shape, "cpu", kind)
+    device_inputs = {name: tensor.to(device) for name, tensor in cpu_inputs.items()}
+    if api.tokens == "k":  # wrappers of weight gradients take matrices
+        device_inputs |= {"a": device_inputs["a"][..., 0], "b": device_inputs["b"][..., 0].T}
     wrapper: Any = registry.wrapper(api.folder())
     required = [p.name for p in inspect.signature(wrapper).parameters.values() if p.default is p.empty]
     arguments = dict.fromkeys(required)
     if api.takes_addresses():
-        used |= addresses(used)
-        arguments |= {"n": given["b"].shape[0], "b_dtype": given["b"].dtype}
-    arguments |= {api.parameters[name]: tensor for name, tensor in used.items() if name in api.parameters}
+        device_inputs |= addresses(device_inputs)
+        arguments |= {"n": cpu_inputs["b"].shape[0], "b_dtype": cpu_inputs["b"].dtype}
+    arguments |= {api.parameters[name]: tensor for name, tensor in device_inputs.items() if name in api.parameters}
 
-    def compared(results: TupleDict) -> list[Comparison]:
-        found = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
-        found = {name: tensor.cpu() for name, tensor in found.items()}
-        exact = expected(api, given, found)
-        return [judge(name, tensor, exact[name], SLACK, api.roundings) for name, tensor in found.items()]
+    def compare_results(results: TupleDict) -> list[Comparison]:
+        outputs = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
+        outputs = {name: tensor.cpu() for name, tensor in outputs.items()}
+        reference = expected(api, cpu_inputs, outputs)
+        return [judge(name, tensor, reference[name], TOLERANCE, api.roundings) for name, tensor in outputs.items()]
 
-    return Problem(lambda: wrapper(**arguments), compared)
+    return Problem(lambda: wrapper(**arguments), compare_results)
 
 
 def inputs(
     api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str = "bf16", drawn_on: str = "cpu"
 ) -> dict[str, Any]:
-    """Random inputs by name, of a kind of operands; weights, and their addresses where an API takes nothing else."""
+    """Random inputs by name, of an operand type. For an API that takes pointers, weights and their pointers."""
     sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True))) | {"vector": OPERAND_TYPES[kind].vector}
-    given = api.blank(shape, kind, device)
+    tensors = api.blank(shape, kind, device)
     for spec in (*operands(), *api.tensors) if api.takes_addresses() else api.tensors:
-        if spec.name in given:
+        if spec.name in tensors:
             if spec.draw == "ends":
                 values = ends(sizes["experts"], sizes[api.tokens], api.group_rows, device)
             else:
                 values = draw(spec, spec.layout.shape(sizes), device, drawn_on)
-            given[spec.name].copy_(values)
+            tensors[spec.name].copy_(values)
     if api.takes_addresses():
-        given |= addresses(given)
-    return given
+        tensors |= addresses(tensors)
+    return tensors
 
 
-def addresses(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of each expert's weights."""
-    b = given["b"]
+def addresses(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The pointers to each expert's weights."""
+    b = tensors["b"]
     return {"b_ptrs": torch.tensor([x.data_ptr() for x in b.unbind(2)], dtype=torch.int64, device=b.device)}
 
 
 def ends(experts: int, tokens: int, rows: int, device: str) -> Any:
-    """Where experts end that have 1, 2, 3 ... parts of the tokens, rounded down to multiples of ``rows``."""
-    parts = torch.arange(1, experts + 1, dtype=torch.int64, device="cpu").cumsum(0)
-    return (parts * tokens // parts[-1] // rows * rows).int().to(device)
+    """End row of each expert, rounded down to a multiple of ``rows``; sizes are proportional to 1, 2, 3 ..."""
+    shares = torch.arange(1, experts + 1, dtype=torch.int64, device="cpu").cumsum(0)
+    return (shares * tokens // shares[-1] // rows * rows).int().to(device)
 
 
-def expected(api: type[ExpertsGemm], given: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def expected(api: type[ExpertsGemm], inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
     """The results in float32, before rounding."""
-    made: Any = api
-    object_ = made(**api.samples({**given, **found}), **api.hidden_weights(given))
+    untyped_api: Any = api
+    op = untyped_api(**api.samples({**inputs, **outputs}), **api.hidden_weights(inputs))
     exact = {
-        name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32) for name, tensor in found.items()
+        name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32)
+        for name, tensor in outputs.items()
     }
-    tensors = {name: api.fitted(name, x) for name, x in {**given, **exact}.items() if name in api.parameters}
-    object_.reference({**tensors, **{name: getattr(object_, name) for name in api.scalars}})
+    tensors = {name: api.fitted(name, x) for name, x in {**inputs, **exact}.items() if name in api.parameters}
+    op.reference({**tensors, **{name: getattr(op, name) for name in api.scalars}})
     return exact

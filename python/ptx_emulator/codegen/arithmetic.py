@@ -47,11 +47,11 @@ def put(target: str, value: str) -> list[str]:
 
 @handles("and", "or", "xor", "not", "cnot")
 def logic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
-    if kind == "pred":
+    ptx_type = mods.last()
+    if ptx_type == "pred":
         sources = ",".join(e.predicate(x) for x in i.operands[1:])
         return [f"np.{_LOGIC[i.opcode]}({sources},out={e.raw(i.operands[0])},where=m)"]
-    bits = bits_of(kind)
+    bits = bits_of(ptx_type)
     target, *sources = (e.value(x, "u", bits) for x in i.operands)
     if i.opcode == "cnot":
         return put(target, f"({sources[0]}==0)")
@@ -82,44 +82,44 @@ def logic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     "copysign",
 )
 def arithmetic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
-    if kind in ("f16", "bf16") and "f32" in mods.left:
-        return mixed(e, i, mods, kind)
-    if kind in HALVES:
-        return half(e, i, mods, kind)
-    if kind in ("f32", "f64"):
-        return floating(e, i, mods, kind)
-    return integer(e, i, mods, kind)
+    ptx_type = mods.last()
+    if ptx_type in ("f16", "bf16") and "f32" in mods.left:
+        return mixed(e, i, mods, ptx_type)
+    if ptx_type in HALVES:
+        return half(e, i, mods, ptx_type)
+    if ptx_type in ("f32", "f64"):
+        return floating(e, i, mods, ptx_type)
+    return integer(e, i, mods, ptx_type)
 
 
-def mixed(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
+def mixed(e: Emitter, i: Instruction, mods: Modifiers, ptx_type: str) -> list[str]:
     """add/sub/fma.f32.bf16: the first sources are narrow, the last one (the addend) is f32."""
     mods.take("f32")
     mods.ignore("rn")
     sources = i.operands[1:]
-    kinds = [kind] * (len(sources) - 1) + ["f32"]
-    values = ",".join(e.value(x, "u", bits_of(k)) for x, k in zip(sources, kinds, strict=True))
-    return put(e.value(i.operands[0], "f", 32), f"A.mixed({i.opcode!r},{kinds!r},M.count,{values})")
+    ptx_types = [ptx_type] * (len(sources) - 1) + ["f32"]
+    values = ",".join(e.value(x, "u", bits_of(k)) for x, k in zip(sources, ptx_types, strict=True))
+    return put(e.value(i.operands[0], "f", 32), f"A.mixed({i.opcode!r},{ptx_types!r},M.count,{values})")
 
 
-def half(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
+def half(e: Emitter, i: Instruction, mods: Modifiers, ptx_type: str) -> list[str]:
     if i.opcode not in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh"):
         raise UnsupportedPTX(i.text)
     mods.ignore("rn", "approx")
-    rounding = mods.take(*DIRECTED) if kind == "f32x2" and i.opcode in ("add", "sub", "mul", "fma") else ""
+    rounding = mods.take(*DIRECTED) if ptx_type == "f32x2" and i.opcode in ("add", "sub", "mul", "fma") else ""
     flush = mods.flag("ftz")
-    if flush and kind != "f32x2" and i.opcode not in ("ex2",):
+    if flush and ptx_type != "f32x2" and i.opcode not in ("ex2",):
         raise mods.unsupported("modifier .ftz")
     relu, nan = mods.flag("relu"), mods.flag("NaN")
-    values = ",".join(e.value(x, "u", bits_of(kind)) for x in i.operands)
-    return [f"A.half_op(m,{i.opcode!r},{kind!r},{relu},{nan},{rounding!r},{flush},{values})"]
+    values = ",".join(e.value(x, "u", bits_of(ptx_type)) for x in i.operands)
+    return [f"A.half_op(m,{i.opcode!r},{ptx_type!r},{relu},{nan},{rounding!r},{flush},{values})"]
 
 
-def floating(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
-    bits, op = bits_of(kind), i.opcode
+def floating(e: Emitter, i: Instruction, mods: Modifiers, ptx_type: str) -> list[str]:
+    bits, op = bits_of(ptx_type), i.opcode
     approximate = mods.flag("approx")
     mods.ignore("rn", "full")
-    rounding = mods.take(*DIRECTED) if kind == "f32" and op in ("add", "sub", "mul", "fma") else ""
+    rounding = mods.take(*DIRECTED) if ptx_type == "f32" and op in ("add", "sub", "mul", "fma") else ""
     flush, saturate = mods.flag("ftz"), mods.flag("sat")
     target, *sources = (e.value(x, "f", bits) for x in i.operands)
     if flush and op not in ("copysign",):
@@ -127,7 +127,7 @@ def floating(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str
     if rounding:
         value = f"A.N.directed({op!r},{rounding!r},{','.join(sources)})"
     elif op in ("fma", "mad"):
-        value = f"A.N.fma_{kind}({','.join(sources)})"
+        value = f"A.N.fma_{ptx_type}({','.join(sources)})"
     elif op in ("min", "max"):
         nan, sign = mods.flag("NaN"), mods.flag("xorsign")
         absolute = mods.flag("abs")
@@ -155,11 +155,11 @@ def floating(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str
     return put(target, f"A.saturate({value})" if saturate else value)
 
 
-def integer(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
-    op, k = i.opcode, kind_of(kind)
-    if kind in ("s16x2", "u16x2"):
+def integer(e: Emitter, i: Instruction, mods: Modifiers, ptx_type: str) -> list[str]:
+    op, k = i.opcode, kind_of(ptx_type)
+    if ptx_type in ("s16x2", "u16x2"):
         raise UnsupportedPTX(i.text)
-    bits = bits_of(kind)
+    bits = bits_of(ptx_type)
     if op in ("mul", "mad"):
         return product(e, i, mods, k, bits)
     target, *x = (e.value(y, k, bits) for y in i.operands)
@@ -196,8 +196,8 @@ def product(e: Emitter, i: Instruction, mods: Modifiers, k: str, bits: int) -> l
 
 @handles("shl", "shr")
 def shift(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
-    k, bits = kind_of(kind), bits_of(kind)
+    ptx_type = mods.last()
+    k, bits = kind_of(ptx_type), bits_of(ptx_type)
     target, value = (e.value(x, k, bits) for x in i.operands[:2])
     amount = i.operands[2]
     if isinstance(amount, Imm) and 0 <= amount.value < bits:
@@ -210,8 +210,8 @@ def shift(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 @handles("shf", "prmt", "lop3", "popc", "clz", "brev", "bfind", "bfe", "bfi", "dp4a")
 def bits(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     """What is one function of `alu` on the operands, and on what the modifiers say."""
-    op, kind = i.opcode, mods.last()
-    width, signed = bits_of(kind), kind[0] == "s"
+    op, ptx_type = i.opcode, mods.last()
+    width, signed = bits_of(ptx_type), ptx_type[0] == "s"
     wide = {"bfind": 2, "bfe": 2, "bfi": 3, "popc": 2, "clz": 2, "brev": 2}.get(op, 0)  # operands as wide as the type
     narrow = op in ("popc", "clz", "bfind")  # a result of 32 bits
     values = [e.value(x, "u", width if narrow <= n < wide else 32) for n, x in enumerate(i.operands)]
@@ -234,23 +234,23 @@ def bits(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 def set_predicate(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if i.opcode == "set":
         raise UnsupportedPTX(i.text)
-    kind = mods.last()
+    ptx_type = mods.last()
     comparison = mods.need(*_COMPARE, "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu")
     combine, flush = mods.take("and", "or", "xor"), mods.flag("ftz")
     a, b = i.operands[1:3]
     target, second = e.pair(i.operands[0])
-    if kind in ("f32", "f64"):
-        x, y = (e.value(o, "f", bits_of(kind)) for o in (a, b))
+    if ptx_type in ("f32", "f64"):
+        x, y = (e.value(o, "f", bits_of(ptx_type)) for o in (a, b))
         if flush:
             x, y = f"flush({x})", f"flush({y})"
         test = f"A.compare({comparison!r},{x},{y})"
-    elif kind in ("f16", "bf16"):
-        x, y = (f"A.halves({e.value(o, 'u', 16)},{kind!r},M.count)[:,0]" for o in (a, b))
+    elif ptx_type in ("f16", "bf16"):
+        x, y = (f"A.halves({e.value(o, 'u', 16)},{ptx_type!r},M.count)[:,0]" for o in (a, b))
         test = f"A.compare({comparison!r},{x},{y})"
-    elif kind in ("f16x2", "bf16x2"):
+    elif ptx_type in ("f16x2", "bf16x2"):
         raise UnsupportedPTX(i.text)
     else:
-        x, y = (e.value(o, kind_of(kind), bits_of(kind)) for o in (a, b))
+        x, y = (e.value(o, kind_of(ptx_type), bits_of(ptx_type)) for o in (a, b))
         if not combine and second == "None":
             return [f"np.{_COMPARE[comparison]}({x},{y},out={target},where=m)"]
         test = f"np.{_COMPARE[comparison]}({x},{y})"
@@ -278,10 +278,10 @@ def select(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 @handles("mov")
 def move(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     target, source = i.operands
-    kind = mods.last()
-    if kind == "pred":
+    ptx_type = mods.last()
+    if ptx_type == "pred":
         return put(e.raw(target), e.predicate(source))
-    width = bits_of(kind)
+    width = bits_of(ptx_type)
     if isinstance(target, Vector):
         items = list(target.items)
         if width == 128:
@@ -392,8 +392,8 @@ def active_mask(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 
 @handles("redux")
 def redux(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
+    ptx_type = mods.last()
     mods.ignore("sync")
     op, absolute, nan = (mods.need("add", "min", "max", "and", "or", "xor"), mods.flag("abs"), mods.flag("NaN"))
-    call = f"reduce(m,{op!r},{kind!r},{absolute},{nan},{e.raw(i.operands[0])},{e.value(i.operands[1])})"
+    call = f"reduce(m,{op!r},{ptx_type!r},{absolute},{nan},{e.raw(i.operands[0])},{e.value(i.operands[1])})"
     return among(e, i, i.operands[2], call)

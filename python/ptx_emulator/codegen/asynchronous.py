@@ -136,8 +136,8 @@ def mma(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         raise UnsupportedPTX(i.text)
     del mods.left[:2]
     mods.ignore("satfinite") if "s32" not in mods.left else None
-    kinds = [mods.left.pop(0) for _ in range(4)]
-    return e.call("mma.mma_sync", repr(shape), kinds, *(e.list_of(e.vector(x)) for x in i.operands[:4]))
+    ptx_types = [mods.left.pop(0) for _ in range(4)]
+    return e.call("mma.mma_sync", repr(shape), ptx_types, *(e.list_of(e.vector(x)) for x in i.operands[:4]))
 
 
 @handles("wgmma")
@@ -149,14 +149,14 @@ def wgmma(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.flag("satfinite"):
         raise mods.unsupported("modifier .satfinite")
     shape = mods.left.pop(0)
-    kinds = [mods.left.pop(0) for _ in range(3)]
+    ptx_types = [mods.left.pop(0) for _ in range(3)]
     d, a, b, scale_d, *rest = i.operands
     left = e.list_of(a.items) if isinstance(a, Vector) else e.value(a, "u", 64)
     used = e.fragment_numbers([d, a] if isinstance(a, Vector) else [d])
     return e.call(
         "mma.wgmma",
         repr(shape),
-        kinds,
+        ptx_types,
         used,
         e.list_of(e.vector(d)),
         left,

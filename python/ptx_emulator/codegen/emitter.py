@@ -32,14 +32,14 @@ def registers_of(operands: Sequence[Operand]) -> set[str]:
 
 
 class Modifiers:
-    """The modifiers of an instruction. Handlers take those they know; what is left over is an error."""
+    """The modifiers of an instruction. Handlers take the modifiers that they support; a remaining one is an error."""
 
     def __init__(self, instruction: Instruction) -> None:
         self.instruction = instruction
         self.left = list(instruction.modifiers)
 
     def take(self, *names: str) -> str:
-        """The first modifier that is one of `names`, removed; "" if there is none."""
+        """The first modifier that is one of `names`, removed from the list; "" without one."""
         for index, modifier in enumerate(self.left):
             if modifier in names:
                 return self.left.pop(index)
@@ -84,12 +84,12 @@ def handles(*opcodes: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def bits_of(kind: str) -> int:
-    if kind in TYPE_BITS:
-        return TYPE_BITS[kind]
-    if kind in ("f32x2",):
+def bits_of(ptx_type: str) -> int:
+    if ptx_type in TYPE_BITS:
+        return TYPE_BITS[ptx_type]
+    if ptx_type in ("f32x2",):
         return 64
-    raise UnsupportedPTX(f"type .{kind}")
+    raise UnsupportedPTX(f"type .{ptx_type}")
 
 
 class Emitter:
@@ -139,22 +139,22 @@ class Emitter:
             return TYPE_BITS[self.types[self.index[operand.name]]]
         return 64 if isinstance(operand, Symbol) and operand.name in self.kernel.parameters else 32
 
-    def immediate(self, value: Imm, kind: str, bits: int) -> str:
-        if kind == "f" and not value.is_float:
+    def immediate(self, value: Imm, number_class: str, bits: int) -> str:
+        if number_class == "f" and not value.is_float:
             return self.constant(np.float32(value.value) if bits == 32 else np.float64(value.value))
         raw = np.array(value.value & ((1 << bits) - 1), UINT[bits])
-        if kind == "f":
+        if number_class == "f":
             raw = raw.view({32: np.float32, 64: np.float64, 16: np.float16}[bits])
-        elif kind == "s":
+        elif number_class == "s":
             raw = raw.view(SIGNED[bits // 8])
         return self.constant(raw[()])
 
-    def value(self, operand: Operand, kind: str = "u", bits: int = 32) -> str:
+    def value(self, operand: Operand, number_class: str = "u", bits: int = 32) -> str:
         """Source for `operand` as unsigned ("u"), signed ("s") or float ("f") of `bits`."""
         if isinstance(operand, Not):
-            return f"~{self.value(operand.operand, kind, bits)}"
+            return f"~{self.value(operand.operand, number_class, bits)}"
         if isinstance(operand, Imm):
-            return self.immediate(operand, kind, bits)
+            return self.immediate(operand, number_class, bits)
         if isinstance(operand, Symbol):
             return self.symbol(operand.name)
         if not isinstance(operand, Reg):
@@ -164,11 +164,11 @@ class Emitter:
         if name == "pred":
             return f"r[{number}]"
         if TYPE_BITS[name] == bits:
-            return {"u": "r", "s": "s", "f": "f"}[kind] + f"[{number}]"
-        if TYPE_BITS[name] < bits or kind == "f":
-            raise UnsupportedPTX(f"a .{name} register used as {bits}-bit {kind}")
+            return {"u": "r", "s": "s", "f": "f"}[number_class] + f"[{number}]"
+        if TYPE_BITS[name] < bits or number_class == "f":
+            raise UnsupportedPTX(f"a .{name} register used as {bits}-bit {number_class}")
         short = f"A.low(r[{number}],{bits})"
-        return short if kind == "u" else f"{short}.view(int{bits})"
+        return short if number_class == "u" else f"{short}.view(int{bits})"
 
     def raw(self, operand: Operand) -> str:
         """The operand at its own width, unsigned."""
@@ -217,17 +217,17 @@ class Emitter:
         return f"({base},{operand.offset + more})"
 
     def call(self, method: str, *arguments: object) -> list[str]:
-        """A call of a part of the machine; arguments are source text, or constants."""
+        """Source of a call of a unit of the machine; arguments are source text or constants."""
         given = ",".join(x if isinstance(x, str) else repr(x) for x in arguments)
         return [f"M.{method}({self.site},m,{given})"]
 
     def fragment_numbers(self, operands: Sequence[Operand]) -> str:
-        """Those of `operands` that wgmma uses, as indices for `WarpMatrices.written`; "" if there are none."""
+        """The registers among `operands` that wgmma uses, as indices for `WarpMatrices.written`; "" without any."""
         numbers = sorted(self.fragments[name] for name in registers_of(operands) & self.fragments.keys())
         return self.constant(np.array(numbers)) if numbers else ""
 
     def written(self, i: Instruction) -> str:
-        """The same for what an ordinary instruction writes. A move from one such register to another only renames."""
+        """The same for the targets of an ordinary instruction. A move between such registers only renames."""
         target = [x for x in i.operands[:1] if isinstance(x, (Reg, Vector, Pair))]
         renames = i.opcode == "mov" and registers_of(i.operands[1:]) & self.fragments.keys()
         return "" if i.opcode == "wgmma" or renames else self.fragment_numbers(target)

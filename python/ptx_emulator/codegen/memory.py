@@ -92,50 +92,52 @@ def dependent_launch(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 
 @handles("ld", "ldu")
 def load(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
+    ptx_type = mods.last()
     order, space = order_of(mods), space_of(mods)
     mods.ignore(*CACHE_HINTS)
     mods.take("v2", "v4", "v8")
     target, source = i.operands[0], i.operands[1]
     items = e.vector(target)
-    size = bits_of(kind) // 8
+    size = bits_of(ptx_type) // 8
     assert isinstance(source, Address)
     if space in ("param", "const") and isinstance(source.base, Symbol) and source.base.name in e.kernel.parameters:
         base = e.kernel.parameters[source.base.name].offset + source.offset
         return [
-            f"M.load_parameter(m,{e.raw(x)},{base + n * size},{size},{kind[0] == 's'})"
+            f"M.load_parameter(m,{e.raw(x)},{base + n * size},{size},{ptx_type[0] == 's'})"
             for n, x in enumerate(items)
             if not (isinstance(x, Reg) and x.name == "_")
         ]
     if space in ("param", "const"):
         space = "generic"
-    return e.call("memory.load", repr(space), e.address(source), size, e.list_of(items), kind[0] == "s", repr(order))
+    return e.call(
+        "memory.load", repr(space), e.address(source), size, e.list_of(items), ptx_type[0] == "s", repr(order)
+    )
 
 
 @handles("st")
 def store(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.take("async"):
         return remote(e, i, mods, "")
-    kind = mods.last()
+    ptx_type = mods.last()
     order, space = order_of(mods), space_of(mods)
     mods.ignore(*CACHE_HINTS)
     mods.take("v2", "v4", "v8")
-    size = bits_of(kind) // 8
+    size = bits_of(ptx_type) // 8
     values = [e.immediate(x, "u", size * 8) if isinstance(x, Imm) else e.raw(x) for x in e.vector(i.operands[1])]
     return e.call("memory.store", repr(space), e.address(i.operands[0]), size, f"[{','.join(values)}]", repr(order))
 
 
 def remote(e: Emitter, i: Instruction, mods: Modifiers, op: str) -> list[str]:
     """st.async, red.async: a store to a block of the cluster whose bytes complete on an mbarrier there."""
-    kind = mods.last()
+    ptx_type = mods.last()
     mods.need("mbarrier::complete_tx::bytes")
     mods.ignore("weak", "relaxed", "cluster", "shared::cluster", "v2", "v4")
-    values = ",".join(e.value(x, "u", bits_of(kind)) for x in e.vector(i.operands[1]))
+    values = ",".join(e.value(x, "u", bits_of(ptx_type)) for x in e.vector(i.operands[1]))
     return e.call(
         "async_copies.remote",
         repr(op),
-        repr(kind),
-        bits_of(kind) // 8,
+        repr(ptx_type),
+        bits_of(ptx_type) // 8,
         e.address(i.operands[0]),
         f"[{values}]",
         e.address(i.operands[2]),
@@ -146,12 +148,12 @@ def remote(e: Emitter, i: Instruction, mods: Modifiers, op: str) -> list[str]:
 def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.take("async"):
         return remote(e, i, mods, mods.need("add", "min", "max", "and", "or", "xor", "inc", "dec"))
-    kind = mods.last()
+    ptx_type = mods.last()
     order, space = order_of(mods) or "relaxed", space_of(mods)
     mods.ignore(*CACHE_HINTS, "noftz")
     vector = mods.take("v2", "v4", "v8")
     op = mods.need("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-    bits = bits_of(kind)
+    bits = bits_of(ptx_type)
     operands = list(i.operands)
     target: Operand = operands.pop(0) if i.opcode == "atom" else Reg("_")
     columns, targets = [operands[1:]], [target]
@@ -165,7 +167,7 @@ def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
             "memory.atomic",
             repr(space),
             repr(op),
-            repr(kind),
+            repr(ptx_type),
             e.raw(each),
             e.address(operands[0], number * bits // 8),
             sources,
@@ -207,13 +209,13 @@ def rank_of(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 @handles("fence", "membar")
 def fence(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.left and mods.left[0] == "proxy":
-        kind = mods.left[1]
-        if kind not in ("async", "async::generic", "tensormap::generic", "alias"):
+        ptx_type = mods.left[1]
+        if ptx_type not in ("async", "async::generic", "tensormap::generic", "alias"):
             raise UnsupportedPTX(i.text)
-        mods.ignore("proxy", kind, "global", "shared::cta", "shared::cluster", *SCOPES)
-        if kind == "alias":
+        mods.ignore("proxy", ptx_type, "global", "shared::cta", "shared::cluster", *SCOPES)
+        if ptx_type == "alias":
             return []
-        if kind != "tensormap::generic":
+        if ptx_type != "tensormap::generic":
             mods.ignore("acquire", "release", "sync_restrict::shared::cta", "sync_restrict::shared::cluster")
             return ["M.race.proxy_fence(m)"]
         if mods.need("acquire", "release") == "release":

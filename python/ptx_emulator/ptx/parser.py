@@ -1,6 +1,6 @@
 """One kernel of a PTX module as a list of typed instructions.
 
-Inline assembly opens scopes of its own; registers and labels declared there are renamed so that names are unique.
+Inline assembly opens nested scopes; registers and labels declared there are renamed so that names are unique.
 """
 
 from __future__ import annotations
@@ -268,16 +268,16 @@ class _Parser:
             raise UnsupportedPTX(f"PTX line {token.line}: directive {text}")
 
     def registers(self) -> None:
-        kind = self.next().text[1:]
-        if kind not in TYPE_BITS:
-            raise UnsupportedPTX(f"register type .{kind}")
+        type_ = self.next().text[1:]
+        if type_ not in TYPE_BITS:
+            raise UnsupportedPTX(f"register type .{type_}")
         while not self.accept(";"):
             name = self.next().text
             if self.accept("<"):
-                self.kernel.registers |= dict.fromkeys((f"{name}{index}" for index in range(self.integer())), kind)
+                self.kernel.registers |= dict.fromkeys((f"{name}{index}" for index in range(self.integer())), type_)
                 self.expect(">")
             else:
-                self.kernel.registers[self.declare(name)] = kind
+                self.kernel.registers[self.declare(name)] = type_
             self.accept(",")
 
     def instruction(self) -> None:

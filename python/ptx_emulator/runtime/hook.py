@@ -1,9 +1,9 @@
-"""Points what the CuTe DSL compiles inside `emulate` at the emulator, without a C compiler and without CUDA.
+"""Redirects kernels that the CuTe DSL compiles inside `emulate` to the emulator, without a C compiler and without CUDA.
 
-After the DSL's passes the host function is LLVM dialect with about a dozen undeclared bodies, the CUDA runtime's.
-They are given bodies here that jump to ctypes callbacks, which works for the plain JIT engine and for TVM-FFI alike.
-Everything compiled outside `emulate` stays as it was. A block belongs to its thread (its context, as `contextvars` has
-it): others may be in blocks of their own, or compile for a GPU, at the same time. The DSL compiles for one at a time.
+After the DSL's passes the host function is LLVM dialect that calls about a dozen functions of the CUDA runtime. The
+hook gives these functions bodies that jump to ctypes callbacks, for the plain JIT engine and for TVM-FFI. Code that is
+compiled outside `emulate` is unchanged. A block belongs to its thread (its `contextvars` context): other threads can be
+in separate blocks, or compile for a GPU, at the same time. The DSL compiles for one thread at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _arguments: ContextVar[list[Any] | None] = ContextVar("ptx_emulator_arguments", 
 
 
 class _Later:
-    """A host engine that is made at its first use: functions of TVM FFI make one of their own and never use it."""
+    """A host engine that is created on first use: functions of TVM FFI create another one and never use it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -56,11 +56,11 @@ class _Later:
 
 
 class Hook:
-    """The one patch of the DSL."""
+    """The patch of the DSL."""
 
     def __init__(self) -> None:
         self.installed = False
-        self.source_lines = True  # messages name those of an instruction; to compile them in takes a third more time
+        self.source_lines = True  # for messages; compiling them in takes a third more time
         self.lock = threading.RLock()  # the DSL's own state is that of one compilation
         # Compiled code holds the addresses of these callbacks for as long as the process lives.
         self.runtimes: list[Runtime] = []

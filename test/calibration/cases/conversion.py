@@ -14,8 +14,8 @@ _OUT: dict[str, Any] = {"8": np.uint32, "16": np.uint16, "32": np.uint32, "64": 
 _WIDTH = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "tf32": 32}
 
 
-def _bits(kind: str) -> int:
-    return _WIDTH.get(kind) or int(kind[1:])
+def _bits(ptx_type: str) -> int:
+    return _WIDTH.get(ptx_type) or int(ptx_type[1:])
 
 
 def _edges(source: str, seed: str) -> Array:
@@ -59,13 +59,13 @@ def _edges(source: str, seed: str) -> Array:
     return found
 
 
-def _range(kind: str) -> tuple[int, int]:
-    bits = int(kind[1:])
-    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+def _range(ptx_type: str) -> tuple[int, int]:
+    bits = int(ptx_type[1:])
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if ptx_type[0] == "s" else (0, (1 << bits) - 1)
 
 
 def integers_and_floats() -> list[Case]:
-    made = []
+    cases_ = []
     integers = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64")
     for source in ("f32", "f16", "f64", "bf16"):
         for to in integers:
@@ -74,7 +74,7 @@ def integers_and_floats() -> list[Case]:
             for way in ("rni", "rzi", "rmi", "rpi") if source == "f32" else ("rni", "rzi"):
                 for ftz in ("", ".ftz") if (source, way) == ("f32", "rpi") else ("",):
                     text = f"cvt.{way}{ftz}.{to}.{source} %d, %a;"
-                    made.append(elementwise("convert", title(text), text, [_edges(source, to)], _OUT[to[1:]]))
+                    cases_.append(elementwise("convert", title(text), text, [_edges(source, to)], _OUT[to[1:]]))
     for source in integers:
         bits = _bits(source)
         values = words(f"cvt {source}", COUNT, max(bits, 16))
@@ -82,15 +82,15 @@ def integers_and_floats() -> list[Case]:
             for way in ("rn", "rz", "rm", "rp") if to == "f32" else ("rn",):
                 text = f"cvt.{way}.{to}.{source} %d, %a;"
                 out = _OUT[str(_bits(to))]
-                made.append(elementwise("convert", title(text), text, [values], out, Tolerance(to)))
+                cases_.append(elementwise("convert", title(text), text, [values], out, Tolerance(to)))
         for to in integers:
             if to == source:
                 continue
             (low, high), (least, most) = _range(source), _range(to)
             for sat in ("",) if least <= low and high <= most else ("", ".sat"):
                 text = f"cvt{sat}.{to}.{source} %d, %a;"
-                made.append(elementwise("convert", title(text), text, [values], _OUT[to[1:]]))
-    return made
+                cases_.append(elementwise("convert", title(text), text, [values], _OUT[to[1:]]))
+    return cases_
 
 
 def floats_to_floats() -> list[Case]:
@@ -103,10 +103,10 @@ def floats_to_floats() -> list[Case]:
         "cvt.rz.f16.bf16 %d, %a;",
         "cvt.sat.f32.f16 %d, %a;",
     ]
-    made = []
+    cases_ = []
     for text in texts:
         to = title(text).split(".")[-2]
-        made.append(elementwise("convert", title(text), text, [every], _OUT[str(_bits(to))], Tolerance(to)))
+        cases_.append(elementwise("convert", title(text), text, [every], _OUT[str(_bits(to))], Tolerance(to)))
     texts = [
         f"cvt.{way}{form}.{to}.f32 %d, %a;"
         for to in ("f16", "bf16")
@@ -122,7 +122,7 @@ def floats_to_floats() -> list[Case]:
         source = floats(title(text), 1024, 18)
         _ties(source, to)
         # The low bits of a tf32 are not part of the format.
-        made.append(
+        cases_.append(
             elementwise(
                 "convert",
                 title(text),
@@ -134,12 +134,12 @@ def floats_to_floats() -> list[Case]:
         )
     for way in ("rn", "rz", "rm", "rp"):
         text = f"cvt.{way}.f32.f64 %d, %a;"
-        made.append(
+        cases_.append(
             elementwise(
                 "convert", title(text), text, [floats("f64", COUNT, 140, 0, "f64")], np.uint32, Tolerance("f32")
             )
         )
-    return made
+    return cases_
 
 
 def _ties(source: Array, to: str) -> None:
@@ -154,28 +154,28 @@ def _ties(source: Array, to: str) -> None:
 
 
 def pairs() -> list[Case]:
-    made = []
+    cases_ = []
     for to in ("f16x2", "bf16x2"):
         for way in ("rn", "rz", "rn.relu", "rz.relu", "rn.satfinite", "rn.relu.satfinite"):
             text = f"cvt.{way}.{to}.f32 %d, %a, %b;"
             sources = [floats(title(text), COUNT, 20, i) for i in (0, 1)]
-            made.append(elementwise("convert", title(text), text, sources, np.uint32, Tolerance(to[:-2])))
+            cases_.append(elementwise("convert", title(text), text, sources, np.uint32, Tolerance(to[:-2])))
     for to in ("e4m3x2", "e5m2x2"):
         for relu in ("", ".relu"):
             name = f"cvt.rn.satfinite{relu}.{to}.f32"
             sources = [floats(name, 1024, 14, i) for i in (0, 1)]
             for source in sources:
                 _ties(source, to[:-2])
-            made.append(elementwise("convert", name, f"{name} %d, %a, %b;", sources, np.uint16))
+            cases_.append(elementwise("convert", name, f"{name} %d, %a, %b;", sources, np.uint16))
             name = f"cvt.rn.satfinite{relu}.{to}.f16x2"
             every = np.arange(65536).astype(np.uint32)
             both = every | (every[::-1] << np.uint32(16))
-            made.append(elementwise("convert", name, f"{name} %d, %a;", [both], np.uint16))
+            cases_.append(elementwise("convert", name, f"{name} %d, %a;", [both], np.uint16))
             name = f"cvt.rn{relu}.f16x2.{to}"
             codes = np.arange(256).astype(np.uint16)
             both = codes | codes[::-1] << np.uint16(8)
-            made.append(elementwise("convert", name, f"{name} %d, %a;", [both], np.uint32, Tolerance("f16")))
-    return made
+            cases_.append(elementwise("convert", name, f"{name} %d, %a;", [both], np.uint32, Tolerance("f16")))
+    return cases_
 
 
 def moves() -> list[Case]:

@@ -34,7 +34,7 @@ def fill(bytes_: int, buffer: int, threads: int = 32, target: str = "%r1") -> st
 
 
 def cp_async() -> list[Case]:
-    made = []
+    cases_ = []
     for form, size in (("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)):
         for zero in (False, True):
             amount = f"and.b32 %r6, %r99, {size - 1};" if zero else ""
@@ -43,7 +43,7 @@ def cp_async() -> list[Case]:
               cp.async.{form}.shared.global [%r4], [%rd70], {size}{", %r6" if zero else ""};
               cp.async.commit_group; cp.async.wait_group 0; bar.sync 0; {dump(512, 2)}"""
             name = f"cp.async.{form}.{size}{'.zfill' if zero else ''}"
-            made.append(
+            cases_.append(
                 Case(
                     "copies", name, body, (raw("old", 128), raw("new", 128)), (np.zeros(128, np.uint32),), shared=SHARED
                 )
@@ -54,10 +54,10 @@ def cp_async() -> list[Case]:
       sub.s32 %r5, %r5, %r4; add.s32 %r5, %r5, %r1; sub.s32 %r5, %r5, %r1; add.s32 %r4, %r4, %r5;
       ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r4]; mul.wide.u32 %rd70, %r99, 16; add.s64 %rd70, %rd70, %rd1;
       st.global.v4.b32 [%rd70], {{%r10, %r11, %r12, %r13}};"""
-    made.append(
+    cases_.append(
         Case("copies", "cp.async.mbarrier", body, (raw("noinc", 128),), (np.zeros(128, np.uint32),), shared=SHARED)
     )
-    return made
+    return cases_
 
 
 def bulk() -> list[Case]:
@@ -110,29 +110,37 @@ REDUCTIONS = {
 }
 
 
-def values(kind: str, count: int, name: str) -> tuple[Any, Any, Tolerance]:
+def values(ptx_type: str, count: int, name: str) -> tuple[Any, Any, Tolerance]:
     """Two operands of a reduction and how its result is compared."""
-    if kind in ("f16", "bf16", "f32", "f64"):
-        a, b = (floats(f"{name} {kind}", count, 3, i, kind) for i in (0, 1))
-        return a, b, Tolerance(kind)
-    a, b = (words(f"{name} {kind}", count, int(kind[1:]), i) for i in (0, 1))
+    if ptx_type in ("f16", "bf16", "f32", "f64"):
+        a, b = (floats(f"{name} {ptx_type}", count, 3, i, ptx_type) for i in (0, 1))
+        return a, b, Tolerance(ptx_type)
+    a, b = (words(f"{name} {ptx_type}", count, int(ptx_type[1:]), i) for i in (0, 1))
     return a, b, Tolerance()
 
 
 def reductions() -> list[Case]:
-    made = []
-    for kind, operations in REDUCTIONS.items():
+    cases_ = []
+    for ptx_type, operations in REDUCTIONS.items():
         for op in operations.split():
-            size = int(kind.lstrip("usbf")) // 8
-            source, target, tolerance = values(kind, 1024 // size, "bulk")
-            noftz = ".noftz" if op == "add" and kind in ("f16", "bf16") else ""
-            wire = f"b{8 * size}" if op in ("and", "or", "xor") else kind
+            size = int(ptx_type.lstrip("usbf")) // 8
+            source, target, tolerance = values(ptx_type, 1024 // size, "bulk")
+            noftz = ".noftz" if op == "add" and ptx_type in ("f16", "bf16") else ""
+            wire = f"b{8 * size}" if op in ("and", "or", "xor") else ptx_type
             body = f"""{PLACE} {fill(1024, 0)} @!%p1 bra E;
               cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}{noftz}.{wire} [%rd1], [%r1], 1024; {DRAIN} E:"""
-            made.append(
-                Case("copies", f"bulk.reduce.{op}{noftz}.{kind}", body, (source,), (target,), tolerance, shared=SHARED)
+            cases_.append(
+                Case(
+                    "copies",
+                    f"bulk.reduce.{op}{noftz}.{ptx_type}",
+                    body,
+                    (source,),
+                    (target,),
+                    tolerance,
+                    shared=SHARED,
+                )
             )
-    return made
+    return cases_
 
 
 def cases() -> list[Case]:

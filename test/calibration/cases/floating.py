@@ -13,13 +13,15 @@ COUNT = 384
 TWO, THREE = " %d, %a, %b;", " %d, %a, %b, %c;"
 
 
-def _case(family: str, text: str, kind: str, sources: list[Array], out: Any, **options: Any) -> Case:
-    return elementwise(family, title(text), text, sources, out, options.pop("tolerance", Tolerance(kind)), **options)
+def _case(family: str, text: str, ptx_type: str, sources: list[Array], out: Any, **options: Any) -> Case:
+    return elementwise(
+        family, title(text), text, sources, out, options.pop("tolerance", Tolerance(ptx_type)), **options
+    )
 
 
-def _sources(text: str, kind: str, count: int = COUNT, exponents: int = 12) -> list[Array]:
+def _sources(text: str, ptx_type: str, count: int = COUNT, exponents: int = 12) -> list[Array]:
     operands = 1 + ("%b" in text) + ("%c" in text)
-    return [floats(title(text), count, exponents, place, kind) for place in range(operands)]
+    return [floats(title(text), count, exponents, place, ptx_type) for place in range(operands)]
 
 
 def single() -> list[Case]:
@@ -90,7 +92,7 @@ FUNCTIONS |= {
 
 
 def functions() -> list[Case]:
-    made = []
+    cases_ = []
     for name, tolerance in FUNCTIONS.items():
         wide = {"ex2": 7, "tan": 5, "sin": 1, "cos": 1}.get(name[:3], 120)
         source = floats(name, 1024, wide)
@@ -98,8 +100,8 @@ def functions() -> list[Case]:
             angle = source.view(np.float32)
             angle[68:] *= np.float32(1.5)
             angle[np.isfinite(angle) & (np.abs(angle) > 6.2)] = 6.2
-        made.append(_case("functions", f"{name} %d, %a;", "f32", [source], np.uint32, tolerance=tolerance))
-    made += [
+        cases_.append(_case("functions", f"{name} %d, %a;", "f32", [source], np.uint32, tolerance=tolerance))
+    cases_ += [
         _case(
             "functions", name + TWO, "f32", _sources(name + TWO, "f32", 1024), np.uint32, tolerance=Tolerance("f32", 2)
         )
@@ -107,21 +109,23 @@ def functions() -> list[Case]:
     ]
     every = np.arange(65536).astype(np.uint16)
     for name in ("ex2.approx.f16", "tanh.approx.f16", "ex2.approx.ftz.bf16", "tanh.approx.bf16"):
-        kind = name.rsplit(".", 1)[1]
-        made.append(_case("functions", f"{name} %d, %a;", kind, [every], np.uint16, tolerance=Tolerance(kind, 1)))
+        ptx_type = name.rsplit(".", 1)[1]
+        cases_.append(
+            _case("functions", f"{name} %d, %a;", ptx_type, [every], np.uint16, tolerance=Tolerance(ptx_type, 1))
+        )
     for name in ("ex2.approx.f16x2", "tanh.approx.bf16x2"):
-        kind = name.rsplit(".", 1)[1].removesuffix("x2")
-        made.append(
+        ptx_type = name.rsplit(".", 1)[1].removesuffix("x2")
+        cases_.append(
             _case(
                 "functions",
                 f"{name} %d, %a;",
-                kind,
-                [floats(name, 1024, 3, 0, kind).view(np.uint32)],
+                ptx_type,
+                [floats(name, 1024, 3, 0, ptx_type).view(np.uint32)],
                 np.uint32,
-                tolerance=Tolerance(kind, 1),
+                tolerance=Tolerance(ptx_type, 1),
             )
         )
-    return made
+    return cases_
 
 
 def double() -> list[Case]:
@@ -131,31 +135,35 @@ def double() -> list[Case]:
 
 
 def halves() -> list[Case]:
-    made = []
-    for kind in ("f16", "bf16"):
+    cases_ = []
+    for ptx_type in ("f16", "bf16"):
         texts = [f"{op}.rn.TYPE{TWO}" for op in ("add", "sub", "mul")] + [
             f"fma.rn{r}.TYPE{THREE}" for r in ("", ".relu")
         ]
         texts += [f"{op}{form}.TYPE{TWO}" for op in ("min", "max") for form in ("", ".NaN", ".xorsign.abs")]
         texts += [f"{op}.TYPE %d, %a;" for op in ("abs", "neg")]
-        if kind == "f16":
+        if ptx_type == "f16":
             texts += [f"{op}.rn.{form}.TYPE{TWO}" for op in ("add", "sub", "mul") for form in ("ftz", "sat", "ftz.sat")]
             texts += [f"fma.rn.{form}.TYPE{THREE}" for form in ("ftz", "sat", "ftz.relu")]
             texts += [f"{op}.ftz.TYPE{TWO}" for op in ("min", "max")]
         for text in texts:
-            scalar = text.replace("TYPE", kind)
+            scalar = text.replace("TYPE", ptx_type)
             refused = any(form in text for form in ("ftz", "sat", "xorsign"))
-            made.append(_case("half", scalar, kind, _sources(scalar, kind, 512, 8), np.uint16, refused=refused))
-            packed = text.replace("TYPE", kind + "x2")
-            sources = [s.view(np.uint32) for s in _sources(packed, kind, 512, 8)]
-            made.append(_case("half", packed, kind, sources, np.uint32, refused=refused))
+            cases_.append(
+                _case("half", scalar, ptx_type, _sources(scalar, ptx_type, 512, 8), np.uint16, refused=refused)
+            )
+            packed = text.replace("TYPE", ptx_type + "x2")
+            sources = [s.view(np.uint32) for s in _sources(packed, ptx_type, 512, 8)]
+            cases_.append(_case("half", packed, ptx_type, sources, np.uint32, refused=refused))
         every = np.arange(65536).astype(np.uint16)
         other = (every * np.uint16(40503)).astype(np.uint16)
-        made += [
-            elementwise("half", "all inputs " + title(text), text, [every, other], FLOATS[kind], Tolerance(kind))
-            for text in (f"add.rn.{kind}{TWO}", f"mul.rn.{kind}{TWO}", f"max.{kind}{TWO}")
+        cases_ += [
+            elementwise(
+                "half", "all inputs " + title(text), text, [every, other], FLOATS[ptx_type], Tolerance(ptx_type)
+            )
+            for text in (f"add.rn.{ptx_type}{TWO}", f"mul.rn.{ptx_type}{TWO}", f"max.{ptx_type}{TWO}")
         ]
-    return made
+    return cases_
 
 
 def cases() -> list[Case]:

@@ -24,8 +24,8 @@ COUNT = 256
 _DTYPE: dict[int, Any] = {16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
-def _types(template: str, kinds: str) -> list[str]:
-    return [template.replace("TYPE", kind) for kind in kinds.split()]
+def _types(template: str, ptx_types: str) -> list[str]:
+    return [template.replace("TYPE", ptx_type) for ptx_type in ptx_types.split()]
 
 
 def arithmetic() -> list[Case]:
@@ -48,15 +48,15 @@ def arithmetic() -> list[Case]:
         f"slct.b32.f32{three}",
         *_types("brev.TYPE %d, %a;", "b32 b64"),
     ]
-    made = []
+    cases_ = []
     for text in texts:
         name = title(text)
         bits = int(name.rsplit(".", 1)[1][1:])
         operands = 1 + ("%b" in text) + ("%c" in text)
         sources = [words(name, COUNT, bits, i) for i in range(operands)]
         suffix = "." + text.split()[-1].rstrip(";") if name.startswith("lop3") else ""
-        made.append(elementwise("integer", name + suffix, text, sources, _DTYPE[bits]))
-    return made
+        cases_.append(elementwise("integer", name + suffix, text, sources, _DTYPE[bits]))
+    return cases_
 
 
 def _few(name: str, high: int) -> Array:
@@ -67,25 +67,27 @@ def _few(name: str, high: int) -> Array:
 
 
 def mixed_widths() -> list[Case]:
-    made = []
-    for kind in ("u16", "s16", "u32", "s32"):
-        bits = int(kind[1:])
-        sources = [words(f"wide {kind}", COUNT, bits, i) for i in (0, 1)]
-        made.append(
-            elementwise("integer", f"mul.wide.{kind}", f"mul.wide.{kind} %d, %a, %b;", sources, _DTYPE[2 * bits])
+    cases_ = []
+    for ptx_type in ("u16", "s16", "u32", "s32"):
+        bits = int(ptx_type[1:])
+        sources = [words(f"wide {ptx_type}", COUNT, bits, i) for i in (0, 1)]
+        cases_.append(
+            elementwise(
+                "integer", f"mul.wide.{ptx_type}", f"mul.wide.{ptx_type} %d, %a, %b;", sources, _DTYPE[2 * bits]
+            )
         )
-        made.append(
+        cases_.append(
             elementwise(
                 "integer",
-                f"mad.wide.{kind}",
-                f"mad.wide.{kind} %d, %a, %b, %c;",
+                f"mad.wide.{ptx_type}",
+                f"mad.wide.{ptx_type} %d, %a, %b, %c;",
                 [*sources, words("addend", COUNT, 2 * bits, 2)],
                 _DTYPE[2 * bits],
             )
         )
     for name in ("shl.b16", "shr.u16", "shr.s16", "shl.b32", "shr.u32", "shr.s32", "shl.b64", "shr.u64", "shr.s64"):
         bits = int(name[-2:])
-        made.append(
+        cases_.append(
             elementwise(
                 "integer", name, f"{name} %d, %a, %b;", [words(name, COUNT, bits), _few(name, 80)], _DTYPE[bits]
             )
@@ -105,61 +107,64 @@ def mixed_widths() -> list[Case]:
         bits = int(name[-2:])
         source = words(name, COUNT, bits)
         source[100:] >>= np.arange(COUNT - 100).astype(source.dtype) % source.dtype.type(bits)
-        made.append(elementwise("integer", name, f"{name} %d, %a;", [source], np.uint32))
-    for kind in ("u32", "s32", "u64", "s64"):
-        bits = int(kind[1:])
-        sources = [words(f"bfe {kind}", COUNT, bits), _few("position", 70), _few("length", 40)[::-1].copy()]
-        made.append(elementwise("integer", f"bfe.{kind}", f"bfe.{kind} %d, %a, %b, %c;", sources, _DTYPE[bits]))
+        cases_.append(elementwise("integer", name, f"{name} %d, %a;", [source], np.uint32))
+    for ptx_type in ("u32", "s32", "u64", "s64"):
+        bits = int(ptx_type[1:])
+        sources = [words(f"bfe {ptx_type}", COUNT, bits), _few("position", 70), _few("length", 40)[::-1].copy()]
+        cases_.append(
+            elementwise("integer", f"bfe.{ptx_type}", f"bfe.{ptx_type} %d, %a, %b, %c;", sources, _DTYPE[bits])
+        )
     for bits in (32, 64):
         code = f"mov.b{bits} %d, 0x5A5A; bfi.b{bits} %d, %a, %d, %b, %c;"
         sources = [words("bfi", COUNT, bits), _few("place", 70), _few("extent", 40)[::-1].copy()]
-        made.append(elementwise("integer", f"bfi.b{bits}", code, sources, _DTYPE[bits]))
-    return made
+        cases_.append(elementwise("integer", f"bfi.b{bits}", code, sources, _DTYPE[bits]))
+    return cases_
 
 
 def predicates() -> list[Case]:
-    made = []
-    for kind in ("s16", "u16", "s32", "u32", "s64", "u64"):
-        sources = [words(f"setp {kind}", COUNT, int(kind[1:]), i) for i in (0, 1)]
-        tests = ["eq", "ne", "lt", "le", "gt", "ge"] + (["lo", "ls", "hi", "hs"] if kind[0] == "u" else [])
-        made.append(_tests(f"setp.{kind}", kind, tests, sources))
+    cases_ = []
+    for ptx_type in ("s16", "u16", "s32", "u32", "s64", "u64"):
+        sources = [words(f"setp {ptx_type}", COUNT, int(ptx_type[1:]), i) for i in (0, 1)]
+        tests = ["eq", "ne", "lt", "le", "gt", "ge"] + (["lo", "ls", "hi", "hs"] if ptx_type[0] == "u" else [])
+        cases_.append(_tests(f"setp.{ptx_type}", ptx_type, tests, sources))
     floating = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
-    for kind in ("f32", "f64", "f16", "bf16"):
-        sources = [floats("setp", COUNT, 2, i, kind) for i in (0, 1)]
-        made.append(_tests(f"setp.{kind}", kind, floating, sources))
-    made.append(_tests("setp.ftz.f32", "ftz.f32", ["eq", "lt"], [floats("setp", COUNT, 2, i) for i in (0, 1)]))
+    for ptx_type in ("f32", "f64", "f16", "bf16"):
+        sources = [floats("setp", COUNT, 2, i, ptx_type) for i in (0, 1)]
+        cases_.append(_tests(f"setp.{ptx_type}", ptx_type, floating, sources))
+    cases_.append(_tests("setp.ftz.f32", "ftz.f32", ["eq", "lt"], [floats("setp", COUNT, 2, i) for i in (0, 1)]))
     code = """setp.lt.s32 %p2, %a, 0; setp.gt.and.s32 %p3|%p4, %a, %b, %p2; setp.eq.or.s32 %p5|%p6, %a, %b, %p2;
       selp.b32 %d, 1, 0, %p3; selp.b32 %r1, 2, 0, %p4; or.b32 %d, %d, %r1; selp.b32 %r1, 4, 0, %p5; or.b32 %d, %d, %r1;
       selp.b32 %r1, 8, 0, %p6; or.b32 %d, %d, %r1; xor.pred %p7, %p3, %p5; not.pred %p8, %p7; and.pred %p7, %p8, %p2;
       selp.b32 %r1, 16, 0, %p7; or.b32 %d, %d, %r1;"""
-    made.append(elementwise("integer", "setp.and.or", code, [words("both", COUNT, 32, i) for i in (0, 1)], np.uint32))
-    return made
+    cases_.append(elementwise("integer", "setp.and.or", code, [words("both", COUNT, 32, i) for i in (0, 1)], np.uint32))
+    return cases_
 
 
-def _tests(name: str, kind: str, tests: list[str], sources: list[Array]) -> Case:
+def _tests(name: str, ptx_type: str, tests: list[str], sources: list[Array]) -> Case:
     """One bit of the result per comparison."""
     lines = ["mov.b32 %d, 0;"]
     for index, test in enumerate(tests):
-        lines.append(f"setp.{test}.{kind} %p1, %a, %b; selp.b32 %r1, {1 << index}, 0, %p1; or.b32 %d, %d, %r1;")
+        lines.append(f"setp.{test}.{ptx_type} %p1, %a, %b; selp.b32 %r1, {1 << index}, 0, %p1; or.b32 %d, %d, %r1;")
     return elementwise("integer", name, " ".join(lines), sources, np.uint32)
 
 
 # -- atomics
-def own_cells(op: str, kind: str, space: str) -> Case:
+def own_cells(op: str, ptx_type: str, space: str) -> Case:
     """Each thread has its own cell: the old value and the new one are both known."""
-    bits = {"f16x2": 32, "bf16x2": 32, "f16": 16, "bf16": 16}.get(kind) or int(kind[1:])
+    bits = {"f16x2": 32, "bf16x2": 32, "f16": 16, "bf16": 16}.get(ptx_type) or int(ptx_type[1:])
     wide, tolerance = _DTYPE[bits], BITS
-    if kind[0] in "fb" and kind not in ("b32", "b64"):
-        scalar = kind.removesuffix("x2")
+    if ptx_type[0] in "fb" and ptx_type not in ("b32", "b64"):
+        scalar = ptx_type.removesuffix("x2")
         cells, values = (
-            floats(f"atom {kind}", 256 * (2 if kind.endswith("x2") else 1), 2, i, scalar).view(wide) for i in (0, 1)
+            floats(f"atom {ptx_type}", 256 * (2 if ptx_type.endswith("x2") else 1), 2, i, scalar).view(wide)
+            for i in (0, 1)
         )
         tolerance = Tolerance(scalar)
     else:
-        cells, values = (words(f"atom {kind}", 256, bits, i) for i in (0, 1))
+        cells, values = (words(f"atom {ptx_type}", 256, bits, i) for i in (0, 1))
     register = {16: "%h", 32: "%r", 64: "%rd"}[bits]
     size = bits // 8
-    name = f"{op}{'.noftz' if kind in ('f16', 'bf16', 'f16x2', 'bf16x2') else ''}.{kind}"
+    name = f"{op}{'.noftz' if ptx_type in ('f16', 'bf16', 'f16x2', 'bf16x2') else ''}.{ptx_type}"
     extra = f", {register}11" if op == "cas" else ""
     address, move, back = "[%rd71]", "", ""
     shared = ""
@@ -177,25 +182,27 @@ def own_cells(op: str, kind: str, space: str) -> Case:
     )
 
 
-def one_cell(op: str, kind: str, start: Any, value: str) -> Case:
+def one_cell(op: str, ptx_type: str, start: Any, value: str) -> Case:
     """All threads of two blocks meet in one cell; the result does not depend on their order."""
-    register = "%rd" if kind[1:] == "64" else "%f" if kind == "f32" else "%r"
+    register = "%rd" if ptx_type[1:] == "64" else "%f" if ptx_type == "f32" else "%r"
     body = f"""mov.u32 %r1, %ctaid.x; mad.lo.s32 %r1, %r1, 128, %r99; {value}
-      red.relaxed.gpu.global.{op}.{kind} [%rd0], {register}10;"""
-    return Case("atomic", f"contended.{op}.{kind}", body, (), (np.array([start]),), grid=2, block=128)
+      red.relaxed.gpu.global.{op}.{ptx_type} [%rd0], {register}10;"""
+    return Case("atomic", f"contended.{op}.{ptx_type}", body, (), (np.array([start]),), grid=2, block=128)
 
 
 def atomics() -> list[Case]:
-    made = []
+    cases_ = []
     for space in ("global", "shared"):
-        for kind in ("u32", "s32", "u64", "s64"):
-            made += [own_cells(op, kind, space) for op in ("add", "min", "max") if (op, kind) != ("add", "s64")]
-        made += [own_cells(op, "b32", space) for op in ("and", "or", "xor", "exch", "cas")]
-        made += [own_cells(op, "b64", space) for op in ("and", "exch", "cas")]
-        made += [own_cells(op, "u32", space) for op in ("inc", "dec")]
-        made += [own_cells("add", kind, space) for kind in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2")]
+        for ptx_type in ("u32", "s32", "u64", "s64"):
+            cases_ += [
+                own_cells(op, ptx_type, space) for op in ("add", "min", "max") if (op, ptx_type) != ("add", "s64")
+            ]
+        cases_ += [own_cells(op, "b32", space) for op in ("and", "or", "xor", "exch", "cas")]
+        cases_ += [own_cells(op, "b64", space) for op in ("and", "exch", "cas")]
+        cases_ += [own_cells(op, "u32", space) for op in ("inc", "dec")]
+        cases_ += [own_cells("add", ptx_type, space) for ptx_type in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2")]
     thread = "mov.b32 %r10, %r1;"
-    made += [
+    cases_ += [
         one_cell("add", "u32", np.uint32(7), thread),
         one_cell("max", "s32", np.int32(-5), "sub.s32 %r10, 100, %r1;"),
         one_cell("min", "s32", np.int32(5), "sub.s32 %r10, 100, %r1;"),
@@ -205,17 +212,18 @@ def atomics() -> list[Case]:
         one_cell("add", "u64", np.uint64(1 << 40), "cvt.u64.u32 %rd10, %r1;"),
     ]
     for form, count in (("v2.f32", 2), ("v4.f32", 4), ("v2.f16x2", 2), ("v4.bf16x2", 4)):
-        kind = form[3:].removesuffix("x2")
+        ptx_type = form[3:].removesuffix("x2")
         cells, values = (
-            floats(f"red {form}", 32 * count * (2 if "x2" in form else 1), 2, i, kind).view(np.uint32) for i in (0, 1)
+            floats(f"red {form}", 32 * count * (2 if "x2" in form else 1), 2, i, ptx_type).view(np.uint32)
+            for i in (0, 1)
         )
         loads = ", ".join(f"%r{10 + i}" for i in range(count))
         noftz = ".noftz" if "x2" in form else ""
         body = f"""mul.wide.u32 %rd70, %r99, {4 * count}; add.s64 %rd71, %rd70, %rd1; add.s64 %rd70, %rd70, %rd0;
           ld.global.v{count}.b32 {{{loads}}}, [%rd70];
           red.relaxed.gpu.global.add{noftz}.{form} [%rd71], {{{loads}}};"""
-        made.append(Case("atomic", f"global.add{noftz}.{form}", body, (values,), (cells,), Tolerance(kind)))
-    return made
+        cases_.append(Case("atomic", f"global.add{noftz}.{form}", body, (values,), (cells,), Tolerance(ptx_type)))
+    return cases_
 
 
 def special_registers() -> list[Case]:
@@ -261,10 +269,10 @@ def rare() -> list[Case]:
     """What compilers seldom emit and the emulator does not know."""
     three, two = " %d, %a, %b, %c;", " %d, %a, %b;"
     texts = [
-        *(f"mul24.{part}.{kind}{two}" for part in ("lo", "hi") for kind in ("u32", "s32")),
+        *(f"mul24.{part}.{ptx_type}{two}" for part in ("lo", "hi") for ptx_type in ("u32", "s32")),
         f"mad24.lo.u32{three}",
-        *(f"mad.hi.{kind}{three}" for kind in ("u32", "s32")),
-        *(f"sad.{kind}{three}" for kind in ("u32", "s32")),
+        *(f"mad.hi.{ptx_type}{three}" for ptx_type in ("u32", "s32")),
+        *(f"sad.{ptx_type}{three}" for ptx_type in ("u32", "s32")),
         *(f"dp2a.{part}.s32.u32{three}" for part in ("lo", "hi")),
         f"bmsk.clamp.b32{two}",
         f"bmsk.wrap.b32{two}",

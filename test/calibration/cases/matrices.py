@@ -19,7 +19,7 @@ from calibration.case import (
 from calibration.cases.copies import PLACE, SHARED, dump, fill
 from ptx_emulator.numerics import Array
 
-# Codes of small integers, whose products and sums are exact: -3..3 (0..3 where there is no sign).
+# Codes of small integers, whose products and sums are exact: -3..3 (0..3 for unsigned types).
 SMALL: dict[str, list[int]] = {
     "f16": [0xC200, 0xC000, 0xBC00, 0, 0x3C00, 0x4000, 0x4200],
     "bf16": [0xC040, 0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040],
@@ -33,24 +33,24 @@ SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def small(name: str, kind: str, words: int) -> Array:
+def small(name: str, ptx_type: str, words: int) -> Array:
     """`words` 32-bit words of small integers of a type."""
-    codes, size = SMALL[kind], SIZE[kind]
-    chosen = integers(f"{name} {kind}", words * 4 // size, 0, len(codes) - 1)
+    codes, size = SMALL[ptx_type], SIZE[ptx_type]
+    chosen = integers(f"{name} {ptx_type}", words * 4 // size, 0, len(codes) - 1)
     return np.array(codes, np.uint64)[chosen].astype(_UNSIGNED[size]).view(np.uint32)
 
 
-def random_operand(name: str, kind: str, words: int) -> Array:
+def random_operand(name: str, ptx_type: str, words: int) -> Array:
     """`words` 32-bit words of random finite numbers, about 1 in size."""
-    size = SIZE[kind]
-    if kind in ("s8", "u8"):
-        return raw(f"{name} {kind}", words)
-    if kind in ("e4m3", "e5m2"):
-        codes = raw(f"{name} {kind}", words * 4, 8)
-        limit = 0x30 if kind == "e4m3" else 0x38
+    size = SIZE[ptx_type]
+    if ptx_type in ("s8", "u8"):
+        return raw(f"{name} {ptx_type}", words)
+    if ptx_type in ("e4m3", "e5m2"):
+        codes = raw(f"{name} {ptx_type}", words * 4, 8)
+        limit = 0x30 if ptx_type == "e4m3" else 0x38
         return ((codes & np.uint8(0x80)) | (codes & np.uint8(0x7F)) % np.uint8(limit + 0x10)).view(np.uint32)
-    bits = raw(f"{name} {kind}", words * 4 // size, 64)
-    fraction, bias = {"f16": (10, 15), "bf16": (7, 127), "tf32": (23, 127)}[kind]
+    bits = raw(f"{name} {ptx_type}", words * 4 // size, 64)
+    fraction, bias = {"f16": (10, 15), "bf16": (7, 127), "tf32": (23, 127)}[ptx_type]
     found = (bits & np.uint64((1 << fraction) - 1)) | (bits >> np.uint64(60)) % np.uint64(5) + np.uint64(bias - 4) << (
         np.uint64(fraction)
     )
@@ -62,9 +62,9 @@ def random_operand(name: str, kind: str, words: int) -> Array:
 
 
 def loads_and_stores() -> list[Case]:
-    made = []
+    cases_ = []
     source = raw("matrices", 256)
-    # The rows lie in an order of their own: thread t gives row 7 t + 3.
+    # The rows are permuted: thread t holds row 7 t + 3.
     rows = f"{PLACE} mad.lo.s32 %r5, %r99, 7, 3; and.b32 %r5, %r5, 31; mad.lo.s32 %r5, %r5, 16, %r1;"
     for count in (1, 2, 4):
         for trans in ("", ".trans"):
@@ -72,11 +72,11 @@ def loads_and_stores() -> list[Case]:
             body = f"""{rows} {fill(1024, 0)}
               ldmatrix.sync.aligned.{form}.shared.b16 {registers("%r", 10, count)}, [%r5];
               {store_words("%r", 10, count, 1)}"""
-            made.append(Case("ldmatrix", form, body, (source,), (np.zeros(32 * count, np.uint32),), shared=SHARED))
+            cases_.append(Case("ldmatrix", form, body, (source,), (np.zeros(32 * count, np.uint32),), shared=SHARED))
             body = f"""{rows} {fill(1024, 0)} {load_words("%r", 10, count, 1)} bar.warp.sync -1;
               stmatrix.sync.aligned.{form}.shared.b16 [%r5], {registers("%r", 10, count)}; bar.warp.sync -1;
               {dump(1024, 2)}"""
-            made.append(
+            cases_.append(
                 Case(
                     "stmatrix",
                     form,
@@ -92,7 +92,7 @@ def loads_and_stores() -> list[Case]:
         body = f"""{rows} {fill(1024, 0)}
           ldmatrix.sync.aligned.{form}.shared.b8 {registers("%r", 10, 2 * count)}, [%r5];
           {store_words("%r", 10, 2 * count, 1)}"""
-        made.append(
+        cases_.append(
             Case("ldmatrix", form, body, (source,), (np.zeros(64 * count, np.uint32),), archs=blackwell, shared=SHARED)
         )
     for count in (1, 2, 4):
@@ -100,7 +100,7 @@ def loads_and_stores() -> list[Case]:
         body = f"""{rows} {fill(1024, 0)} {load_words("%r", 10, count, 1)} bar.warp.sync -1;
           stmatrix.sync.aligned.{form}.shared.b8 [%r5], {registers("%r", 10, count)}; bar.warp.sync -1;
           {dump(1024, 2)}"""
-        made.append(
+        cases_.append(
             Case(
                 "stmatrix",
                 form,
@@ -111,7 +111,7 @@ def loads_and_stores() -> list[Case]:
                 shared=SHARED,
             )
         )
-    return made
+    return cases_
 
 
 def mma(
@@ -166,7 +166,7 @@ SHAPES = [
 
 
 def products() -> list[Case]:
-    made = []
+    cases_ = []
     for shape, to, left, right in SHAPES:
         k = int(shape.split("k")[1])
         sizes = [16 * k * SIZE[left] // 4, 8 * k * SIZE[right] // 4, 128 if to != "f16" else 64]
@@ -177,7 +177,7 @@ def products() -> list[Case]:
             "f16": np.arange(-64, 64).astype(np.float16).view(np.uint32),
         }[to]
         seed = f"{shape}{to}"
-        made.append(
+        cases_.append(
             mma(
                 shape,
                 to,
@@ -193,7 +193,7 @@ def products() -> list[Case]:
         addend = c if to == "s32" else floats(seed, 128, 2, 2, to)[:128].view(np.uint32)
         if to != "s32":
             addend = np.where(np.arange(len(addend)) < 64, c, addend) if to == "f32" else c
-        made.append(
+        cases_.append(
             mma(
                 shape,
                 to,
@@ -207,7 +207,7 @@ def products() -> list[Case]:
             )
         )
     large = np.full(128, 2**31 - 1000, np.int32).view(np.uint32)
-    made += [
+    cases_ += [
         mma(
             "m16n8k32",
             "s32",
@@ -223,13 +223,23 @@ def products() -> list[Case]:
         )
         for form in ("", ".satfinite")
     ]
-    for kind in ("bf16", "f16"):
-        special = floats("mma special", 256, 3, 0, kind).view(np.uint32)[:128]
-        other = floats("mma special", 128, 3, 1, kind).view(np.uint32)[:64]
-        made.append(
-            mma("m16n8k16", "f32", kind, kind, "special", special, other, np.zeros(128, np.uint32), Tolerance("f32"))
+    for ptx_type in ("bf16", "f16"):
+        special = floats("mma special", 256, 3, 0, ptx_type).view(np.uint32)[:128]
+        other = floats("mma special", 128, 3, 1, ptx_type).view(np.uint32)[:64]
+        cases_.append(
+            mma(
+                "m16n8k16",
+                "f32",
+                ptx_type,
+                ptx_type,
+                "special",
+                special,
+                other,
+                np.zeros(128, np.uint32),
+                Tolerance("f32"),
+            )
         )
-    return made
+    return cases_
 
 
 def cases() -> list[Case]:

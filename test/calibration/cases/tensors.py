@@ -45,22 +45,22 @@ def loads(name: str, m: Map, places: list[tuple[int, ...]], source: Any, step: i
 
 
 def swizzles() -> list[Case]:
-    made = []
+    cases_ = []
     for swizzle in (0, 32, 64, 128):
-        for size, kind in KIND_OF_SIZE.items():
+        for size, ptx_type in KIND_OF_SIZE.items():
             inner = (swizzle or 48) // size
             source = raw(f"tma {swizzle} {size}", 64 * 256 // 4)
-            m = Map(1, kind, (200 // size, 60), (256,), (inner, 20), swizzle, offset=512)
+            m = Map(1, ptx_type, (200 // size, 60), (256,), (inner, 20), swizzle, offset=512)
             far = ((200 - inner * size // 2) // 16 * 16 // size, 50)
             places = [(0, 0), (16 // size, 3), far] if m.box_bytes <= 2048 else [(16 // size, 3), far]
-            made.append(loads(f"{kind}.swizzle{swizzle}", m, places, source))
+            cases_.append(loads(f"{ptx_type}.swizzle{swizzle}", m, places, source))
         if swizzle:  # tiles that do not begin where the pattern does
             m = Map(1, "u16", (64, 64), (256,), (swizzle // 2, 640 // swizzle), swizzle)
-            made.append(loads(f"steps of 640.swizzle{swizzle}", m, [(0, 0), (8, 9), (16, 21), (24, 40)], source, 640))
+            cases_.append(loads(f"steps of 640.swizzle{swizzle}", m, [(0, 0), (8, 9), (16, 21), (24, 40)], source, 640))
         if swizzle:  # rows that do not fill the pattern's
             m = Map(1, "u16", (64, 64), (256,), (swizzle // 4, 24), swizzle)
-            made.append(loads(f"narrow.swizzle{swizzle}", m, [(8, 1)], raw("narrow", 64 * 256 // 4), 24 * swizzle))
-    return made
+            cases_.append(loads(f"narrow.swizzle{swizzle}", m, [(8, 1)], raw("narrow", 64 * 256 // 4), 24 * swizzle))
+    return cases_
 
 
 def ranks() -> list[Case]:
@@ -77,35 +77,35 @@ def ranks() -> list[Case]:
             [(0, 0, 0, 0, 0), (8, 4, 2, 2, 2), (-8, -1, -1, -1, -1)],
         ),
     ]
-    made = [
+    cases_ = [
         loads(f"rank{len(sizes)}", Map(1, "u16", sizes, strides, box), places, source)
         for sizes, strides, box, places in shapes
     ]
     # Strides need not be those of a packed tensor: rows that overlap, and a dimension that stands still.
-    made.append(loads("overlap", Map(1, "f32", (16, 20, 4), (16, 16), (16, 8, 3)), [(0, 5, 1)], source))
+    cases_.append(loads("overlap", Map(1, "f32", (16, 20, 4), (16, 16), (16, 8, 3)), [(0, 5, 1)], source))
     values_ = floats("tma floats", 4096, 100)
-    for kind in ("f32", "f32.ftz", "tf32", "tf32.ftz", "f16", "bf16", "f64", "s32"):
-        size = TYPES[kind][2]
-        m = Map(1, kind, (64 // size, 30), (64,), (64 // size, 16))
-        made.append(loads(f"type.{kind}", m, [(0, 0), (-32 // size, 20)], values_))
+    for ptx_type in ("f32", "f32.ftz", "tf32", "tf32.ftz", "f16", "bf16", "f64", "s32"):
+        size = TYPES[ptx_type][2]
+        m = Map(1, ptx_type, (64 // size, 30), (64,), (64 // size, 16))
+        cases_.append(loads(f"type.{ptx_type}", m, [(0, 0), (-32 // size, 20)], values_))
     starts = [0x3F800000, 0xC0000000, 0x7F7FE000, 0x7F7FC000, 0x00800000, 0, 0x80000000, 0x3FFFE000]
     steps = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000], np.uint32)
     ties = (np.array(starts, np.uint32)[:, None] + steps).reshape(-1)
     ties[:8] = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7FF000]
     m = Map(1, "tf32", (16, 4), (64,), (16, 4))
-    made.append(loads("type.tf32.ties", m, [(0, 0)], ties))
-    for kind in ("f16", "bf16", "f32", "tf32", "f64"):
-        size = TYPES[kind][2]
-        m = Map(1, kind, (60 // size, 20), (64,), (32 // size, 8), nan_fill=True)
-        name = "nan_fill" if kind == "f16" else f"nan_fill.{kind}"
-        made.append(loads(name, m, [(48 // size, 16), (-16 // size, -3)], source, refused=True))
+    cases_.append(loads("type.tf32.ties", m, [(0, 0)], ties))
+    for ptx_type in ("f16", "bf16", "f32", "tf32", "f64"):
+        size = TYPES[ptx_type][2]
+        m = Map(1, ptx_type, (60 // size, 20), (64,), (32 // size, 8), nan_fill=True)
+        name = "nan_fill" if ptx_type == "f16" else f"nan_fill.{ptx_type}"
+        cases_.append(loads(name, m, [(48 // size, 16), (-16 // size, -3)], source, refused=True))
     m = Map(1, "u16", (30, 20), (64,), (16, 8), steps=(1, 2))
-    made.append(loads("element_strides", m, [(8, 3)], source, refused=True))
-    return made
+    cases_.append(loads("element_strides", m, [(8, 3)], source, refused=True))
+    return cases_
 
 
 def multicast() -> list[Case]:
-    made = []
+    cases_ = []
     m = Map(0, "u16", (64, 64), (128,), (64, 8), 128)
     for name, mask, leader in (("all", 3, 0), ("peer", 2, 0), ("both", 3, -1)):
         # With `both`, each block loads its half of the rows for the two of them.
@@ -122,7 +122,7 @@ def multicast() -> list[Case]:
           cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
             [%r9], [%rd80, {{0, %r7}}], [%r3], %h1;
           W: {wait} {dump(2048, 5)} {joined}"""
-        made.append(
+        cases_.append(
             Case(
                 "tma.load",
                 f"multicast.{name}",
@@ -135,7 +135,7 @@ def multicast() -> list[Case]:
                 maps=(m,),
             )
         )
-    return made
+    return cases_
 
 
 def _zeros(size: int) -> str:
@@ -143,17 +143,17 @@ def _zeros(size: int) -> str:
 
 
 def stores() -> list[Case]:
-    made = []
+    cases_ = []
     for swizzle in (0, 32, 64, 128):
-        for size, kind in ((1, "u8"), (2, "bf16"), (4, "f32")):
+        for size, ptx_type in ((1, "u8"), (2, "bf16"), (4, "f32")):
             inner = (swizzle or 64) // size
-            m = Map(1, kind, (96 // size, 28), (128,), (inner, 16), swizzle)
+            m = Map(1, ptx_type, (96 // size, 28), (128,), (inner, 16), swizzle)
             places = [(0, 0), (96 // size - inner // 2, 20)]
-            made.append(_store(f"{kind}.swizzle{swizzle}", m, places, "", raw("tile", 1024), raw("under", 1024)))
+            cases_.append(_store(f"{ptx_type}.swizzle{swizzle}", m, places, "", raw("tile", 1024), raw("under", 1024)))
         if swizzle:
             m = Map(1, "u16", (48, 28), (128,), (swizzle // 4, 16), swizzle)
-            made.append(_store(f"narrow.swizzle{swizzle}", m, [(8, 2)], "", raw("tile", 1024), raw("under", 1024)))
-    made.append(
+            cases_.append(_store(f"narrow.swizzle{swizzle}", m, [(8, 2)], "", raw("tile", 1024), raw("under", 1024)))
+    cases_.append(
         _store(
             "rank3",
             Map(1, "u16", (24, 7, 5), (64, 512), (16, 4, 3)),
@@ -163,15 +163,17 @@ def stores() -> list[Case]:
             raw("under", 1024),
         )
     )
-    for kind, operations in REDUCTIONS.items():
-        size = TYPES[kind][2]
+    for ptx_type, operations in REDUCTIONS.items():
+        size = TYPES[ptx_type][2]
         for op in operations.split():
-            if kind == "s64":
+            if ptx_type == "s64":
                 continue
-            source, target, tolerance = values(kind, 4096 // size, "tma")
-            m = Map(1, kind, (48 // size, 20), (64,), (32 // size, 16), 32)
-            made.append(_store(f"{op}.{kind}", m, [(0, 0), (32 // size, 10)], f".{op}", source, target, tolerance))
-    return made
+            source, target, tolerance = values(ptx_type, 4096 // size, "tma")
+            m = Map(1, ptx_type, (48 // size, 20), (64,), (32 // size, 16), 32)
+            cases_.append(
+                _store(f"{op}.{ptx_type}", m, [(0, 0), (32 // size, 10)], f".{op}", source, target, tolerance)
+            )
+    return cases_
 
 
 def _store(
@@ -210,7 +212,7 @@ def _store(
 
 def edits() -> list[Case]:
     """A tensor map copied to shared memory, edited there, released to global memory, and used."""
-    made = []
+    cases_ = []
     size = 2048
     change: dict[str, list[str]] = {
         "global_address": ["tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r5], %rd6;"],
@@ -241,7 +243,7 @@ def edits() -> list[Case]:
           cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
             [%r1], [%rd3, {{8, 2}}], [%r3];
           W: {WAIT} {dump(size, 2)} mov.b32 %r7, 0; add.s64 %rd7, %rd3, %rd5; st.global.b32 [%rd7], %r7;"""
-        made.append(
+        cases_.append(
             Case(
                 "tma.edit",
                 name,
@@ -253,8 +255,8 @@ def edits() -> list[Case]:
                 refused=name in refused,
             )
         )
-    made.append(in_global())
-    return made
+    cases_.append(in_global())
+    return cases_
 
 
 def in_global() -> Case:
@@ -283,7 +285,7 @@ def in_global() -> Case:
 def encodings() -> list[Case]:
     """The 128 bytes of tensor maps: the driver's against our own."""
     square: dict[str, Any] = {"sizes": (64, 96), "strides": (512,), "box": (16, 24)}
-    maps = {f"type.{kind}": Map(-1, kind, (64, 96), (1024,), (16, 24)) for kind in TYPES}
+    maps = {f"type.{ptx_type}": Map(-1, ptx_type, (64, 96), (1024,), (16, 24)) for ptx_type in TYPES}
     maps |= {
         f"swizzle{s}": Map(-1, "bf16", **{**square, "box": (max(s, 32) // 2, 24)}, swizzle=s) for s in (32, 64, 128)
     }

@@ -10,14 +10,14 @@ COUNT = 128
 
 
 def shuffles() -> list[Case]:
-    made = []
+    cases_ = []
     values = words("shfl", COUNT)
     for mode in ("up", "down", "bfly", "idx"):
         lane = integers(f"shfl {mode}", COUNT, 0, 40).astype(np.uint32)
         for control in (0x1F, 0, 0x181F, 0x1C03, 0x100F):
             code = f"shfl.sync.{mode}.b32 %d|%p1, %a, %b, {control}, -1; @%p1 xor.b32 %d, %d, 0x55555555;"
-            made.append(elementwise("warp", f"shfl.{mode}.{control:#x}", code, [values, lane], np.uint32))
-    return made
+            cases_.append(elementwise("warp", f"shfl.{mode}.{control:#x}", code, [values, lane], np.uint32))
+    return cases_
 
 
 def votes() -> list[Case]:
@@ -25,30 +25,30 @@ def votes() -> list[Case]:
     values = raw("vote", COUNT)
     values[:32] |= np.uint32(1)
     values[32:64] &= np.uint32(0xFFFFFFFE)
-    made = [elementwise("warp", "vote.ballot", f"{test} vote.sync.ballot.b32 %d, %p1, -1;", [values], np.uint32)]
+    cases_ = [elementwise("warp", "vote.ballot", f"{test} vote.sync.ballot.b32 %d, %p1, -1;", [values], np.uint32)]
     for mode in ("all", "any", "uni"):
         code = f"{test} vote.sync.{mode}.pred %p2, %p1, -1; selp.b32 %d, 1, 0, %p2;"
-        made.append(elementwise("warp", f"vote.{mode}", code, [values], np.uint32))
+        cases_.append(elementwise("warp", f"vote.{mode}", code, [values], np.uint32))
     few = values % np.uint32(5)
     few[:32] = 7
-    made.append(elementwise("warp", "match.any.b32", "match.any.sync.b32 %d, %a, -1;", [few], np.uint32))
-    made.append(
+    cases_.append(elementwise("warp", "match.any.b32", "match.any.sync.b32 %d, %a, -1;", [few], np.uint32))
+    cases_.append(
         elementwise("warp", "match.any.b64", "match.any.sync.b64 %d, %a, -1;", [few.astype(np.uint64) << 33], np.uint32)
     )
     code = "match.all.sync.b32 %d|%p1, %a, -1; @%p1 xor.b32 %d, %d, 0x0F0F0F0F;"
-    made.append(elementwise("warp", "match.all.b32", code, [few], np.uint32))
-    made += [
+    cases_.append(elementwise("warp", "match.all.b32", code, [few], np.uint32))
+    cases_ += [
         elementwise("warp", f"redux.{op}", f"redux.sync.{op} %d, %a, -1;", [words(op, COUNT)], np.uint32)
         for op in ("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32")
     ]
     for op in ("min", "max.abs", "max.NaN"):
         code = f"redux.sync.{op}.f32 %d, %a, -1;"
-        made.append(
+        cases_.append(
             elementwise(
                 "warp", f"redux.{op}.f32", code, [floats(op, COUNT, 8)], np.uint32, Tolerance("f32"), archs=("sm_100a",)
             )
         )
-    return made
+    return cases_
 
 
 def divergence() -> list[Case]:

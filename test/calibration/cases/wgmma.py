@@ -32,7 +32,7 @@ def _strides(mode: str, k_major: bool, extent: int) -> tuple[int, int]:
 
 def multiply(
     name: str,
-    kinds: tuple[str, str, str],
+    ptx_types: tuple[str, str, str],
     n: int,
     image: tuple[Array, Array],
     *,
@@ -47,7 +47,7 @@ def multiply(
 ) -> Case:
     """D = A B + D for 64 x n; `majors` says whether A and B are K-major ("k") or not ("m"). `steps` multiplications in
     a row, whose descriptors advance by `advance` bytes."""
-    to, left, right = kinds
+    to, left, right = ptx_types
     k = 32 // max(SIZE[left], 1)
     count = n // 2 if to != "f16" else n // 4
     lines = [
@@ -81,7 +81,7 @@ def multiply(
         if step + 1 < steps:
             lines += [f"add.s64 %rd{10 + i}, %rd{10 + i}, {advance[i] >> 4};" for i in (0, 1)]
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
-    # Registers go to rows of their own index, so that neighbouring threads write neighbouring words.
+    # Register i goes to row i, so that neighbouring threads write neighbouring words.
     lines.append("mul.wide.u32 %rd70, %r99, 4; add.s64 %rd70, %rd70, %rd3;")
     lines += [f"st.global.b32 [%rd70+{512 * i}], %r{100 + i};" for i in range(count)]
     if addend is None:
@@ -106,23 +106,28 @@ def images(left: str, right: str) -> tuple[Array, Array]:
 
 
 def layouts() -> list[Case]:
-    made = []
-    for kind, to in (("bf16", "f32"), ("f16", "f32")):
+    cases_ = []
+    for ptx_type, to in (("bf16", "f32"), ("f16", "f32")):
         for majors in ("kk", "mk", "km", "mm"):
             for mode in MODES:
                 # An MN-major operand of a swizzle wider than B's columns: N must fill the swizzle's row.
                 n = 16 if majors[1] == "k" else max(16, SPAN[mode] // 2)
-                made.append(
+                cases_.append(
                     multiply(
-                        f"{majors} {mode}", (to, kind, kind), n, images(kind, kind), mode=(mode, mode), majors=majors
+                        f"{majors} {mode}",
+                        (to, ptx_type, ptx_type),
+                        n,
+                        images(ptx_type, ptx_type),
+                        mode=(mode, mode),
+                        majors=majors,
                     )
                 )
-    made.append(
+    cases_.append(
         multiply(
             "km sw128 n96", ("f32", "bf16", "bf16"), 192, images("bf16", "bf16"), mode=("sw64", "sw128"), majors="km"
         )
     )
-    for kinds in (
+    for ptx_types in (
         ("f32", "tf32", "tf32"),
         ("f32", "e4m3", "e4m3"),
         ("f32", "e5m2", "e5m2"),
@@ -133,38 +138,49 @@ def layouts() -> list[Case]:
         ("s32", "s8", "u8"),
         ("s32", "u8", "s8"),
     ):
-        made += [multiply(f"kk {mode}", kinds, 16, images(*kinds[1:]), mode=(mode, mode)) for mode in MODES]
-    made += [
-        multiply("kk sw64", ("f16", kind, kind), 32, images(kind, kind), mode=("sw64", "sw64"))
-        for kind in ("f16", "e4m3", "e5m2")
+        cases_ += [multiply(f"kk {mode}", ptx_types, 16, images(*ptx_types[1:]), mode=(mode, mode)) for mode in MODES]
+    cases_ += [
+        multiply("kk sw64", ("f16", ptx_type, ptx_type), 32, images(ptx_type, ptx_type), mode=("sw64", "sw64"))
+        for ptx_type in ("f16", "e4m3", "e5m2")
     ]
-    return made
+    return cases_
 
 
 def variants() -> list[Case]:
-    made = []
-    for kind in ("bf16", "tf32", "e4m3", "s8"):
-        to = "s32" if kind == "s8" else "f32"
-        pair = images(kind, kind)
+    cases_ = []
+    for ptx_type in ("bf16", "tf32", "e4m3", "s8"):
+        to = "s32" if ptx_type == "s8" else "f32"
+        pair = images(ptx_type, ptx_type)
         sizes = (8, 16, 24, 64, 128, 256)
-        made += [multiply(f"n{n}", (to, kind, kind), n, pair, mode=("sw32", "sw32")) for n in sizes]
-        made.append(multiply("registers", (to, kind, kind), 32, pair, mode=("none", "sw128"), in_registers=True))
-        made.append(multiply("no addend", (to, kind, kind), 16, pair, scale_d="p0", mode=("sw32", "sw32")))
-        made.append(
-            multiply("four steps", (to, kind, kind), 16, pair, mode=("sw128", "sw128"), steps=4, advance=(32, 32))
+        cases_ += [multiply(f"n{n}", (to, ptx_type, ptx_type), n, pair, mode=("sw32", "sw32")) for n in sizes]
+        cases_.append(
+            multiply("registers", (to, ptx_type, ptx_type), 32, pair, mode=("none", "sw128"), in_registers=True)
         )
-        if kind in ("bf16", "tf32", "e4m3"):
-            made += [
-                multiply(f"signs {signs[0]} {signs[1]}", (to, kind, kind), 16, pair, signs=signs, mode=("sw64", "sw64"))
+        cases_.append(multiply("no addend", (to, ptx_type, ptx_type), 16, pair, scale_d="p0", mode=("sw32", "sw32")))
+        cases_.append(
+            multiply(
+                "four steps", (to, ptx_type, ptx_type), 16, pair, mode=("sw128", "sw128"), steps=4, advance=(32, 32)
+            )
+        )
+        if ptx_type in ("bf16", "tf32", "e4m3"):
+            cases_ += [
+                multiply(
+                    f"signs {signs[0]} {signs[1]}",
+                    (to, ptx_type, ptx_type),
+                    16,
+                    pair,
+                    signs=signs,
+                    mode=("sw64", "sw64"),
+                )
                 for signs in ((-1, 1), (1, -1), (-1, -1))
             ]
     pair = images("f16", "f16")
-    made.append(
+    cases_.append(
         multiply(
             "registers mm", ("f32", "f16", "f16"), 64, pair, mode=("none", "sw128"), majors="km", in_registers=True
         )
     )
-    made.append(
+    cases_.append(
         multiply(
             "four steps registers",
             ("f32", "f16", "f16"),
@@ -176,22 +192,22 @@ def variants() -> list[Case]:
             in_registers=True,
         )
     )
-    made.append(multiply("f16 no addend", ("f16", "f16", "f16"), 64, pair, mode=("sw32", "sw32"), scale_d="p0"))
-    return made
+    cases_.append(multiply("f16 no addend", ("f16", "f16", "f16"), 64, pair, mode=("sw32", "sw32"), scale_d="p0"))
+    return cases_
 
 
 def random_data() -> list[Case]:
     """Sums that are not exact: their bits show how the chip forms them."""
-    made = []
-    forms = [("f32", kind, steps) for kind in ("bf16", "f16", "tf32", "e4m3", "e5m2") for steps in (1, 4)]
+    cases_ = []
+    forms = [("f32", ptx_type, steps) for ptx_type in ("bf16", "f16", "tf32", "e4m3", "e5m2") for steps in (1, 4)]
     forms += [("f16", "f16", 4), ("f16", "e4m3", 4), ("f16", "e5m2", 4), ("s32", "s8", 4), ("s32", "u8", 4)]
-    for to, kind, steps in forms:
-        pair = (random_operand("image a", kind, A_BYTES // 4), random_operand("image b", kind, B_BYTES // 4))
+    for to, ptx_type, steps in forms:
+        pair = (random_operand("image a", ptx_type, A_BYTES // 4), random_operand("image b", ptx_type, B_BYTES // 4))
         n, addend = (16, np.zeros(128 * 8, np.uint32)) if to == "f32" else (32, None)
-        made.append(
+        cases_.append(
             multiply(
                 f"random {steps}",
-                (to, kind, kind),
+                (to, ptx_type, ptx_type),
                 n,
                 pair,
                 mode=("sw128", "sw128"),
@@ -200,17 +216,19 @@ def random_data() -> list[Case]:
                 addend=addend,
             )
         )
-    return made
+    return cases_
 
 
 def subnormal() -> list[Case]:
     """Operands of A below the normal range: what their exponents count as decides what is cut off."""
-    made = []
-    for kind, mask in (("f16", 0x83FF83FF), ("bf16", 0x807F807F), ("e4m3", 0x87878787), ("e5m2", 0x83838383)):
-        a = random_operand("image a", kind, A_BYTES // 4) & np.uint32(mask)
-        b = random_operand("image b", kind, B_BYTES // 4)
-        made.append(multiply("subnormal", ("f32", kind, kind), 16, (a, b), mode=("sw128", "sw128"), scale_d="p0"))
-    return made
+    cases_ = []
+    for ptx_type, mask in (("f16", 0x83FF83FF), ("bf16", 0x807F807F), ("e4m3", 0x87878787), ("e5m2", 0x83838383)):
+        a = random_operand("image a", ptx_type, A_BYTES // 4) & np.uint32(mask)
+        b = random_operand("image b", ptx_type, B_BYTES // 4)
+        cases_.append(
+            multiply("subnormal", ("f32", ptx_type, ptx_type), 16, (a, b), mode=("sw128", "sw128"), scale_d="p0")
+        )
+    return cases_
 
 
 def cases() -> list[Case]:

@@ -1,4 +1,4 @@
-"""Whole kernels on fixed inputs, in the emulator or on a Hopper GPU, whose results are kept beside this file.
+"""Whole kernels on fixed inputs, in the emulator or on a Hopper GPU, whose results are stored next to this file.
 
 PYTHONPATH=python:kernels:test python -m emulator.golden.kernels FILE    # on a GPU: writes FILE
 """

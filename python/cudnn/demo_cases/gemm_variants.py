@@ -1,4 +1,4 @@
-"""The combinations in which the dense fused GEMMs are tried, on any architecture: those that their rules allow."""
+"""Variants of the dense fused GEMMs that the tests and ``cudnn selftest`` run: all that ``check_support`` accepts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAJORS = tuple("".join(majors) for majors in itertools.product("mk", "nk", "mn"
 
 @dataclass(frozen=True)
 class Variant:
-    """One combination. Types are PyTorch's names; ``uint8`` holds packed pairs of four-bit elements.
+    """One variant. Types are PyTorch's names; ``uint8`` holds packed pairs of four-bit elements.
 
-    ``shape`` is (m, n, k, l), ``majors`` those of A, B and the results. ``out`` is the type of the last result,
-    ``side`` that of ab12 or c. ``scale`` is that of the operands' scale factors, ``""`` for none; ``vector`` elements
-    share one.
+    ``shape`` is (m, n, k, l). ``majors`` has the major modes of A, B and the results. ``out`` is the type of the last
+    result, ``side`` that of ab12 or c. ``scale`` is the type of the scale factors, ``""`` without; ``vector`` is the
+    number of elements per scale factor.
     """
 
     api: str
@@ -49,7 +49,7 @@ class Variant:
 
     @property
     def quantises(self) -> bool:
-        """Whether the last result has scale factors, where the API has some."""
+        """Whether the last result has scale factors, if the API supports them."""
         return self.out in (E4M3, E5M2)
 
     def __str__(self) -> str:
@@ -61,43 +61,43 @@ class Variant:
 
 @functools.cache
 def variants(arch: str) -> list[Variant]:
-    """All of them. On sm_90a tile and cluster choose nothing: one of those that differ in nothing else."""
+    """All variants. On sm_90a tile and cluster have no effect, so variants that differ only in them count once."""
     from cudnn.demo_cases.dense import supported
     from cudnn.fused.layouts import Matrix
 
     if arch == "sm_90a":
-        first: dict[Variant, Variant] = {}
+        distinct: dict[Variant, Variant] = {}
         for variant in variants("sm_100a"):
-            first.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
-        return list(first.values())
-    found: dict[Variant, None] = {}
+            distinct.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
+        return list(distinct.values())
+    allowed: dict[Variant, None] = {}
     for name in registry.gemms():
         api: Any = registry.find(name)
         further = [x for x in api.tensors if isinstance(x.layout, Matrix) and x.name not in ("a", "b", api.result[0])]
         for v in _candidates(name):
-            if (further or v.side == BF16) and v not in found and supported(v):
-                found[v] = None
-    return list(found)
+            if (further or v.side == BF16) and v not in allowed and supported(v):
+                allowed[v] = None
+    return list(allowed)
 
 
 def sample(arch: str, count: int) -> list[Variant]:
-    """About ``count`` of them, always the same, evenly spread."""
-    every = variants(arch)
-    return every[3 :: max(1, len(every) // count)]
+    """About ``count`` variants, evenly spaced and always the same."""
+    all_variants = variants(arch)
+    return all_variants[3 :: max(1, len(all_variants) // count)]
 
 
-def _variant(api: str, tiling: Tiling, dtype: str, **given: object) -> Variant:
-    """On what one cluster computes at a time, but four tiles where that is one, with some k tiles."""
+def _variant(api: str, tiling: Tiling, dtype: str, **fields: object) -> Variant:
+    """A variant with one wave of a cluster (four tiles if that is a single tile) and a few k tiles."""
     (rows, columns), (across, down) = tile, cluster = tiling
     batch = 2 if cluster == (1, 1) else 1
     k = {FP4: 512, BYTES: 512, E4M3: 256, E5M2: 256, F32: 96}.get(dtype, 160)
     shape = (128 * across, columns * down, k, batch)
     assert shape[0] % rows == 0
-    return Variant(api, shape, dtype, tile=tile, cluster=cluster, **given)  # type: ignore[arg-type]
+    return Variant(api, shape, dtype, tile=tile, cluster=cluster, **fields)  # type: ignore[arg-type]
 
 
 def _candidates(api: str) -> Iterator[Variant]:
-    """For any dense GEMM: block-scaled operands, plain ones, quantised results, in every tiling and of every major."""
+    """Candidates for any dense GEMM: block-scaled and plain operands, quantized results, all tilings and majors."""
     for (scale, vector), tiling in itertools.product(_SCALES, _TILINGS):
         yield _variant(api, tiling, FP4, scale=scale, vector=vector)
     for (scale, vector), (side, out), tiling in itertools.product(_SCALES, _STORED, (_ONE, _PAIRS)):

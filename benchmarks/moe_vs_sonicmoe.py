@@ -1,16 +1,16 @@
-"""The MoE layer beside SonicMoE, in turns: two processes, each told in turn to run a pass for a while.
+"""The MoE layer compared with SonicMoE: two processes that run each pass alternately.
 
-    python benchmarks/moe_turns.py FOLDER [SECONDS] [SHAPE ...]
+    python benchmarks/moe_vs_sonicmoe.py FOLDER [SECONDS] [SHAPE ...]
 
-FOLDER has SonicMoE, its benchmark, and the CuTe DSL that it needs, as `cudnn bench moe --sonicmoe` takes it. SHAPE is
-tokens,hidden,intermediate,experts,top_k, with `,zipf` for experts by Zipf's law; without, the three of `cudnn bench
-moe`. SECONDS, 150, are those of the turns: SonicMoE compiles for more than a minute before.
+FOLDER holds SonicMoE, its benchmark, and its version of the CuTe DSL, like that of `cudnn bench moe --sonicmoe`. SHAPE
+is tokens,hidden,intermediate,experts,top_k, with `,zipf` for a Zipf distribution over experts; default: the three
+shapes of `cudnn bench moe`. SECONDS (150) is the measuring time; before it SonicMoE compiles for more than a minute.
 
-Both have the same tokens, router and rule, a softmax of the chosen experts' logits, and weights from one distribution.
-SonicMoE's benchmark runs first; its passes are kept, and so stay what it measures. When nothing else runs, its tuners
-forget what they chose, and choose again. A pass has turns of 0.2 s, of which the last 60 per cent of the calls count,
-by CUDA events; of the two, chance says which is first. A ratio is SonicMoE's time over ours, the median over the turns,
-with the interval in which the median of 95 per cent of random draws with repetition lies.
+Both layers have the same tokens, router and top-k rule (a softmax of the selected experts' logits), and weights from
+one distribution. SonicMoE's benchmark runs first, and the passes that it times are recorded. Its autotuners are then
+reset, so that they tune again while nothing else runs. A pass runs in slices of 0.2 s; CUDA events time the last 60
+percent of the calls. The order of the two layers is random. A ratio is SonicMoE's time divided by ours: the median over
+the slices, with a 95 percent bootstrap confidence interval.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ import torch
 
 SHAPES = ("32768,2048,768,128,8", "32768,4096,1024,128,8", "32768,4096,256,128,8")
 PASSES = ("forward", "both", "inference")
-TURN = 0.2
+SECONDS_PER_RUN = 0.2
 Passes = Mapping[str, Callable[[], Any]]
 
 
 def sizes(shape: str) -> list[int]:
-    """Tokens, hidden and intermediate size, experts, experts of a token."""
+    """Tokens, hidden and intermediate size, experts, top-k."""
     return [int(x) for x in shape.split(",")[:5]]
 
 
 def fill(shape: str, x: torch.Tensor, router: torch.Tensor, weights: Sequence[torch.Tensor]) -> float:
-    """Fills tensors with what both layers get. Returns how many times the mean the busiest expert has."""
+    """Fills the tensors of a layer. Returns the load of the busiest expert, relative to the mean."""
     draw = torch.Generator(x.device).manual_seed(7)
     tokens = torch.randn(sizes(shape)[:2], generator=draw, device=x.device)
     rows = torch.randn(router.shape, generator=draw, device=x.device) * router.shape[1] ** -0.5
@@ -62,7 +62,7 @@ def fill(shape: str, x: torch.Tensor, router: torch.Tensor, weights: Sequence[to
 
 
 def measure(run: Callable[[], Any], seconds: float) -> float:
-    """Milliseconds of a call: the median of the last 60 per cent of those that fill the time."""
+    """Milliseconds of a call: the median over the last 60 percent of the calls in ``seconds``."""
     start = time.perf_counter()
     for _ in range(3):
         run()
@@ -79,7 +79,7 @@ def measure(run: Callable[[], Any], seconds: float) -> float:
 
 
 def without_gradients(tensors: Sequence[torch.Tensor], run: Callable[[], Any]) -> Callable[[], Any]:
-    """A call that begins without old gradients, so that none is added to another."""
+    """A call that first resets the gradients, so that none are accumulated."""
 
     def call() -> None:
         for tensor in tensors:
@@ -90,7 +90,7 @@ def without_gradients(tensors: Sequence[torch.Tensor], run: Callable[[], Any]) -
 
 
 def ours(shape: str) -> tuple[Passes, float]:
-    """Passes of ``cudnn.nn.MoE``, and the busiest expert."""
+    """Passes of ``cudnn.nn.MoE``, and the relative load of the busiest expert."""
     import cudnn
 
     tokens, *layer_sizes = sizes(shape)
@@ -103,22 +103,22 @@ def ours(shape: str) -> tuple[Passes, float]:
 
 
 def sonicmoe(shape: str) -> tuple[Passes, float]:
-    """Those of SonicMoE's benchmark, by what it times: with gradients, without, and both passes."""
+    """Passes that SonicMoE's benchmark times: forward with gradients, inference, and forward plus backward."""
     import triton.testing  # pyright: ignore[reportMissingImports]
 
-    timed, kept = triton.testing.do_bench, []
+    do_bench, recorded = triton.testing.do_bench, []
 
-    def keep(run: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+    def record(run: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
         frame, files = sys._getframe(1), []
         while frame is not None and len(files) < 6:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back
         if any("autotun" in file for file in files):
-            return timed(run, *arguments, **options)
-        kept.append((run, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
-        return timed(run, **{**options, "warmup": 5, "rep": 10})
+            return do_bench(run, *arguments, **options)
+        recorded.append((run, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
+        return do_bench(run, **{**options, "warmup": 5, "rep": 10})
 
-    triton.testing.do_bench = keep
+    triton.testing.do_bench = record
     sys.argv = ["bench/moe-cute.py", "--thiek", ",".join(map(str, sizes(shape))), "--skip_test"]
     sys.path[0] = "bench"
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -131,85 +131,88 @@ def sonicmoe(shape: str) -> tuple[Passes, float]:
     weights = [o for o in parameters if o.numel() in (experts * hidden * inner, 2 * experts * hidden * inner)]
     busiest = [fill(shape, x, router, weights) for x in given]
     leaves = [*given, *parameters]
-    calls = [without_gradients(leaves, run if grad else torch.no_grad()(run)) for run, grad in kept]
+    calls = [without_gradients(leaves, run if grad else torch.no_grad()(run)) for run, grad in recorded]
     for forget in (o for o in gc.get_objects() if type(o).__name__ == "Autotuner" and hasattr(o, "cache")):
         forget.cache.clear()
     times = [measure(call, 0.1) for call in calls]
-    found: dict[str, Callable[[], Any]] = {}
-    for call, (_, grad), seconds in zip(calls, kept, times, strict=True):
-        found.setdefault("inference" if not grad else "forward" if seconds < 2 * times[0] else "both", call)
-    if "inference" not in found:
-        found["inference"] = torch.no_grad()(found["forward"])
-    return found, busiest[-1]
+    passes: dict[str, Callable[[], Any]] = {}
+    for call, (_, grad), seconds in zip(calls, recorded, times, strict=True):
+        passes.setdefault("inference" if not grad else "forward" if seconds < 2 * times[0] else "both", call)
+    if "inference" not in passes:
+        passes["inference"] = torch.no_grad()(passes["forward"])
+    return passes, busiest[-1]
 
 
 def serve(which: str, shape: str, address: str) -> None:
-    """A process of one layer: makes it when told to, then times passes, until told to end."""
-    with Client(address, "AF_UNIX") as line:
-        line.recv()
+    """Main loop of a layer's process: creates the layer on request, then times passes until it receives None."""
+    with Client(address, "AF_UNIX") as connection:
+        connection.recv()
         with contextlib.redirect_stdout(sys.stderr):
             passes, busiest = {"ours": ours, "sonicmoe": sonicmoe}[which](shape)
-        line.send((list(passes), busiest))
-        while (asked := line.recv()) is not None:
-            line.send(measure(passes[asked], TURN))
+        connection.send((list(passes), busiest))
+        while (pass_ := connection.recv()) is not None:
+            connection.send(measure(passes[pass_], SECONDS_PER_RUN))
 
 
-def started(which: str, shape: str, folder: Path | None, spot: str) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_worker(
+    which: str, shape: str, folder: Path | None, address: str
+) -> tuple[subprocess.Popen[bytes], Connection]:
     """A process of :func:`serve`, and the line to it. SonicMoE's has its own folder and packages."""
     environment = dict(os.environ)
     if folder is not None:
         paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUTE_DSL_ARCH": "sm_90a"}
         environment["TORCH_CUDA_ARCH_LIST"] = "9.0a"
-    with Listener(spot, "AF_UNIX") as listener:
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", which, shape, spot]
+    with Listener(address, "AF_UNIX") as listener:
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", which, shape, address]
         process = subprocess.Popen(command, cwd=folder, env=environment)
         return process, listener.accept()
 
 
 def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """Where the median of 95 per cent of random draws with repetition lies."""
+    """The 95 percent bootstrap confidence interval of the median."""
     medians = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(draws))
     return medians[draws // 40], medians[-1 - draws // 40]
 
 
-def turns(which: str, lines: Sequence[Connection], seconds: float) -> list[tuple[float, float]]:
-    """Times of SonicMoE and ours, turn by turn. The first turn does not count."""
-    found, end = [], time.time() + seconds
-    while len(found) < 6 or time.time() < end:
+def interleave(which: str, connections: Sequence[Connection], seconds: float) -> list[tuple[float, float]]:
+    """Times of SonicMoE and ours per slice. The first slice is a warm-up."""
+    times_, end = [], time.time() + seconds
+    while len(times_) < 6 or time.time() < end:
         times = {}
-        for number in random.sample((0, 1), 2):
-            lines[number].send(which)
-            times[number] = lines[number].recv()
-        found.append((times[0], times[1]))
-    return found[1:]
+        for index in random.sample((0, 1), 2):
+            connections[index].send(which)
+            times[index] = connections[index].recv()
+        times_.append((times[0], times[1]))
+    return times_[1:]
 
 
 def main() -> None:
-    """The table, a line as soon as it is known."""
+    """Prints the table row by row."""
     folder, rest = Path(sys.argv[1]).resolve(), sys.argv[2:]
     seconds = float(rest.pop(0)) if rest and "," not in rest[0] else 150.0
     shapes = rest or SHAPES
-    print("pass: SonicMoE, ours in ms; ratio [95 per cent] (least to greatest) of turns")
+    print("pass: SonicMoE, ours in ms; ratio [95 percent interval] (minimum to maximum) of slices")
     for shape in shapes:
         with tempfile.TemporaryDirectory() as spot:
             layers = {
-                which: started(which, shape, place, f"{spot}/{which}")
-                for which, place in (("sonicmoe", folder), ("ours", None))
+                which: start_worker(which, shape, folder_, f"{spot}/{which}")
+                for which, folder_ in (("sonicmoe", folder), ("ours", None))
             }
-            lines = [line for _, line in layers.values()]
-            known = []
-            for line in lines:  # one after the other, so that SonicMoE's tuners measure alone
+            connections = [line for _, line in layers.values()]
+            descriptions = []
+            for line in connections:  # one after the other, so that SonicMoE's tuners measure alone
                 line.send("make")
-                known.append(line.recv())
-            print(f"{shape}, the busiest expert {known[1][1]:.1f} times the mean", flush=True)
+                descriptions.append(line.recv())
+            print(f"{shape}, the busiest expert {descriptions[1][1]:.1f} times the mean", flush=True)
             for which in PASSES:
-                found = turns(which, lines, seconds / len(shapes) / len(PASSES))
-                ratios = [a / b for a, b in found]
+                times_ = interleave(which, connections, seconds / len(shapes) / len(PASSES))
+                ratios = [a / b for a, b in times_]
                 low, high = interval(ratios)
-                theirs, own = (statistics.median(times) for times in zip(*found, strict=True))
+                sonicmoe_ms, ours_ms = (statistics.median(times) for times in zip(*times_, strict=True))
                 print(
-                    f"  {which}: {theirs:.3f}, {own:.3f}; {statistics.median(ratios):.3f} [{low:.3f} to {high:.3f}] "
+                    f"  {which}: {sonicmoe_ms:.3f}, {ours_ms:.3f}; {statistics.median(ratios):.3f} "
+                    f"[{low:.3f} to {high:.3f}] "
                     f"({min(ratios):.3f} to {max(ratios):.3f}) of {len(ratios)}",
                     flush=True,
                 )
