@@ -58,11 +58,11 @@ class Case:
             here = slice(rank * EXPERTS // self.ranks, (rank + 1) * EXPERTS // self.ranks)
             experts = self.experts[here].clone().requires_grad_()
             received = parallel.dispatch(x, self.indices[rank], weights)
-            offsets, token_of_row, row_of_choice = sort(received.indices, parallel.local_experts)
+            offsets, gather_idx, scatter_idx = sort(received.indices, parallel.local_experts)
             starts = [0, *offsets.tolist()]
-            rows = received.tokens[token_of_row[: starts[-1]].long()]
+            rows = received.tokens[gather_idx[: starts[-1]].long()]
             parts = [rows[i:j] @ matrix for (i, j), matrix in zip(itertools.pairwise(starts), experts, strict=True)]
-            y = parallel.combine(torch.cat(parts), row_of_choice, received)
+            y = parallel.combine(torch.cat(parts), scatter_idx, received)
             torch.testing.assert_close(y, results[rank], rtol=1e-5, atol=1e-5)
             y.backward(self.d_y[rank])
             for one, other in ((x.grad, d_x[rank]), (weights.grad, d_weights[rank]), (experts.grad, d_experts[here])):
@@ -137,63 +137,63 @@ def test_a_rank_that_sends_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     Threads(2, monkeypatch).run(rank)
 
 
-def test_ranks_meet_before_others_memory_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a CUDA graph runs is not known: it may have a part of what happens, again and again."""
-    (group,), said, capture = Threads(1, monkeypatch).groups, list[str](), 0
-    monkeypatch.setattr(exchange, "run", lambda source, *_: said.append(source.split(":")[1]))
+def test_barriers_before_other_ranks_memory_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not see when a CUDA graph runs: it may replay any part of the calls."""
+    (group,), calls, capture = Threads(1, monkeypatch).groups, list[str](), 0
+    monkeypatch.setattr(exchange, "run", lambda source, *_: calls.append(source.split(":")[1]))
     monkeypatch.setattr(exchange, "capture_of", lambda _: capture)
-    way = Exchange(group, 8, 2, 16, max_tokens=4, device="cpu", symmetric=True).way
-    monkeypatch.setattr(way.tokens, "meet", lambda: said.append("meet"))
+    transport = Exchange(group, 8, 2, 16, max_tokens=4, device="cpu", symmetric=True).transport
+    monkeypatch.setattr(transport.tokens, "barrier", lambda: calls.append("barrier"))
     x, indices = torch.ones(4, 16).bfloat16(), torch.zeros(4, 2, dtype=torch.int32)
 
     def dispatch() -> None:
-        way.dispatch(x, indices, torch.ones(4, 2))
+        transport.dispatch(x, indices, torch.ones(4, 2))
 
-    def give_back() -> None:
-        way.give_back(x, indices, None, exchange.Sent(indices, indices[:, :1], 8))
+    def combine() -> None:
+        transport.combine(x, indices, None, exchange.Sent(indices, indices[:, :1], 8))
 
     for now, call, expected in (
-        (0, dispatch, ["Dispatch", "meet"]),
-        (0, give_back, ["CombineExchange"]),
-        (0, give_back, ["meet", "CombineExchange"]),
-        (0, dispatch, ["Dispatch", "meet"]),
-        (0, dispatch, ["meet", "Dispatch", "meet"]),
-        (1, give_back, ["meet", "CombineExchange"]),
-        (1, dispatch, ["Dispatch", "meet"]),
-        (2, give_back, ["meet", "CombineExchange"]),
-        (0, dispatch, ["meet", "Dispatch", "meet"]),
-        (0, give_back, ["meet", "CombineExchange"]),
+        (0, dispatch, ["Dispatch", "barrier"]),
+        (0, combine, ["CombineExchange"]),
+        (0, combine, ["barrier", "CombineExchange"]),
+        (0, dispatch, ["Dispatch", "barrier"]),
+        (0, dispatch, ["barrier", "Dispatch", "barrier"]),
+        (1, combine, ["barrier", "CombineExchange"]),
+        (1, dispatch, ["Dispatch", "barrier"]),
+        (2, combine, ["barrier", "CombineExchange"]),
+        (0, dispatch, ["barrier", "Dispatch", "barrier"]),
+        (0, combine, ["barrier", "CombineExchange"]),
     ):
-        said.clear()
+        calls.clear()
         capture = now
         call()
-        assert said == expected
+        assert calls == expected
 
 
-def test_a_group_hears_nothing_of_another_one_over_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one before it, which is gone, and of a rank that gave up."""
+def test_a_group_ignores_earlier_groups_over_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finished, and one whose rank timed out."""
     first = Threads(2, monkeypatch)
-    first.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
+    first.run(lambda group: exchange.check_all_ranks(group, "layer", 0, 60, "MoE"))
     for number in (0, 1):
         again = Threads(2, monkeypatch, first.store)
         with pytest.raises(
             RuntimeError, match=rf"got no answer of ranks {1 - number} within 0\.01 s on rank {number};"
         ):
-            exchange.agree(again.groups[number], "layer", 0, 0.01, "MoE")
+            exchange.check_all_ranks(again.groups[number], "layer", 0, 0.01, "MoE")
     last = Threads(2, monkeypatch, first.store)
-    last.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
+    last.run(lambda group: exchange.check_all_ranks(group, "layer", 0, 60, "MoE"))
 
 
-def test_ranks_that_came_late_meet_the_others_at_their_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All who wait with one that gives up hear it."""
+def test_late_ranks_join_the_others_at_their_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks that wait with one that times out get its error."""
     ranks, limits = Threads(3, monkeypatch), {0: 0.2, 1: 60.0}
 
     def rank(group: Rank) -> None:
         if group.number < 2:
             with pytest.raises(RuntimeError, match=r"got no answer of ranks 2 within 0\.2 s on rank 0;"):
-                exchange.agree(group, "layer", 0, limits[group.number], "MoE")
+                exchange.check_all_ranks(group, "layer", 0, limits[group.number], "MoE")
         ranks.barrier.wait()
-        assert exchange.agree(group, "layer", group.number, 60, "MoE") == [0, 1, 2]
+        assert exchange.check_all_ranks(group, "layer", group.number, 60, "MoE") == [0, 1, 2]
 
     ranks.run(rank)
 
@@ -206,13 +206,13 @@ def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     (group,) = Threads(1, monkeypatch, SimpleNamespace(set=fail)).groups
     with pytest.raises(RuntimeError, match=r"^MoE: group: got an error of its store, Broken pipe; allowed: every rank"):
-        exchange.agree(group, "layer", 0, 60, "MoE")
+        exchange.check_all_ranks(group, "layer", 0, 60, "MoE")
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
     monkeypatch.setattr(exchange, "Path", lambda _: boot)
-    found = {exchange._host()}  # where nothing says when it started
+    found = {exchange._host()}  # without a boot ID
     for text in ("one", "another"):
         boot.write_text(text)
         found.add(exchange._host())

@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 import cudnn
 from cudnn import moe
 from cudnn.moe import experts as operands
-from cudnn.moe import layer as passes
+from cudnn.moe import layer as expert_layer
 from cudnn.moe import quantizing
 from cudnn.moe.quantizing import quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
-from cudnn.runtime import address_tables
+from cudnn.runtime import pointer_arrays
 from support.selection import ALONE, WHERE, in_turn, within
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -138,7 +138,7 @@ def check(c: Case, found: dict[str, torch.Tensor]) -> None:
 
 
 def listed(t: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Each expert's weights in tensors of their own."""
+    """Each expert's weights in separate tensors."""
     return {n: [w.clone().requires_grad_() for w in x.detach()] if n in WEIGHTS else x for n, x in t.items()}
 
 
@@ -199,16 +199,16 @@ def test_the_kernels_of_one_expert_in_a_list() -> None:
     torch.testing.assert_close(y.double(), expected, rtol=0.05, atol=0.02)
 
 
-FP8 = 0.05  # of the norm: what e4m3 leaves of sums of products
+FP8 = 0.05  # of the norm: the error of e4m3 GEMMs
 
 
-@pytest.mark.parametrize("many", [1, operands.MANY])
+@pytest.mark.parametrize("many", [1, operands.GATHER_ROWS])
 @pytest.mark.parametrize("where", ["reference", *(pytest.param(a, marks=pytest.mark.full) for a in ARCHS), GPU])
-def test_forward_products_of_e4m3(where: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_gemms_in_e4m3(where: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts end anywhere, and some choices are dropped; gradients are those of the pre-activation that was found.
-    Tokens are quantised in the experts' order, or where experts have ``many`` rows once, and read by number.
+    Tokens are quantized after the permutation, or, with ``many`` rows per expert, before, and the GEMM gathers them.
     """
-    monkeypatch.setattr(operands, "MANY", many)
+    monkeypatch.setattr(operands, "GATHER_ROWS", many)
     device = "cuda" if where == "gpu" else "cpu"
     c = case(70, 128, 128, bias=True, dropped=True)
     c = Case({n: t.to(device) for n, t in c.tensors.items()}, c.indices.to(device), c.activation, c.out.to(device))
@@ -223,10 +223,10 @@ def test_forward_products_of_e4m3(where: str, many: int, monkeypatch: pytest.Mon
         assert torch.equal(lists[name], found[name]), name
 
 
-def test_every_pass_says_that_its_stream_uses_the_copies_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that trains writes those that an earlier pass keeps, in the default stream's memory."""
+def test_every_pass_records_its_stream_for_the_e4m3_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training pass writes the copies that an earlier pass cached, in the default stream's memory."""
     used: list[Any] = []
-    monkeypatch.setattr(quantizing._Kept, "used", lambda self: used.append(self.pair[0].data_ptr()))
+    monkeypatch.setattr(quantizing._Cached, "record_stream", lambda self: used.append(self.pair[0].data_ptr()))
     weights = torch.randn(2, 128, 128).bfloat16()
     kept, _ = quantized_weights([weights], False)
     before = len(used)
@@ -235,8 +235,8 @@ def test_every_pass_says_that_its_stream_uses_the_copies_in_e4m3(monkeypatch: py
     assert used[before:] == [kept.data_ptr()]
 
 
-def test_copies_in_e4m3_are_made_anew_after_all_streams_have_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that trains waits for evaluation on other streams, once, not for its own."""
+def test_e4m3_copies_are_rewritten_after_all_streams_have_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training pass waits once for evaluation on each other stream, not for its stream."""
     waits: list[tuple[int, int]] = []
 
     def stream(name: int) -> Any:
@@ -248,16 +248,16 @@ def test_copies_in_e4m3_are_made_anew_after_all_streams_have_read_them(monkeypat
         monkeypatch.setattr(quantizing.launch, "raw_stream", lambda given, index: name)
 
     memory: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", record_stream=lambda x: None)
-    kept = quantizing._Kept((), (memory, memory), done=SimpleNamespace(record=lambda x: None))
+    cached = quantizing._Cached((), (memory, memory), done=SimpleNamespace(record=lambda x: None))
     current(1)
-    kept.made((0,))
+    cached.record((0,))
     for name in (2, 3, 2):
         current(name)
-        kept.read(False)
-    kept.written()
+        cached.read(False)
+    cached.written()
     assert waits == [(2, 1), (2, 3)]
     current(4)
-    kept.written()
+    cached.written()
     assert waits[2:] == [(4, 2)]
 
 
@@ -267,17 +267,17 @@ def test_into_main_gradients(lists: bool) -> None:
     c = case()
     expected = results(c, ours, c.leaves())
     t = listed(c.leaves()) if lists else c.leaves()
-    sums = {name: torch.ones_like(expected[name], dtype=F32) for name in WEIGHTS}
-    given = {name: list(s.unbind(0)) if lists else s for name, s in sums.items()}
-    y = ours(c, t, main_grads=(given["up"], given["down"]))
+    main_grads = {name: torch.ones_like(expected[name], dtype=F32) for name in WEIGHTS}
+    buffers = {name: list(s.unbind(0)) if lists else s for name, s in main_grads.items()}
+    y = ours(c, t, main_grads=(buffers["up"], buffers["down"]))
     y.backward(c.out)
     for name in WEIGHTS:
         assert all(w.grad is None for w in (t[name] if lists else [t[name]]))
-        torch.testing.assert_close(sums[name] - 1, expected[name].float(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(main_grads[name] - 1, expected[name].float(), rtol=2e-2, atol=2e-2)
     assert torch.equal(t["x"].grad, expected["x"])
 
 
-def test_gradients_where_all_choices_are_dropped() -> None:
+def test_gradients_if_all_slots_are_dropped() -> None:
     c = case(bias=True)
     c.indices.fill_(-1)
     garbage = [torch.full((4, 64), torch.nan, dtype=BF16) for _ in range(99)]
@@ -296,8 +296,8 @@ def test_some_gradients() -> None:
         assert torch.equal(t[name].grad, expected[name]), name
 
 
-def test_what_is_kept_for_the_backward_pass() -> None:
-    """Nothing of T K rows of the hidden size; nothing at all where no gradient is wanted."""
+def test_tensors_saved_for_backward() -> None:
+    """No (T K, H) tensor; nothing without gradients."""
     c = case(64, hidden=512)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -312,22 +312,22 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     assert not kept
 
 
-def test_rows_of_the_tokens_gradient_are_gone_before_the_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of the tokens for that product, as large, takes their place."""
+def test_dx_rows_are_freed_before_the_wgrad_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The permuted copy of the tokens for that GEMM, of the same size, reuses their memory."""
     rows: list[Any] = []
     alive: list[int] = []
-    of_weights, summed = passes._of_weights, passes.sum_rows
+    wgrad, combine_rows = expert_layer._wgrad, expert_layer.combine_rows
 
-    def combine(made: torch.Tensor, *rest: Any) -> torch.Tensor:
-        rows.append(weakref.ref(made))
-        return summed(made, *rest)
+    def combine(dx_rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(weakref.ref(dx_rows))
+        return combine_rows(dx_rows, *rest)
 
-    def product(*given: Any) -> Any:
+    def run_wgrad(*arguments: Any) -> Any:
         alive.append(sum(row() is not None for row in rows))
-        return of_weights(*given)
+        return wgrad(*arguments)
 
-    monkeypatch.setattr(passes, "sum_rows", combine)
-    monkeypatch.setattr(passes, "_of_weights", product)
+    monkeypatch.setattr(expert_layer, "combine_rows", combine)
+    monkeypatch.setattr(expert_layer, "_wgrad", run_wgrad)
     c = case()
     ours(c, c.leaves()).backward(c.out)
     assert len(rows) == 2
@@ -371,12 +371,12 @@ def test_the_same_bits_in_every_run(activation: str) -> None:
 
 
 @pytest.mark.gpu
-def test_sums_beside_a_product_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_combine_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case(8192, 512, 64, 8, 4)
     c = Case({n: t.cuda() for n, t in c.tensors.items()}, c.indices.cuda(), c.activation, c.out.cuda())
-    monkeypatch.setattr(passes, "BESIDE", 2**60)
+    monkeypatch.setattr(expert_layer, "OVERLAP_ELEMENTS", 2**60)
     expected = results(c, ours, c.leaves())
-    monkeypatch.setattr(passes, "BESIDE", 0)
+    monkeypatch.setattr(expert_layer, "OVERLAP_ELEMENTS", 0)
     for _ in range(20):
         again = results(c, ours, c.leaves())
         assert all(torch.equal(again[name], x) for name, x in expected.items())
@@ -489,7 +489,9 @@ def test_refusals(changed: dict[str, Any], words: str) -> None:
 def test_a_routing_of_other_experts() -> None:
     routing = moe.route(torch.randn(40, 8), 2)
     c = case()
-    with pytest.raises(ValueError, match="moe_mlp: routing: got one of 8 experts; allowed: one of 4, as many as up"):
+    with pytest.raises(
+        ValueError, match="moe_mlp: routing: got one of 8 experts; allowed: one of 4, the experts of up"
+    ):
         moe_mlp(c.tensors["x"], routing, c.tensors["up"], c.tensors["down"])
 
 
@@ -562,9 +564,9 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("where", "rule"), in_turn([(rule,) for rule in RULES], 1, WHERE))
 def test_gradients_through_the_router(where: str, rule: dict[str, Any]) -> None:
-    """Beside the operators of the same layer one by one, where the router's part of tokens' gradients is large."""
+    """Against the operators of the same layer, with a large contribution of the router to dx."""
     device = "cuda" if where == "gpu" else "cpu"
-    layer = MoE(64, 32, 4, 2, **rule).to(device)  # drawn on the CPU: the same in every place
+    layer = MoE(64, 32, 4, 2, **rule).to(device)  # sampled on the CPU: the same for each case
     with torch.no_grad():
         layer.router.weight.mul_(16)
     x = torch.randn(50, 64).bfloat16().to(device).requires_grad_()
@@ -739,7 +741,7 @@ def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:
     with Seen():
         kept = [
             *quantized_weights([weights], False),
-            address_tables.pointers([weights]),
+            pointer_arrays.pointers([weights]),
             operands.ones(77, weights.device),
         ]
         passing = quantized_weights([weights.clone()], True)
@@ -758,7 +760,7 @@ def test_copies_in_e4m3_under_cuda_graphs_of_the_compiler() -> None:
         for _ in range(5):
             torch.compiler.cudagraph_mark_step_begin()
             y = compiled(x).clone()
-            other = torch.randn(64, 2**20, device="cuda")  # takes memory that somebody gave back
+            other = torch.randn(64, 2**20, device="cuda")  # takes freed memory
             assert torch.equal(y, layer(x))
         del other
 
@@ -769,11 +771,11 @@ def test_addresses_that_another_stream_reads_are_recorded(monkeypatch: pytest.Mo
     kept = SimpleNamespace(record_stream=recorded.append)
     memory = SimpleNamespace(expired=lambda: False)
     first = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", data_ptr=lambda: 5)
-    monkeypatch.setattr(address_tables, "_TABLES", {("cuda:0", 5): SimpleNamespace(addresses=kept, memory=memory)})
+    monkeypatch.setattr(pointer_arrays, "_TABLES", {("cuda:0", 5): SimpleNamespace(addresses=kept, memory=memory)})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(operands.launch, "raw_stream", lambda stream, index: current)
+    monkeypatch.setattr(pointer_arrays.launch, "raw_stream", lambda stream, index: current)
     for current in (0, 8, 0):  # noqa: B007  read by the functions above
-        assert address_tables.pointers([first]) is kept
+        assert pointer_arrays.pointers([first]) is kept
     assert recorded == [8]
 
 

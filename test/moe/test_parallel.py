@@ -167,7 +167,7 @@ def absent(rank: int) -> None:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """This process as a group of its own."""
+    """A group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -183,7 +183,7 @@ def test_one_rank() -> None:
             same_as_alone(0, 1, dist.group.WORLD)
             gc.collect()
             assert not any(each() for each in left)
-            ((made,),) = parallel._KNOWN[dist.group.WORLD].exchanges.values()
+            ((made,),) = parallel._GROUPS[dist.group.WORLD].exchanges.values()
             left.append(weakref.ref(made))
             del made
             groups += [dist.group.WORLD] if keeps else []  # as PyTorch's functions may
@@ -263,7 +263,7 @@ def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.Mon
 
 @pytest.mark.full
 def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More choices of experts of a rank than there is memory for."""
+    """More (token, k) slots of a rank's experts than ``max_rows``."""
 
     def rank(here: Rank) -> None:
         given: dict[str, Any] = {"max_tokens": 8, "max_rows": 4, "device": "cpu", "symmetric": True, "time_limit": 20}
@@ -276,5 +276,5 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             moe_mlp(x, (indices, weights), up, down, group=group)
 
     ranks = Threads(2, monkeypatch)
-    with pytest.raises(AssertionError, match="Exchange: max_rows=4 is less than the choices of experts here"):
+    with pytest.raises(AssertionError, match=r"Exchange: max_rows=4 is less than the \(token, k\) slots"):
         ranks.run(rank)

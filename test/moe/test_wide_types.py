@@ -80,11 +80,11 @@ def test_gradients_of_routers(rule: dict[str, Any], corrected: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_of_what_combines(weighted: bool) -> None:
     """Around experts of one's own; a choice was dropped."""
-    offsets, token_of_row, row_of_choice = moe.sort(torch.tensor([[0, 2], [-1, 1], [2, 0]], dtype=torch.int32), 3)
+    offsets, gather_idx, scatter_idx = moe.sort(torch.tensor([[0, 2], [-1, 1], [2, 0]], dtype=torch.int32), 3)
 
     def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        rows = x[token_of_row[: offsets[-1]].long()].square()
-        return moe.combine(rows, row_of_choice, weights if weighted else None)
+        rows = x[gather_idx[: offsets[-1]].long()].square()
+        return moe.combine(rows, scatter_idx, weights if weighted else None)
 
     given = [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, HIDDEN), (3, 2))]
     assert gradcheck(layer, given)

@@ -216,11 +216,11 @@ class Measurement:
 
     def _median(self, call: Callable[[], Any], times: int = 9) -> float:
         """Microseconds of a call that all ranks begin together, after which they wait for each other."""
-        way = self.exchange.way
+        transport = self.exchange.transport
         found = []
         for _ in range(times + 2):
             torch.cuda._sleep(3_000_000)  # until the host has handed it over
-            way.meet()
+            transport.meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
@@ -257,25 +257,25 @@ class Measurement:
     def _parts(self) -> tuple[float, float, float]:
         """Microseconds of dispatch, of what is between, and of combine."""
         from cudnn.moe import layer, parallel
-        from cudnn.moe.experts import Experts, products
+        from cudnn.moe.experts import Experts, grouped_gemm_ops
 
-        way = self.exchange.way
+        transport = self.exchange.transport
         up, down = self._weights(self.exchange.local_experts)
         experts = Experts([up], [down], None, None, "swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved")
         given = (self.x.detach(), self.routing.indices, self.routing.weights.detach())
         with torch.no_grad():
-            tokens, local, weights, sent = way.dispatch(*given)
-            rows = parallel.sorted_rows(local, self.exchange, sent)
+            tokens, local, weights, sent = transport.dispatch(*given)
+            rows = parallel.permutation_of(local, self.exchange, sent)
             self.rows = int(rows.offsets[-1])
-            made, _ = layer.forward(products(tokens, experts), tokens, weights, rows, experts, False, summed=False)
-            dispatch = self._median(lambda: way.dispatch(*given))
+            made, _ = layer.forward(grouped_gemm_ops(tokens, experts), tokens, weights, rows, experts, False, combine=False)
+            dispatch = self._median(lambda: transport.dispatch(*given))
 
             def compute() -> None:
-                each = parallel.sorted_rows(local, self.exchange, sent)
-                layer.forward(products(tokens, experts), tokens, weights, each, experts, False, summed=False)
+                each = parallel.permutation_of(local, self.exchange, sent)
+                layer.forward(grouped_gemm_ops(tokens, experts), tokens, weights, each, experts, False, combine=False)
 
             between = self._median(compute)
-            return dispatch, between, self._median(lambda: way.give_back(made, rows.of_choice, weights, sent))
+            return dispatch, between, self._median(lambda: transport.combine(made, rows.scatter_idx, weights, sent))
 
     def _sent(self) -> list[list[float]]:
         """Bytes from each rank to each."""
@@ -288,7 +288,7 @@ class Measurement:
 
     def _copy(self) -> float:
         """Bytes per microsecond of a copy to the next GPU; all GPUs copy at once."""
-        target = self.exchange.way.tokens.part((self.rank + 1) % self.ranks)
+        target = self.exchange.transport.tokens.part((self.rank + 1) % self.ranks)
         source = torch.empty_like(target)
         return source.nbytes / self._median(lambda: target.copy_(source))
 
