@@ -13,7 +13,7 @@ import torch
 
 from cudnn import NSA
 from cudnn.fused import registry
-from cudnn.native_sparse_attention.selection import inverse
+from cudnn.native_sparse_attention.selection import csr_transpose
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa
 from kernels.test_nsa import Choice, Ranking
@@ -138,7 +138,7 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     counts = torch.tensor([[2], [1], [9], [2], [2], [0], [1], [2]], dtype=torch.int32)
     ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 
-    monkeypatch.setattr(inverse, "ROWS", (3,))
+    monkeypatch.setattr(csr_transpose, "ROWS", (3,))
 
     def by_block(is_causal: bool) -> list[list[int]]:
         given = {"block_indices": indices, "block_counts": counts, "cum_seqlen": ends}
@@ -374,7 +374,7 @@ def test_top_k_before_compile() -> None:
 @pytest.mark.parametrize("name", [name for name in registry.compiled() if name.startswith("nsa_")])
 def test_the_kernels_of_usual_calls_are_known(name: str) -> None:
     """Those that ``cudnn cache warm`` compiles."""
-    usual = registry.usual(name)
+    usual = registry.aot_preset(name)
     for shape in usual.shapes:
         made = list(usual.objects("bf16", shape, "sm_90a"))
         assert made

@@ -21,7 +21,7 @@ from cudnn.sdpa import (
     sdpa_bwd_wrapper_sm100_d256,
     sdpa_fwd_wrapper_sm100_d256,
 )
-from cudnn.sdpa.bwd import parts
+from cudnn.sdpa.bwd import kv_block_split
 from cudnn_kernels.attention import DESCALES, BackwardConfiguration
 from support.dense_attention import attend, band
 from support.recorded import OnGpu, Recorded
@@ -338,7 +338,7 @@ def test_last_blocks_of_keys_are_split(
     right end, parts have whole ones of the heads that share one of K.
     """
     c = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True, **options)
-    assert parts.chosen(c, lengths, heads, 132, share) == dict(zip(("split", "parts"), split, strict=True))
+    assert kv_block_split.split_of(c, lengths, heads, 132, share) == dict(zip(("split", "parts"), split, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -373,13 +373,13 @@ def test_no_gradients_of_more_elements_than_kernels_count(heads: int) -> None:
     attention = SdpaBackward(*tensors, arch="sm_90a")
     small = cudnn.NSA.CompressionAttentionBackward(*tensors, arch="sm_90a")
     leaves = [x.clone().requires_grad_() for x in (q, k, k)]
-    obstacle = fused.obstacle(*leaves, (False, 0, -1, -1), None, False)
+    unsupported_reason = fused.unsupported_reason(*leaves, (False, 0, -1, -1), None, False)
     if heads == 63:
         assert attention.check_support()
-        assert not obstacle
+        assert not unsupported_reason
         return
-    assert f"a query of {q.numel()} elements" in obstacle
-    assert not fused.obstacle(q, k, k, (False, 0, -1, -1), None, False)
+    assert f"a query of {q.numel()} elements" in unsupported_reason
+    assert not fused.unsupported_reason(q, k, k, (False, 0, -1, -1), None, False)
     for each in (attention, small):
         with pytest.raises(NotImplementedError, match=f"elements of q: got {128 * 64 * (2**18 + 128)}; allowed"):
             each.check_support()
@@ -391,7 +391,7 @@ def test_packed_sequences_take_turns_as_if_all_had_the_average() -> None:
     for rows, in_turns in ((3000, True), (300, False)):
         ends = torch.arange(0, 36_001, rows, dtype=torch.int32)
         attention = SdpaBackward(q, q, q, q, q, lse, q, q, q, ends, ends, arch="sm_90a")
-        assert attention.in_turns == in_turns
+        assert attention.ordered_dq == in_turns
 
 
 @pytest.mark.parametrize(

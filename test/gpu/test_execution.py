@@ -96,7 +96,7 @@ def test_capture_and_replay_with_changed_data(warm: bool) -> None:
 
 
 def test_without_a_handle_the_current_stream_runs_it() -> None:
-    """The input is written late on a stream of its own: only a call on that stream sees it."""
+    """The input is written late on a separate stream: only a call on that stream sees it."""
     graph = built()
     pack, space = data(), workspace(graph)
     late = pack[1].clone()

@@ -29,13 +29,13 @@ def by_hand(*given: torch.Tensor, seen: Any = None, kept: Any = 1.0) -> torch.Te
     return attend(q, k, v, seen, bias=sum(x.to(q.dtype) for x in bias), kept=kept).o.to(v.dtype)
 
 
-def check(found: list[torch.Tensor], given: list[torch.Tensor], **options: Any) -> None:
+def check(actual: list[torch.Tensor], given: list[torch.Tensor], **options: Any) -> None:
     """At most twice the error of the same computation in the type, plus its rounding; four times, where a gradient is 0
     in exact arithmetic and what is computed is nothing but the sum of roundings.
     """
     exact = with_gradients(functools.partial(by_hand, **options), [x.double() for x in given])
     rough = with_gradients(functools.partial(by_hand, **options), given)
-    for place, (one, other, typed) in enumerate(zip(found, exact, rough, strict=True)):
+    for place, (one, other, typed) in enumerate(zip(actual, exact, rough, strict=True)):
         assert torch.isfinite(one).all(), place
         error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
         zero = other.abs().max().item() < 1e-9 * exact[0].abs().max().item()
@@ -91,18 +91,18 @@ def test_dropout(name: str, dtype: torch.dtype) -> None:
 
     given = [q, k, v, *more, d_out]
     try:
-        found = with_gradients(attention, given)
+        actual = with_gradients(attention, given)
     except UNSUPPORTED as error:
         pytest.skip(str(error))
-    kept = found[0] > 0
+    kept = actual[0] > 0
     visible = torch.ones_like(kept) if seen is None else seen.expand_as(kept)
     assert not kept[~visible].any()
     assert 0.7 < kept[visible].double().mean() < 0.8
-    check(found, given, seen=seen, kept=kept / 0.75)
+    check(actual, given, seen=seen, kept=kept / 0.75)
     again = attention(q, k, v, *more)
-    assert torch.equal(again, found[0])
+    assert torch.equal(again, actual[0])
     other = scaled_dot_product_attention(q, k, v, *more, dropout_p=0.25, **options)
-    assert not torch.equal(other, found[0])
+    assert not torch.equal(other, actual[0])
 
 
 def test_each_replay_of_a_cuda_graph_drops_others() -> None:

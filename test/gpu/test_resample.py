@@ -25,7 +25,7 @@ def draw(spatial: int, kind: torch.dtype = torch.float16, rows: bool = False, ch
     """Values without ties in a window, channels last or row-major."""
     dims = [4, *[15, 12, 10][:spatial]]
     count = 4**spatial
-    # Neighbours differ by their place in blocks of four along each axis, each place a value of its own.
+    # Neighbours differ by their place in blocks of four along each axis, each position has a distinct value.
     place = torch.zeros(dims[1:], device="cuda")
     for axis, extent in enumerate(dims[1:]):
         steps = torch.arange(extent, device="cuda") % 4

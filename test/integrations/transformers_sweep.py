@@ -159,7 +159,7 @@ def families() -> list[str]:
 
 
 def model_class(family: str) -> Any:
-    """The class of a type's models: with a language model's head, where there is one."""
+    """The class of a type's models: with a language model's head, if any."""
     for head in HEADS:
         names = getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"))
         name = names.get(family)
@@ -171,13 +171,13 @@ def model_class(family: str) -> Any:
 def _class_of_a_part(config: Any) -> Any:
     """The class of a part of other models, as a text or a vision model."""
     module = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    found = [
+    actual = [
         each
         for each in vars(module).values()
         if inspect.isclass(each) and issubclass(each, transformers.PreTrainedModel) and each.config_class is config
     ]
-    found = [each for each in found if not each.__name__.endswith("PreTrainedModel")]
-    return min(found, key=lambda each: ("ForCausalLM" not in each.__name__, len(each.__name__)), default=None)
+    actual = [each for each in actual if not each.__name__.endswith("PreTrainedModel")]
+    return min(actual, key=lambda each: ("ForCausalLM" not in each.__name__, len(each.__name__)), default=None)
 
 
 def tiny(kind: Any, **changed: Any) -> Any:
@@ -338,7 +338,7 @@ KINDS: dict[str, Callable[[Any], list[torch.Tensor]]] = {
 }
 
 
-def kinds_of(model: Any) -> Iterator[str]:
+def tensor_key(model: Any) -> Iterator[str]:
     """The kinds of calls that a model knows."""
     text = "input_ids" in inputs(model) and "pixel_values" not in inputs(model)
     for kind in KINDS:
@@ -349,12 +349,12 @@ def kinds_of(model: Any) -> Iterator[str]:
         yield kind
 
 
-def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest difference, in parts of the largest value of a tensor."""
-    if [x.shape for x in found] != [x.shape for x in expected]:
+    if [x.shape for x in actual] != [x.shape for x in expected]:
         return float("inf")
     most = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         finite = torch.isfinite(other)
         if not torch.equal(finite, torch.isfinite(one)):
             return float("inf")
@@ -408,9 +408,9 @@ def _sweep(family: str, result: Result) -> None:
     config, models, mixture = made
     own = models["eager"]
     expected = {"prefill": first}
-    for call in kinds_of(own):
-        found = None if call == "prefill" else _own(models, KINDS[call], call, result)
-        expected |= {} if found is None else {call: found}
+    for call in tensor_key(own):
+        actual = None if call == "prefill" else _own(models, KINDS[call], call, result)
+        expected |= {} if actual is None else {call: actual}
     weights = own.state_dict()
     choices = {"attention": ("cudnn", "eager" if mixture else None)}
     if mixture:
@@ -489,7 +489,7 @@ def _own(models: dict[str, Any], call: Callable[[Any], Any], what: str, result: 
 
 
 def _seeded(call: Callable[[Any], Any], model: Any) -> Any:
-    """Some models draw which patches they see."""
+    """Some models sample the patches that they see."""
     torch.manual_seed(0)
     return call(model)
 
@@ -497,13 +497,13 @@ def _seeded(call: Callable[[Any], Any], model: Any) -> Any:
 def _compare(result: Result, what: str, model: Any, call: Callable[[Any], Any], wanted: dict[str, Any]) -> None:
     with Watch(result):
         try:
-            found = _seeded(call, model)
+            actual = _seeded(call, model)
         except SlowError:
             raise
         except Exception as error:
             result.note(what, _of_error(error), f"{type(error).__name__}: {error}")
             return
-    apart = {name: distance(found, each) for name, each in wanted.items()}
+    apart = {name: distance(actual, each) for name, each in wanted.items()}
     if min(apart.values()) < TOLERANCE:
         result.note(what, "equal")
     else:

@@ -60,7 +60,7 @@ def presets() -> Iterator[tuple[str, Case]]:
     """A part of what ``cudnn cache warm`` compiles."""
     registry = importlib.import_module("cudnn.registry")
     for name in registry.compiled():
-        api, gemm = registry.usual(name), "gemm" in name
+        api, gemm = registry.aot_preset(name), "gemm" in name
         shapes = {  # one that fills its tiles; each of the others chooses another tile, or another kernel
             "gemm_amax": api.shapes,
             "sdpa_forward": api.shapes,
@@ -78,7 +78,7 @@ def presets() -> Iterator[tuple[str, Case]]:
 
 def preset(name: str, dtype: str, shape: tuple[int, ...]) -> Case:
     def objects(arch: str) -> list[Any]:
-        return list(importlib.import_module("cudnn.registry").usual(name).objects(dtype, shape, arch))
+        return list(importlib.import_module("cudnn.registry").aot_preset(name).objects(dtype, shape, arch))
 
     return objects
 
@@ -341,12 +341,12 @@ def record(name: str, folder: Path) -> dict[str, str]:
         return {name: f"refused: {type(error).__name__}: {str(error)[:300]}"}
     except Exception as error:  # some cannot be pickled
         raise RuntimeError(f"{type(error).__name__}: {str(error)[:1000]}") from None
-    found = {}
+    actual = {}
     for index, text in enumerate(sorted(texts) if "Exchange" in name else texts):
         key = f"{name} #{index}"
         (folder / f"{re.sub(r'[^a-zA-Z0-9_.#=]+', '_', key)}.ptx").write_text(text)
-        found[key] = hashlib.sha256(text.encode()).hexdigest()
-    return found
+        actual[key] = hashlib.sha256(text.encode()).hexdigest()
+    return actual
 
 
 def snapshot(folder: Path, only: str, jobs: int) -> int:

@@ -114,8 +114,8 @@ def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) 
     modify = (lambda x: cap * (x / cap).tanh()) if cap else None
     o, lse, *_ = attend(q, k, v, seen, scale=scale, modify=modify, sink=sink)
     o.backward(tensors["do"].double())
-    found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return {name: value.detach() for name, value in found.items() if value is not None}
+    actual = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: value.detach() for name, value in actual.items() if value is not None}
 
 
 def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
         return x[0] if problem.packed else x.transpose(1, 2)
 
     kind = problem.dtype
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "q": made(sq, hq, head, kind),
         "do": made(sq, hq, head_v, problem.result),
         "k": made(sk, hk, head, kind),
@@ -137,39 +137,39 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     }
     if problem.grows:
         factors = torch.linspace(problem.grows, 0, sk, dtype=kind)
-        found["q"].abs_()
-        found["k"].abs_().mul_(factors[:, None, None] if problem.packed else factors[:, None])
-    found |= {name: torch.rand(hk, len(problem.lengths)).T + 0.5 for name in DESCALES if kind is not problem.result}
+        actual["q"].abs_()
+        actual["k"].abs_().mul_(factors[:, None, None] if problem.packed else factors[:, None])
+    actual |= {name: torch.rand(hk, len(problem.lengths)).T + 0.5 for name in DESCALES if kind is not problem.result}
     for name, like in (("o", "do"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        found[name] = torch.full_like(found[like], math.nan)
-    found["sink"] = torch.linspace(-1, 9, hq)
-    found["lse"] = torch.full((sq, hq) if problem.packed else (batch, hq, sq), math.nan)
+        actual[name] = torch.full_like(actual[like], math.nan)
+    actual["sink"] = torch.linspace(-1, 9, hq)
+    actual["lse"] = torch.full((sq, hq) if problem.packed else (batch, hq, sq), math.nan)
     for i, name in enumerate(("cum_seqlen_q", "cum_seqlen_k")):
         ends = torch.tensor([0, *(lengths[i] for lengths in problem.lengths)]).cumsum(0)
-        found[name] = ends.to(torch.int32)
+        actual[name] = ends.to(torch.int32)
     for index in problem.nan:
         for name in ("q", "do", "k", "v"):
-            sequence(found, problem, index)[name].fill_(math.nan)
+            sequence(actual, problem, index)[name].fill_(math.nan)
     numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap}
     numbers |= SPLIT
     ends = {"right": problem.right or 0, "left": problem.left or 0}
-    given = {**found, **numbers, **ends, "num_sms": 3, "stream": 0}
+    given = {**actual, **numbers, **ends, "num_sms": 3, "stream": 0}
     return given | {"workspace": torch.full((4096,), 255, dtype=torch.uint8)}
 
 
 def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
     """The tensors of one sequence, (h, s, d), and LSE, (h, s)."""
-    found = {"sink": given["sink"]} | {name: given[name][index] for name in DESCALES if name in given}
+    actual = {"sink": given["sink"]} | {name: given[name][index] for name in DESCALES if name in given}
     for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv"):
         if problem.packed:
             ends = given["cum_seqlen_k" if name in ("k", "v", "dk", "dv") else "cum_seqlen_q"]
-            found[name] = given[name][ends[index] : ends[index + 1]].transpose(0, 1)
+            actual[name] = given[name][ends[index] : ends[index + 1]].transpose(0, 1)
         else:
-            found[name] = given[name][index]
-    found["lse"] = given["lse"][index] if not problem.packed else given["lse"].view(given["lse"].shape[::-1])
+            actual[name] = given[name][index]
+    actual["lse"] = given["lse"][index] if not problem.packed else given["lse"].view(given["lse"].shape[::-1])
     if problem.packed:  # one head's values after the other's, whatever the shape says
-        found["lse"] = found["lse"][:, given["cum_seqlen_q"][index] : given["cum_seqlen_q"][index + 1]]
-    return found
+        actual["lse"] = actual["lse"][:, given["cum_seqlen_q"][index] : given["cum_seqlen_q"][index + 1]]
+    return actual
 
 
 def kernel(arch: str, configuration: Any) -> Any:
@@ -185,13 +185,13 @@ def run(arch: str, configuration: Any, given: dict[str, Any]) -> None:
 
 
 def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -> dict[str, Any]:
-    """:func:`drawn`, with what the forward pass leaves and a workspace that holds NaN."""
+    """:func:`drawn`, with the results of the forward pass and a workspace full of NaN."""
     given = drawn(problem, configuration.head_dim, configuration.head_dim_v)
     for index in range(len(problem.lengths)):
-        found = sequence(given, problem, index)
-        expected = reference(found, given["scale_softmax"], problem)
-        found["o"].copy_(expected["o"])
-        found["lse"].copy_(expected["lse"])
+        actual = sequence(given, problem, index)
+        expected = reference(actual, given["scale_softmax"], problem)
+        actual["o"].copy_(expected["o"])
+        actual["lse"].copy_(expected["lse"])
     heads, ends = given["q"].shape[1], len(problem.lengths)
     rows = given["q"].shape[0 if problem.packed else 2]
     slots = problem.configured(configuration).slots()
@@ -206,15 +206,15 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
     """
     small = problem.dtype is not problem.result
     for index in range(len(problem.lengths)):
-        found = sequence(given, problem, index)
-        if found["q"].numel() == 0 or index in problem.nan:
+        actual = sequence(given, problem, index)
+        if actual["q"].numel() == 0 or index in problem.nan:
             continue
-        expected = reference(found, given["scale_softmax"], problem)
+        expected = reference(actual, given["scale_softmax"], problem)
         for name in names:
-            error = (found[name].double() - expected[name]).norm()
+            error = (actual[name].double() - expected[name]).norm()
             assert error <= (0.4 if small else 2) * torch.finfo(problem.dtype).eps * expected[name].norm() + 1e-6, name
         if "o" in names:
-            torch.testing.assert_close(found["lse"].double(), expected["lse"], rtol=1e-6, atol=1e-2 if small else 2e-6)
+            torch.testing.assert_close(actual["lse"].double(), expected["lse"], rtol=1e-6, atol=1e-2 if small else 2e-6)
 
 
 LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
@@ -334,7 +334,7 @@ class Sorting(AttentionForward):
 
 
 def test_tiles_with_most_keys_are_drawn_first() -> None:
-    """The last tiles that are drawn are short: when they are, all CTAs are done at about the same time."""
+    """The dynamic scheduler issues short tiles last, so that all CTAs end at about the same time."""
     lengths = tuple((37 * i % 300 * (i % 5 > 0), 53 * i % 400 // 4) for i in range(45))
     c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), varlen=True, dynamic_scheduler=True)
     given = drawn(Problem(lengths, packed=True), 64, 64)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.native_sparse_attention.selection.inverse import choosing_rows
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
@@ -75,7 +75,7 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
                 indices[row, head, :count] = torch.randint(0, blocks, (count,)).int()
                 counts[row, head] = count
     last = int(given["cum_seqlen_q"][-1])
-    indices[last - 1, 0, :3] = torch.tensor([-1, 1 << 28, 0], dtype=torch.int32)  # two that there are not
+    indices[last - 1, 0, :3] = torch.tensor([-1, 1 << 28, 0], dtype=torch.int32)  # two that do not exist
     counts[last - 1, 0] = choice.chosen + 5
     for name in "qkv":
         given[name][last:] = math.nan
@@ -89,13 +89,13 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration, *_: Any) -
     rows = int(given["cum_seqlen_q"][-1])
     assert given["o"][rows:].isnan().all()
     expected = selected(c, given, *(given[x][:rows].double() for x in "qkv"))
-    o, *found = (given[x][:rows].double().transpose(0, 1) for x in ("o", *(x.name for x in c.sums)))
+    o, *actual = (given[x][:rows].double().transpose(0, 1) for x in ("o", *(x.name for x in c.sums)))
     if c.lse:
-        torch.testing.assert_close(found[0], expected.lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[0], expected.lse, rtol=1e-5, atol=1e-5)
     else:
         total = (expected.lse - expected.largest).exp().nan_to_num(0.0)
-        torch.testing.assert_close(found[0], total, rtol=1e-4, atol=0)
-        torch.testing.assert_close(found[1], expected.largest, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[0], total, rtol=1e-4, atol=0)
+        torch.testing.assert_close(actual[1], expected.largest, rtol=1e-5, atol=1e-5)
     error = (o - expected.o).norm(dim=2)
     assert bool((error <= 2 * torch.finfo(given["o"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
 
@@ -297,7 +297,7 @@ def assert_by_blocks(given: dict[str, Any], c: SelectionKVOuterConfiguration, *_
     ),
 )
 def test_selection_by_blocks(c: SelectionKVOuterConfiguration, choice: Choice, heads: tuple[int, int]) -> None:
-    """Of heads of K from one on, so many."""
+    """A number of heads of K, from head 1 on."""
     given = by_blocks_inputs(c, choice, *heads)
     run(c, given)
     assert_by_blocks(given, c)
@@ -307,14 +307,14 @@ def test_selection_by_blocks(c: SelectionKVOuterConfiguration, choice: Choice, h
 def test_which_rows_are_taken_one_by_one(shared: bool) -> None:
     """Those that share few blocks: sums are in another order then."""
     c = SelectionConfiguration("bfloat16", 16, 1, 64, 64, 64)
-    given, found = selection_inputs(c, Choice((132,), 3, spare=0)), {}
+    given, actual = selection_inputs(c, Choice((132,), 3, spare=0)), {}
     given["block_counts"].fill_(1)
     given["block_indices"].copy_((torch.arange(132) % (1 if shared else 3))[:, None, None])
     for limit in (12, 0, 1000):
         run(replace(c, single_query_threshold=limit), given)
         assert_selected(given, c)
-        found[limit] = given["l"].clone()
-    default, together, apart = found.values()
+        actual[limit] = given["l"].clone()
+    default, together, apart = actual.values()
     assert torch.equal(default, together if shared else apart)
     assert not torch.equal(together, apart)
 
@@ -357,9 +357,9 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
 
 
 def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = True) -> None:
-    """Every row by itself: its scores, that blocks have the scores that they stand beside, and that equal ones rise.
+    """Each row: its scores, that each block has its score, and that blocks of equal scores ascend.
 
-    Where there are no scores, the blocks' own have to be the best.
+    Without scores, the blocks must have the best scores.
     """
     share, found_any = c.block // c.stride, 0
     for index, (queries, keys) in enumerate(ranking.lengths):
@@ -382,13 +382,13 @@ def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = 
                 listed = parts["topk_indices"][head, row].tolist()
                 always, chosen = listed[: c.num_fixed], listed[c.num_fixed :]
                 own = torch.tensor([scores[b] for b in chosen[: len(best)]] + [-math.inf] * missing)
-                found = parts["topk_scores"][head, row] if "topk_scores" in parts else own
+                actual = parts["topk_scores"][head, row] if "topk_scores" in parts else own
                 newest = range(max((row + 1) // c.block - 2, 1), row // c.block + 1)
                 assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.full_list else [])
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=0)
                 assert chosen[len(best) :] == [-1] * missing
                 assert len(set(chosen)) == len(best) + (missing > 0)
-                torch.testing.assert_close(found, own, rtol=1e-4, atol=0)
+                torch.testing.assert_close(actual, own, rtol=1e-4, atol=0)
                 equal = [b for b in blocks if b % 2 and b < keys // share] if ties else []
                 listed = [b for b in chosen if b in equal]
                 assert listed == equal[: len(listed)]
@@ -498,10 +498,10 @@ def test_compression_and_top_k_in_one(c: CompressionTopKConfiguration, ranking: 
 def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration) -> dict[str, torch.Tensor]:
     """dQ, dK and dV in float64; sets O and LSE."""
     leaves = [given[x].double().nan_to_num(0.0).requires_grad_() for x in "qkv"]
-    found = selected(c, given, *leaves)
-    given["o"].copy_(found.o.detach().transpose(0, 1))
-    given["lse"].copy_(found.lse.detach().T)
-    gradients = torch.autograd.grad(found.o, leaves, given["do"].double().transpose(0, 1))
+    actual = selected(c, given, *leaves)
+    given["o"].copy_(actual.o.detach().transpose(0, 1))
+    given["lse"].copy_(actual.lse.detach().T)
+    gradients = torch.autograd.grad(actual.o, leaves, given["do"].double().transpose(0, 1))
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 

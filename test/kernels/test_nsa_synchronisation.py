@@ -15,7 +15,7 @@ import torch
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn.native_sparse_attention import reference  # noqa: E402
-from cudnn.native_sparse_attention.selection.inverse import choosing_rows  # noqa: E402
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows  # noqa: E402
 from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
 from cudnn_kernels.attention.sparse import (  # noqa: E402
@@ -122,7 +122,7 @@ def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
 
 
 ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
-    # what makes a kernel's arguments, and what judges its results
+    # the functions that make the arguments and check the results
     CompressionTopKConfiguration: (one_cta(nsa.one_pass_inputs), nsa.assert_one_pass),
     SelectionConfiguration: (selection_inputs, nsa.assert_selected),
     SelectionKVOuterConfiguration: (lambda c, choice: nsa.by_blocks_inputs(c, choice, 1, 1), nsa.assert_by_blocks),
@@ -138,9 +138,9 @@ SOURCES = {  # of kernels that Hopper and Blackwell share
 BACKWARD = SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 16, True, (128, 16), 3, list_chunk=32)
 TOP_K = replace(nsa.RANK, tile=(128, 32), stages=2, block=2, stride=1)
 ONE_PASS = replace(nsa.SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2)
-SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a path of their own
+SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a separate path
 CASES: dict[str, tuple[Any, Any]] = {
-    # tiles are small, so that buffers are filled again, and lists short, so that a warpgroup passes over blocks that
+    # tiles are small, so that buffers are filled again, and lists short, so that a warpgroup skips blocks that
     # another one's rows chose, and some rows have none
     "lists": (CsrTransposeConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
     "selection": (
@@ -199,7 +199,7 @@ QUERIES = "Q may be overwritten once all four warps have read theirs, and the em
 AGAIN = (1, "a step that was looked at already is waited for again")
 IN_ONE = {
     "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, QUERIES),
-    "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the product before, on one of two paths"),
+    "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the MMA before, on one of two paths"),
 }
 KERNELS = {"gradients by rows": "_rows", "gradients by blocks": "_blocks"}  # parts of names, where a call has several
 OF_TOP_K = {
@@ -237,7 +237,7 @@ NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruc
 
 
 def one_by_one(run: Callable[[str, int], bool]) -> Callable[[Instruction], bool]:
-    """Synchronisations of a warpgroup that takes its rows one by one. Only there does it meet by itself."""
+    """Synchronisations of a warpgroup that processes rows one by one: only it has barriers of one warpgroup."""
     seen: list[Program] = []
     with without(None, seen, "selection"):
         assert run(*ATTEMPTS[0])

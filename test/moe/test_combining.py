@@ -30,10 +30,10 @@ def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype
 
 def definition(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """In float64, with gradients; row -1 is one of zeros."""
-    found = torch.cat([rows.double(), torch.zeros(1, rows.shape[1], device=rows.device)])[scatter_idx.long()]
+    actual = torch.cat([rows.double(), torch.zeros(1, rows.shape[1], device=rows.device)])[scatter_idx.long()]
     if weights is None:
-        return found.sum(1)
-    return (found * weights.double().where(scatter_idx >= 0, 0.0)[..., None]).sum(1)
+        return actual.sum(1)
+    return (actual * weights.double().where(scatter_idx >= 0, 0.0)[..., None]).sum(1)
 
 
 CASES = [
@@ -111,8 +111,8 @@ def test_combine_of_any_size(tokens: int, top_k: int, eighths: int, weighted: bo
 def test_compiles_without_breaks(where: str) -> None:
     rows, scatter_idx, weights = problem(where, 6, 2, 16, torch.float32, True, False)
     rows.requires_grad_()
-    found = torch.compile(combine, backend="aot_eager", fullgraph=True)(rows, scatter_idx, weights)
-    assert torch.equal(found, combine(rows, scatter_idx, weights))
+    actual = torch.compile(combine, backend="aot_eager", fullgraph=True)(rows, scatter_idx, weights)
+    assert torch.equal(actual, combine(rows, scatter_idx, weights))
     torch.library.opcheck(cudnn.moe.combining.moe_combine, (rows, scatter_idx, weights))
 
 

@@ -212,11 +212,11 @@ def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
     monkeypatch.setattr(exchange, "Path", lambda _: boot)
-    found = {exchange._host()}  # without a boot ID
+    actual = {exchange._host()}  # without a boot ID
     for text in ("one", "another"):
         boot.write_text(text)
-        found.add(exchange._host())
-    assert len(found) == 3
+        actual.add(exchange._host())
+    assert len(actual) == 3
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ class Case:
     glu_layout: str = "interleaved"
 
     def leaves(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        found = {name: t.detach().clone() for name, t in self.tensors.items()}
-        return {name: (t.to(dtype) if dtype else t).requires_grad_() for name, t in found.items()}
+        actual = {name: t.detach().clone() for name, t in self.tensors.items()}
+        return {name: (t.to(dtype) if dtype else t).requires_grad_() for name, t in actual.items()}
 
 
 def case(
@@ -123,17 +123,17 @@ def results(c: Case, run: Callable[..., torch.Tensor], t: dict[str, Any]) -> dic
     """The result and the gradients."""
     y = run(c, t)
     y.backward(c.out.to(y.dtype))
-    found = {name: torch.stack([w.grad for w in x]) if isinstance(x, list) else x.grad for name, x in t.items()}
-    return {"y": y.detach(), **found}
+    actual = {name: torch.stack([w.grad for w in x]) if isinstance(x, list) else x.grad for name, x in t.items()}
+    return {"y": y.detach(), **actual}
 
 
-def check(c: Case, found: dict[str, torch.Tensor]) -> None:
+def check(c: Case, actual: dict[str, torch.Tensor]) -> None:
     expected = results(c, formula, c.leaves(F64))
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     slack = 4 * EPSILON[c.tensors["x"].dtype]
     for name, right in expected.items():
         limit = slack * (right.norm() / max(1, right.numel()) ** 0.5 + 1e-6) * 8 + slack * right.abs()
-        wrong = ((found[name].double() - right).abs() > limit).sum()
+        wrong = ((actual[name].double() - right).abs() > limit).sum()
         assert not wrong, f"{name}: {wrong} of {right.numel()} values"
 
 
@@ -214,13 +214,13 @@ def test_forward_gemms_in_e4m3(where: str, many: int, monkeypatch: pytest.Monkey
     c = Case({n: t.to(device) for n, t in c.tensors.items()}, c.indices.to(device), c.activation, c.out.to(device))
     expected = results(c, formula, c.leaves(F64))
     with contextlib.nullcontext() if where in ("reference", "gpu") else cudnn.emulation(where, races=True):
-        found = results(c, functools.partial(ours, fp8=True), c.leaves())
+        actual = results(c, functools.partial(ours, fp8=True), c.leaves())
         lists = results(c, functools.partial(ours, fp8=True), listed(c.leaves()))
     for name, right in expected.items():
-        error = float((found[name].double() - right).norm() / right.norm())
+        error = float((actual[name].double() - right).norm() / right.norm())
         assert error < FP8, name
         assert error > 0.01 or name not in ("x", "y"), "not of e4m3"
-        assert torch.equal(lists[name], found[name]), name
+        assert torch.equal(lists[name], actual[name]), name
 
 
 def test_every_pass_records_its_stream_for_the_e4m3_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,11 +351,11 @@ def test_both_passes_in_a_cuda_graph() -> None:
         step()
     torch.cuda.current_stream().wait_stream(other)
     with torch.cuda.graph(graph):
-        found = step()
+        actual = step()
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
     graph.replay()
-    copies = [t.clone() for t in found]
+    copies = [t.clone() for t in actual]
     assert all(torch.equal(a, b) for a, b in zip(copies, step(), strict=True))
 
 
@@ -526,15 +526,15 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     x = torch.randn(50, 64).bfloat16().requires_grad_()
     leaves, weight = [x, *layer.parameters()], torch.randn(50, 64).bfloat16()
     y = layer(x)
-    found = torch.autograd.grad(y, leaves, weight, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, torch.autograd.grad(y, leaves, weight), strict=True))
+    actual = torch.autograd.grad(y, leaves, weight, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, torch.autograd.grad(y, leaves, weight), strict=True))
     expected = torch.autograd.grad(layer(x, layer.route(x)[1]), leaves, weight)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
     layer.router.weight.requires_grad_(False)
-    torch.testing.assert_close(torch.autograd.grad(layer(x), [x], weight)[0], found[0])
+    torch.testing.assert_close(torch.autograd.grad(layer(x), [x], weight)[0], actual[0])
     (of_router,) = torch.autograd.grad(layer.requires_grad_()(x.detach()), [layer.router.weight], weight)
-    assert torch.equal(of_router, found[3])
+    assert torch.equal(of_router, actual[3])
     shapes: list[Any] = []
     seen: list[Any] = [
         lambda: layer.router.register_forward_hook(lambda module, given, logits: shapes.append(logits.shape)),
@@ -572,14 +572,14 @@ def test_gradients_through_the_router(where: str, rule: dict[str, Any]) -> None:
     x = torch.randn(50, 64).bfloat16().to(device).requires_grad_()
     leaves, weight = [x, *layer.parameters()], torch.randn(50, 64).bfloat16().to(device)
     with within(where):
-        found = torch.autograd.grad(layer(x), leaves, weight)
+        actual = torch.autograd.grad(layer(x), leaves, weight)
     _, routing = layer.route(x)
     expected = torch.autograd.grad(layer(x, routing), leaves, weight)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
     constant = routing._replace(weights=routing.weights.detach())
     (by_experts,) = torch.autograd.grad(layer(x, constant), [x], weight)
-    assert (found[0] - by_experts).norm() > 0.3 * by_experts.norm()
+    assert (actual[0] - by_experts).norm() > 0.3 * by_experts.norm()
 
 
 @pytest.mark.parametrize("where", ALONE)
@@ -733,9 +733,9 @@ def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found, given = function(*args, **(kwargs or {})), memory([args, kwargs])
-            made.extend(x for x in tree_leaves(found) if not memory(x) <= given)
-            return found
+            actual, given = function(*args, **(kwargs or {})), memory([args, kwargs])
+            made.extend(x for x in tree_leaves(actual) if not memory(x) <= given)
+            return actual
 
     weights = torch.randn(2, 128, 128).bfloat16()
     with Seen():

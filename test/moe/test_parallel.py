@@ -39,14 +39,14 @@ def parameters(bias: bool) -> list[torch.Tensor]:
     """up, down and, with ``bias``, those of both."""
     generator = torch.Generator().manual_seed(99)
     shapes = ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
-    found = [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
-    found += [torch.randn(shape[:2], generator=generator) for shape in shapes] if bias else []
-    return [each.bfloat16() for each in found]
+    actual = [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
+    actual += [torch.randn(shape[:2], generator=generator) for shape in shapes] if bias else []
+    return [each.bfloat16() for each in actual]
 
 
-def nearly(found: torch.Tensor, expected: torch.Tensor) -> None:
+def nearly(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """The sums over ranks were rounded once more."""
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
 def same_as_alone(
@@ -73,9 +73,9 @@ def same_as_alone(
     for _ in range(2):
         here = [t.detach()[part].clone().requires_grad_() for t, part in zip(alone, parts, strict=True)]
         given: list[Any] = [list(t.unbind(0)) if lists else t for t in here[2:4]]
-        found = moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group)
-        found.backward(gradient[mine])
-        close(found, y[mine])
+        actual = moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group)
+        actual.backward(gradient[mine])
+        close(actual, y[mine])
         for one, other, part in zip(here, alone, parts, strict=True):
             close(one.grad, other.grad[part])
     with torch.no_grad():
@@ -207,8 +207,8 @@ def test_a_compiled_layer_is_left_for_its_experts_only() -> None:
         compiled = torch.compile(lambda x: layer(x.sin()).cos(), backend="aot_eager")
         for count in (10, 11, 12):
             x = torch.randn(count, HIDDEN).bfloat16().requires_grad_()
-            found, expected = (torch.autograd.grad(y.sum(), x) for y in (compiled(x), layer(x.sin()).cos()))
-            torch.testing.assert_close(found, expected)
+            actual, expected = (torch.autograd.grad(y.sum(), x) for y in (compiled(x), layer(x.sin()).cos()))
+            torch.testing.assert_close(actual, expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
         (reason,) = torch._dynamo.utils.counters["graph_break"]
         assert "ranks exchange tokens" in reason
@@ -230,9 +230,9 @@ def test_e4m3_on_one_rank() -> None:
     x, up, down = torch.randn(20, 128).bfloat16(), layer.up.detach(), layer.down.detach()
     indices, weights = torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
     with one_rank():
-        found = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
-    assert torch.equal(found, moe_mlp(x, (indices, weights), up, down, fp8=True))
-    assert not torch.equal(found, moe_mlp(x, (indices, weights), up, down))
+        actual = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
+    assert torch.equal(actual, moe_mlp(x, (indices, weights), up, down, fp8=True))
+    assert not torch.equal(actual, moe_mlp(x, (indices, weights), up, down))
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])

@@ -57,9 +57,9 @@ def test_blocks_of_any_magnitude(arch: str) -> None:
             quantized(x, scatter_idx, len(x)),
             quantized_weights(weights, True),
         )
-    found = [rows, [t.view(torch.uint8).flip(0).view(t.dtype) if t.itemsize == 1 else t.flip(0) for t in of_slots]]
-    found.append([by_block[0][:, 5], by_block[1][:, 0]])
-    for q, s in found:
+    actual = [rows, [t.view(torch.uint8).flip(0).view(t.dtype) if t.itemsize == 1 else t.flip(0) for t in of_slots]]
+    actual.append([by_block[0][:, 5], by_block[1][:, 0]])
+    for q, s in actual:
         assert block_scales.same(s[:, 0], scales)
         assert block_scales.same(q, expected)
         block_scales.check(x.float(), q.float(), s[:, 0], 448.0, "float32")
@@ -110,9 +110,9 @@ def test_weights_in_e4m3_on_other_streams() -> None:
     torch.cuda._sleep(100_000_000)
     quantized_weights([up], False)
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = quantized_weights([up], False)[1].clone()
+        actual = quantized_weights([up], False)[1].clone()
     torch.cuda.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_one_thread_at_a_time_makes_weights_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,9 @@ def test_threads_share_a_layer_of_e4m3() -> None:
 
     def passes_of(x: torch.Tensor) -> list[torch.Tensor]:
         y = layer(x)
-        found = [y.detach(), *torch.autograd.grad(y, [*layer.parameters()], torch.ones_like(y))]
+        actual = [y.detach(), *torch.autograd.grad(y, [*layer.parameters()], torch.ones_like(y))]
         with torch.no_grad():
-            return [*found, layer(x)]
+            return [*actual, layer(x)]
 
     expected = [passes_of(x) for x in every]
     torch.cuda.synchronize()
@@ -149,11 +149,11 @@ def test_threads_share_a_layer_of_e4m3() -> None:
     def repeated(x: torch.Tensor) -> list[torch.Tensor]:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(40):
-                found = passes_of(x)
-        return found
+                actual = passes_of(x)
+        return actual
 
     with ThreadPoolExecutor(len(every)) as threads:
-        found = list(threads.map(repeated, every))
+        actual = list(threads.map(repeated, every))
     torch.cuda.synchronize()
-    for some, right in zip(found, expected, strict=True):
+    for some, right in zip(actual, expected, strict=True):
         assert all(map(torch.equal, some, right))

@@ -28,13 +28,13 @@ def test_rows_are_copied_in_order_on_hopper_alone(
     operands.log_permute_once.cache_clear()
     for arch, permuted in (("sm_90a", True), ("sm_100a", False)):
         with cudnn.emulation(arch, races=True), caplog.at_level("INFO", "cudnn"):
-            found, index = permutation.operand(x, False)
+            actual, index = permutation.operand(x, False)
             assert permutation.gathers(x, False) != permuted
             with monkeypatch.context() as many:
                 many.setattr(operands, "GATHER_ROWS", 3)
                 assert permutation.operand(x, False)[0] is x
                 assert permutation.gathers(x, True) != permuted
-        assert torch.equal(found[:2], x[[3, 0]]) if permuted else found is x
+        assert torch.equal(actual[:2], x[[3, 0]]) if permuted else actual is x
         assert (index is None) == permuted
     messages = [record.getMessage() for record in caplog.records if "permuted" in record.getMessage()]
     assert messages == ["moe_mlp: tokens are permuted into a copy sorted by expert, freed after the pass"]
@@ -47,13 +47,13 @@ def test_many_experts_without_rows(monkeypatch: pytest.MonkeyPatch, arch: str, l
     a, b, index = torch.randn(40, 16).bfloat16(), torch.randn(6, 32).bfloat16(), torch.tensor([3, 0, 0, 7, 9, 30]).int()
     ends = torch.tensor([2, *[2] * 8, 6, *[6] * 8], dtype=torch.int32)
     with cudnn.emulation(arch, races=True) as report:
-        found = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, ends, a_index=index)["wgrad_tensor"]
+        actual = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, ends, a_index=index)["wgrad_tensor"]
     assert report.launches[-1].grid[2] == 1
     for expert, rows in ((0, slice(2)), (9, slice(2, 6))):
         expected = a[index[rows].long()].float().T @ b[rows].float()
-        torch.testing.assert_close(found[expert].float(), expected, atol=0.05, rtol=0.02)
-    assert not found[1:9].any()
-    assert not found[10:].any()
+        torch.testing.assert_close(actual[expert].float(), expected, atol=0.05, rtol=0.02)
+    assert not actual[1:9].any()
+    assert not actual[10:].any()
 
 
 @pytest.mark.parametrize("permuted", [True, False])

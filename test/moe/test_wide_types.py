@@ -120,7 +120,7 @@ def test_gradients_of_the_module(options: dict[str, Any]) -> None:
 
 def test_float32_is_float64_but_for_rounding() -> None:
     """Results and gradients, of the operator and with gradients added to others, which are float32."""
-    indices, found = torch.randint(EXPERTS, (40, 2)), []
+    indices, actual = torch.randint(EXPERTS, (40, 2)), []
     given = operands(tokens=40)
     for dtype in (F64, F32):
         x, up, down, up_bias, down_bias, weights = (t.detach().to(dtype).requires_grad_() for t in given)
@@ -131,8 +131,8 @@ def test_float32_is_float64_but_for_rounding() -> None:
         gradients = [t.grad for t in (x, up, down, up_bias, down_bias, weights)]
         assert y.dtype is dtype
         assert all(g is not None and g.dtype is dtype for g in gradients)
-        found.append([y, *gradients, *sums])
-    for exact, rounded in zip(*found, strict=True):
+        actual.append([y, *gradients, *sums])
+    for exact, rounded in zip(*actual, strict=True):
         exact = exact.detach().double()
         torch.testing.assert_close(rounded.detach().double(), exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
 

@@ -66,20 +66,20 @@ def test_results_and_gradients(name: str, mode: str) -> None:
     given = indices(mode)
     tensors = operands(rows=24 if mode == "gather" else M)
     function = functools.partial(moe_grouped_matmul, first_token_offset=offsets(OFFSETS[name]), **given)
-    found = with_gradients(function, tensors)
+    actual = with_gradients(function, tensors)
     expected = with_gradients(lambda *x: formula(*x, OFFSETS[name], given), tensors)
-    assert found[0].is_contiguous()
-    assert found[2].stride(1) == 1
-    torch.testing.assert_close(found, expected)
+    assert actual[0].is_contiguous()
+    assert actual[2].stride(1) == 1
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3), (torch.float32, 1e-6)])
 def test_types(dtype: torch.dtype, eps: float) -> None:
     token, weight, _ = operands(dtype)
-    found = moe_grouped_matmul(token, weight, offsets(OFFSETS["even"]))
-    assert found.dtype is dtype
+    actual = moe_grouped_matmul(token, weight, offsets(OFFSETS["even"]))
+    assert actual.dtype is dtype
     expected = formula(token.double(), weight.double(), OFFSETS["even"], {})
-    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=1e-5)
 
 
 def test_gradients_pass_the_numerical_test() -> None:
@@ -104,8 +104,8 @@ def test_any_strides_of_tokens_and_offsets() -> None:
     flat = torch.tensor([0, *OFFSETS["uneven"]], dtype=torch.int32)[1:]  # at an address that graphs do not take
     assert flat.data_ptr() % 16
     for strided in (token.mT.contiguous().mT, token[:, :1].expand(-1, M, -1)):
-        found = moe_grouped_matmul(strided, weight, flat)
-        torch.testing.assert_close(found, formula(strided, weight, OFFSETS["uneven"], {}))
+        actual = moe_grouped_matmul(strided, weight, flat)
+        torch.testing.assert_close(actual, formula(strided, weight, OFFSETS["uneven"], {}))
 
 
 def test_the_name_is_the_function() -> None:

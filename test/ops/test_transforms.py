@@ -1,4 +1,4 @@
-"""Operators under ``torch.compile``, ``torch.autocast`` and ``torch.vmap``, beside PyTorch's own of the kind."""
+"""Operators under ``torch.compile``, ``torch.autocast`` and ``torch.vmap``, compared with PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -222,10 +222,10 @@ def test_autocast_as_pytorch(make: Any, given: torch.dtype, dtype: torch.dtype) 
     ours, peer, tensors = make(given)
     leaves = [x.requires_grad_() for x in tensors]
     with torch.autocast("cpu", dtype=dtype):
-        found, expected = ours(*leaves), peer(*leaves)
-    assert found.dtype == expected.dtype == (F64 if given is F64 else dtype)
-    torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
-    gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (found, expected)]
+        actual, expected = ours(*leaves), peer(*leaves)
+    assert actual.dtype == expected.dtype == (F64 if given is F64 else dtype)
+    torch.testing.assert_close(actual, expected, atol=5e-2, rtol=5e-2)
+    gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (actual, expected)]
     for one, other in zip(*gradients, strict=True):
         assert one.dtype == given
         torch.testing.assert_close(one, other, atol=0.2, rtol=5e-2)
@@ -252,9 +252,9 @@ def test_autocast_compiled(make: Any) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = compiled(*tensors)
-    assert found.dtype == BF16
-    assert torch.equal(found, layer(*tensors))
+    actual = compiled(*tensors)
+    assert actual.dtype == BF16
+    assert torch.equal(actual, layer(*tensors))
 
 
 def test_autocast_off_within() -> None:
@@ -279,9 +279,9 @@ def test_autocast_of_fused_gemms() -> None:
         "cpu",
     )
     with torch.autocast("cpu", dtype=BF16):
-        found = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
+        actual = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
     expected = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 # vmap.
@@ -296,16 +296,16 @@ def mapped(
     ]
     places = dims if isinstance(dims, tuple) else (dims,) * len(leaves)
     size = next(x.shape[dim] for x, dim in zip(leaves, places, strict=True) if dim is not None)
-    found = torch.vmap(function, places, **options)(*leaves)
+    actual = torch.vmap(function, places, **options)(*leaves)
     rows = [
         [x if dim is None else x.select(dim, entry) for x, dim in zip(leaves, places, strict=True)]
         for entry in range(size)
     ]
     expected = torch.stack([function(*row) for row in rows])
-    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
     weight = torch.randn_like(expected)
     some = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-    gradients = [torch.autograd.grad(x, some, weight) for x in (found, expected)]
+    gradients = [torch.autograd.grad(x, some, weight) for x in (actual, expected)]
     torch.testing.assert_close(*gradients, atol=atol, rtol=rtol)
 
 
@@ -324,7 +324,7 @@ def test_vmap_of_attention(name: str, dims: Any) -> None:
 
 
 @VMAP
-@pytest.mark.parametrize("own", [False, True], ids=["the same lengths", "lengths of their own"])
+@pytest.mark.parametrize("own", [False, True], ids=["the same lengths", "separate lengths"])
 @pytest.mark.parametrize("name", ["lengths", "lengths of keys", "packed", "packed with gaps", "packed, empty entries"])
 def test_vmap_of_lengths(name: str, own: bool) -> None:
     problem = CASES[name]
@@ -344,7 +344,7 @@ def test_vmap_of_lengths(name: str, own: bool) -> None:
 
 @VMAP
 @pytest.mark.parametrize("shape", [(24, 24), (4, 24, 24), (2, 1, 24, 24)], ids=str)
-@pytest.mark.parametrize("own", [False, True], ids=["one mask", "masks of their own"])
+@pytest.mark.parametrize("own", [False, True], ids=["one mask", "separate masks"])
 def test_vmap_of_masks(shape: tuple[int, ...], own: bool) -> None:
     q, k, v = (torch.randn(3, 2, 4, 24, 16, dtype=F64) for _ in range(3))
     mask = torch.randn(3, *shape, dtype=F64) if own else torch.randn(shape, dtype=F64)
@@ -359,9 +359,9 @@ def test_vmap_of_a_backward_pass() -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, mask)]
     out = scaled_dot_product_attention(*leaves)
     many = torch.randn(3, *out.shape, dtype=F64)
-    found = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
+    actual = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
     expected = [torch.autograd.grad(out, leaves, one, retain_graph=True) for one in many]
-    for one, others in zip(found, zip(*expected, strict=True), strict=True):
+    for one, others in zip(actual, zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(one, torch.stack(others), atol=1e-10, rtol=1e-10)
 
 
@@ -381,8 +381,8 @@ def test_vmap_of_dropout() -> None:
     tensors, more = (q[0], k[0], v[0]), (None, 0.5, torch.tensor([7]))
     o, stats = sdpa(*tensors, *options, *more)
     many = torch.randn(3, *o.shape, dtype=F64)
-    found = torch.vmap(lambda d: sdpa_bwd(d, *tensors, o, stats, *options, False, *more), randomness="same")(many)
-    for place, one in enumerate(found):
+    actual = torch.vmap(lambda d: sdpa_bwd(d, *tensors, o, stats, *options, False, *more), randomness="same")(many)
+    for place, one in enumerate(actual):
         each = [sdpa_bwd(d, *tensors, o, stats, *options, False, *more)[place] for d in many]
         torch.testing.assert_close(one, torch.stack(each))
 
@@ -401,8 +401,8 @@ def test_vmap_of_convolutions(dims: tuple[int | None, ...], activation: str) -> 
 def test_vmap_of_a_convolutions_backward_pass() -> None:
     x, weight, bias = torch.randn(2, 4, 20), torch.randn(4, 3), torch.randn(4)
     many = torch.randn(3, 2, 4, 20)
-    found = torch.vmap(lambda d: causal_conv1d_bwd_primitive(d, x, weight, bias, "silu"))(many)
-    for place, one in enumerate(found):
+    actual = torch.vmap(lambda d: causal_conv1d_bwd_primitive(d, x, weight, bias, "silu"))(many)
+    for place, one in enumerate(actual):
         expected = torch.stack([causal_conv1d_bwd_primitive(d, x, weight, bias, "silu")[place] for d in many])
         torch.testing.assert_close(one, expected)
 
@@ -426,5 +426,5 @@ def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vmap_of_the_others_is_pytorchs_loop() -> None:
     first = torch.tensor([0, 7], dtype=torch.int32)
     token, weight = torch.randn(3, 1, 16, 32), torch.randn(2, 24, 32).mT
-    found = torch.vmap(lambda token: moe_grouped_matmul(token, weight, first))(token)
-    assert torch.equal(found, torch.stack([moe_grouped_matmul(x, weight, first) for x in token]))
+    actual = torch.vmap(lambda token: moe_grouped_matmul(token, weight, first))(token)
+    assert torch.equal(actual, torch.stack([moe_grouped_matmul(x, weight, first) for x in token]))

@@ -45,7 +45,7 @@ def band(
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """(b, h, s, d) as packed sequences (t, h, d)."""
+    """(b, h, s, d) as varlen sequences (t, h, d)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -92,12 +92,12 @@ def attend_packed(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (t, h, d) and LSE (t, h) of sequences one after the other, (t, h, d), with the mask of their rows and keys."""
-    found = []
+    actual = []
     for (a, b), (c, d) in zip(*(pairwise(ends.tolist()) for ends in (ends_q, ends_kv)), strict=True):
         parts = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
         one = attend(*parts, seen(b - a, d - c).to(q.device), **options)
-        found.append((one.o.transpose(0, 1), one.lse.T))
-    o, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+        actual.append((one.o.transpose(0, 1), one.lse.T))
+    o, lse = (torch.cat(parts) for parts in zip(*actual, strict=True))
     return o, lse
 
 

@@ -25,7 +25,7 @@ from cudnn.moe.operator import checked, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import autocast_type, needs_dispatch, once
+from cudnn.runtime.registration import autocast_type, needs_dispatch, once_differentiable
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -90,7 +90,7 @@ class _Layer(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         layer, main_grad = ctx.layer, ctx.main_grad
         tensors = ctx.saved_tensors

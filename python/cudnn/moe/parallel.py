@@ -24,7 +24,7 @@ from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, check_all_ranks, size_of
 from cudnn.moe.experts import Experts, Permutation, grouped_gemm_ops, is_list, shape_of
 from cudnn.moe.routing import sort
-from cudnn.runtime.registration import once
+from cudnn.runtime.registration import once_differentiable
 
 _WHERE = "moe_mlp"
 
@@ -166,7 +166,7 @@ class _OverRanks(torch.autograd.Function):
         return transport.combine(rows, permutation.scatter_idx, weights, sent)[0]
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tokens, preact, local, weights, *rest = ctx.saved_tensors
         offsets, gather_idx, scatter_idx, up_bias, down_bias, *matrices = rest
