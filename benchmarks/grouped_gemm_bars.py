@@ -65,7 +65,7 @@ class Ours:
 
     def tensors(self, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and results by name."""
-        given = program.inputs(self.api, self.shape, device, self.kind, drawn_on=device)
+        given = program.inputs(self.api, self.shape, device, self.kind, generated_on=device)
         given = {name: x for name, x in given.items() if name not in self.without}
         if self.transposed:
             given["b"] = given["b"].permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -83,7 +83,7 @@ class Ours:
 
     def offsets(self, given: Mapping[str, Any]) -> Any:
         """Where experts end."""
-        return next(given[spec.name] for spec in self.api.tensors if spec.draw == "ends")
+        return next(given[spec.name] for spec in self.api.tensors if spec.init == "ends")
 
     def object(self, tensors: Mapping[str, Any], **options: Any) -> Any:
         """The API's object for tensors like these."""

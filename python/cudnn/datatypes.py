@@ -113,9 +113,9 @@ def _torch_to_cudnn_data_type(dtype: object) -> data_type | None:
     return _FROM_TORCH_NAME.get(str(dtype))
 
 
-def _cudnn_to_torch_data_type(kind: data_type) -> Any:
+def _cudnn_to_torch_data_type(dtype: data_type) -> Any:
     """The ``torch.dtype`` of a ``data_type``, None if this PyTorch has none."""
-    row = _TABLE.get(kind)
+    row = _TABLE.get(dtype)
     return getattr(torch, row.torch_name, None) if row is not None and row.torch_name else None
 
 
@@ -124,14 +124,14 @@ def dlpack_to_data_type(code: int, bits: int) -> data_type:
     return _FROM_DLPACK.get((code, bits), data_type.NOT_SET)
 
 
-def element_bits(kind: data_type) -> int:
+def element_bits(dtype: data_type) -> int:
     """Bits that one element takes in memory."""
-    return _TABLE[kind].bits
+    return _TABLE[dtype].bits
 
 
-def element_bytes(kind: data_type) -> int:
+def element_bytes(dtype: data_type) -> int:
     """What divides the address of every element's first byte."""
-    return max(1, element_bits(kind) // 8)
+    return max(1, element_bits(dtype) // 8)
 
 
 def library_type(value: object) -> data_type:

@@ -13,9 +13,9 @@ import torch
 
 import cudnn
 from cudnn.runtime import launch
-from support import gemms
-from support.gemm_families import NAMES, case, check, execute
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32
+from support import oracle
+from support.api_cases import NAMES, case, check, execute
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32
 from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -46,7 +46,7 @@ def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
     for accurate in (False, True):
         with within(where):
             found = cudnn.gemm_swiglu_wrapper(a, b, ab12_dtype=F32, c_dtype=F16, accurate=accurate)
-        misses[accurate] = far_off(found["ab12_tensor"], z), far_off(found["c_tensor"], gemms.swiglu(z))
+        misses[accurate] = far_off(found["ab12_tensor"], z), far_off(found["c_tensor"], oracle.swiglu(z))
     assert misses[True] == (0, 0)
     assert (misses[False] == (0, 0)) is not few_bits(where)
 

@@ -69,7 +69,7 @@ def of_program(name: str, patch: pytest.MonkeyPatch) -> Seen:
 
 def of_zeros(name: str, patch: pytest.MonkeyPatch) -> Seen:
     """Those that share a folder have no programs: zeros in tensors like those that are compiled for ahead of time."""
-    found, usual = constructions(patch), registry.usual(name)
+    found, usual = constructions(patch), registry.aot_preset(name)
     _, shape = usual.objects.__self__.example  # type: ignore[attr-defined]
     api: Any = type(next(iter(usual.objects(usual.dtypes[0], shape, usual.architectures[0]))))
     given = {

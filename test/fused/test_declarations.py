@@ -20,10 +20,10 @@ from cudnn import demo_cases
 from cudnn.demo_cases import dense
 from cudnn.demo_cases.gemm_matrix import Variant
 from cudnn.fused import registry
-from cudnn.fused.dense import blank
+from cudnn.fused.dense import empty_tensors
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
-from support.gemm_families import BY_NAME
+from support.api_cases import BY_NAME
 from support.pages import transformer_engine_calls
 from support.selection import in_turn, within
 
@@ -342,7 +342,7 @@ def test_gradients_of_rope(interleaved: bool) -> None:
     [
         ({"rotary_size": 24}, r"head_size and rotary_size: got \(128, 24\); allowed: multiples of 16"),
         ({"head_size": 80, "rotary_size": 96}, r"got \(80, 96\); allowed: multiples of 16, rotary_size up to 256 and"),
-        ({"head_size": 256, "rotary_size": 128}, "columns of the product: got 384; allowed: multiples of head_size"),
+        ({"head_size": 256, "rotary_size": 128}, "n: got 384; allowed: multiples of head_size"),
         ({"rotated_begin": 64}, r"rotated_begin and rotated_end: got \(64, 384\); allowed: multiples of 128"),
         ({"rotated_end": 512}, r"got \(0, 512\); allowed: multiples of 128, in order, up to 384"),
         ({"rows": 41}, "rows of cos and sin: got 41; allowed: 40, those of a. To fix it, pass positions"),
@@ -378,7 +378,7 @@ def test_programs_see_wrong_results(name: str) -> None:
 def test_every_short_type_has_usual_tensors(name: str) -> None:
     api: Any = registry.find(name)
     for kind in OPERAND_TYPES.values():
-        tensors = blank(api, (128, 128, 128, 1), kind, "meta")
+        tensors = empty_tensors(api, (128, 128, 128, 1), kind, "meta")
         options = {"sf_vec_size": kind.vector} if kind.scale else {}
         assert api(**api.samples(tensors), **options, arch="sm_90a").check_support()
 

@@ -11,14 +11,14 @@ import torch
 
 import cudnn
 from support import grouped
-from support.gemms import BF16, E4M3, E8M0, F32
+from support.oracle import BF16, E4M3, E8M0, F32
 from support.selection import WHERE, within
 
 TILES = ((256, 256), None, 16, False, 256, False)  # mma_tiler_mn ... discrete_col_sfd
 
 
 def inputs(p: grouped.Problem, names: str) -> list[Any]:
-    return [p.given.get(name) for name in names.split()]
+    return [p.inputs.get(name) for name in names.split()]
 
 
 @pytest.mark.parametrize("family", ["grouped_gemm", "discrete_grouped_gemm"])
@@ -68,9 +68,9 @@ def test_the_older_tail_of_positional_arguments(
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", semantics)
     given = {"prob": F32, "c": BF16, "dprob": F32, "beta": F32} if "ds" in name else {}
     p = grouped.problem(name, inputs=given)
-    p.given["dprob"] = torch.zeros(200, 1, 1)
+    p.inputs["dprob"] = torch.zeros(200, 1, 1)
     grouped.run(p, "reference")
-    values = p.given | p.options
+    values = p.inputs | p.options
     wrapper = getattr(cudnn, f"{name}_wrapper_sm100")
     placed = wrapper(*(values.get(key) for key in before.split()), *between, True, stream)
     key = "d_row_tensor" if "ds" in name else "d_tensor"
@@ -95,7 +95,7 @@ def test_positional_arguments_that_fit_two_versions(monkeypatch: pytest.MonkeyPa
     """A number is a clamp or a stream: the version whose meaning the call has tells which."""
     p = grouped.problem("grouped_gemm_srelu", inputs={"prob": F32})
     before = inputs(p, "a b sfa sfb padded_offsets alpha bias b_ptrs sfb_ptrs n b_dtype")
-    before += ["k", None, p.given["prob"], F32, BF16, BF16, "n", *TILES, False]
+    before += ["k", None, p.inputs["prob"], F32, BF16, BF16, "n", *TILES, False]
     (_, plain, *_), (_, clamped, *_) = (cudnn.grouped_gemm_srelu_wrapper_sm100(*before, *x) for x in ((), (1,)))
     assert not torch.equal(plain, clamped)
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
@@ -107,7 +107,7 @@ def test_a_result_that_is_not_written_may_be_another() -> None:
     p = grouped.problem("grouped_gemm_glu", "nvfp4", (256, 512), inputs={"prob": F32})
     grouped.run(p, "reference")
     c, d = torch.empty(512, 128, 1).bfloat16(), torch.empty(512, 64, 1).bfloat16()
-    a, prob, weights = p.given["a"], p.given["prob"], inputs(p, "b sfb")
+    a, prob, weights = p.inputs["a"], p.inputs["prob"], inputs(p, "b sfb")
     about = inputs(p, "sfa padded_offsets alpha")
     made = cudnn.GroupedGemmGluSm100(a, c, d, *about, d, *weights, sample_prob=prob)
     made.compile()
@@ -120,11 +120,11 @@ def test_a_result_that_is_not_written_may_be_another() -> None:
 def test_a_scheduler_counter_goes_with_weights_in_a_tensor() -> None:
     """Behind addresses it was ignored."""
     p = grouped.problem("grouped_gemm_quant", "mxfp8", (256, 512), inputs={"norm_const": F32})
-    given = {"a_tensor": p.given["a"], "sfa_tensor": p.given["sfa"], "padded_offsets": p.given["padded_offsets"]}
-    given |= {"alpha_tensor": p.given["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
+    given = {"a_tensor": p.inputs["a"], "sfa_tensor": p.inputs["sfa"], "padded_offsets": p.inputs["padded_offsets"]}
+    given |= {"alpha_tensor": p.inputs["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
     counter = torch.zeros(1, dtype=torch.int32)
-    places, factors = (torch.tensor([p.given[name].data_ptr()] * 2) for name in ("b", "sfb"))
-    dense = {"b_tensor": p.given["b"], "sfb_tensor": p.given["sfb"]}
+    places, factors = (torch.tensor([p.inputs[name].data_ptr()] * 2) for name in ("b", "sfb"))
+    dense = {"b_tensor": p.inputs["b"], "sfb_tensor": p.inputs["sfb"]}
     cudnn.grouped_gemm_quant_wrapper_sm100(**given, **dense, scheduler_counter_tensor=counter)
     discrete = {"b_ptrs": places, "sfb_ptrs": factors, "n": 128, "b_dtype": E4M3}
     with pytest.raises(

@@ -10,9 +10,9 @@ import torch
 
 from cudnn.runtime import launch
 from cudnn_kernels.signature import bind
-from support import gemms
-from support.gemm_families import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.recorded import OnGpu, Recorded
 from support.selection import ARCHES, in_turn
 
@@ -321,11 +321,11 @@ def test_workspace(family: Family) -> None:
     [
         ({"a": torch.empty(128, 64, 1).bfloat16()}, "tensor shape mismatch"),
         (
-            {"a": gemms.plain(128, 128, dtype=F16).tensor},
+            {"a": oracle.plain(128, 128, dtype=F16).tensor},
             "a tensor dtype mismatch: expected torch.bfloat16, got torch.f",
         ),
         (
-            {"a": gemms.plain(128, 128, major="mn").tensor},
+            {"a": oracle.plain(128, 128, major="mn").tensor},
             "a tensor stride mismatch: expected k-major, got|expected k-major",
         ),
         ({"a": torch.empty(128, 256, 1).bfloat16()[:, ::2]}, "a tensor stride mismatch"),
@@ -649,9 +649,9 @@ def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Rec
 
 
 def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.runtime.call import say
+    from cudnn.runtime.call import warn_once
 
-    say.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         compiled(case(family.name, dtype=FP4, scale=E8M0))
     compiled(case(family.name))

@@ -22,8 +22,8 @@ from cudnn.demo_cases.gemm_matrix import Variant, sample, variants
 from cudnn.fused import host
 from cudnn.runtime import launch
 from cudnn_kernels import architecture
-from support.gemm_families import BY_NAME, FAMILIES, case, check, execute, of_variant, slack
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.api_cases import BY_NAME, FAMILIES, case, check, execute, of_variant, slack
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES, WHERE, brief, in_turn, selected
 
 pytest.importorskip("ptx_emulator")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import cudnn
-from support import gemms
-from support.gemm_families import case, check
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import case, check
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES
 
 BOTH = ("gemm_srelu", "gemm_dsrelu")
@@ -40,9 +40,9 @@ def test_four_bit_results(kind: Any) -> None:
     problem.tensors["c"] = torch.empty_strided((64, 32, 1), (32, 1, 2048), dtype=torch.uint8).view(kind)
     problem.operation()(**problem.arguments())
     bytes_ = problem.tensors["c"].view(torch.uint8)[..., 0]
-    found = gemms.fp4_values(torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(1))
-    z = gemms.matmul(problem.a, problem.b)[..., 0]
-    grid = gemms.fp4_values(torch.arange(8, dtype=torch.uint8))
+    found = oracle.fp4_values(torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(1))
+    z = oracle.matmul(problem.a, problem.b)[..., 0]
+    grid = oracle.fp4_values(torch.arange(8, dtype=torch.uint8))
     nearest = (z.abs().clamp(max=6).unsqueeze(-1) - grid).abs().amin(-1)
     assert bool(((found.abs() - z.abs().clamp(max=6)).abs() <= nearest + 1e-4).all())
     assert bool(((found == 0) | (found.sign() == z.sign())).all())
@@ -161,7 +161,7 @@ def test_c_and_d_have_one_major(name: str) -> None:
 
 def test_c_of_the_backward_pass_has_no_8_bits() -> None:
     problem = case("gemm_dsrelu", side=BF16)
-    problem.tensors["c"] = gemms.strided(torch.randn(128, 256, 1).to(E4M3), "k")
+    problem.tensors["c"] = oracle.strided(torch.randn(128, 256, 1).to(E4M3), "k")
     with pytest.raises(ValueError, match="c tensor dtype mismatch: expected torch"):
         problem.operation().check_support()
 
@@ -190,7 +190,7 @@ def test_default_tile_and_cluster(name: str) -> None:
 )
 def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) -> None:
     rows = (40, 64, 40) if name == "gemm_dsrelu" else (40, 64)
-    tensors: list[Any] = [gemms.plain(count, 64, 2).tensor for count in rows]
+    tensors: list[Any] = [oracle.plain(count, 64, 2).tensor for count in rows]
     tensors += [None, None, torch.rand(40, 1, 2)] if name in BOTH else []
     named = {"c_dtype": BF16} if name == "gemm_amax" else {}
     operator = getattr(cudnn.ops, name)
@@ -204,7 +204,7 @@ def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) ->
 
 
 def test_operator_of_four_bit_operands() -> None:
-    s = gemms.scaled(128, 64, 1, FP4, E4M3, 16)
+    s = oracle.scaled(128, 64, 1, FP4, E4M3, 16)
     arguments = (s.tensor, s.tensor.clone(), s.scales, s.scales, "m", BF16, 16)
     compiled = torch.compile(
         lambda *x: cudnn.ops.gemm_amax(*x, *arguments[4:])[1] * 2, backend="aot_eager", fullgraph=True

@@ -12,9 +12,9 @@ import torch
 
 import cudnn
 from cudnn.fused import registry
-from support import gemms
-from support.gemm_families import FAMILIES, NAMES, Case, Family, case, check, execute, options, slack
-from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import FAMILIES, NAMES, Case, Family, case, check, execute, options, slack
+from support.oracle import BF16, E4M3, E8M0, F16, F32, FP4
 from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -312,7 +312,7 @@ def test_nothing_is_recorded_for_autograd(where: str, name: str) -> None:
 def test_the_result_has_the_type_of_the_input_if_asked_for() -> None:
     from cudnn.ops import gemm_swiglu
 
-    a, b = gemms.plain(40, 64, dtype=BF16).tensor, gemms.plain(64, 64, dtype=BF16).tensor
+    a, b = oracle.plain(40, 64, dtype=BF16).tensor, oracle.plain(64, 64, dtype=BF16).tensor
     assert cudnn.gemm_swiglu_wrapper(a, b)["c_tensor"].dtype == F16
     assert cudnn.gemm_swiglu_wrapper(a, b, c_dtype=None)["c_tensor"].dtype == BF16
     arguments = (a, b, 1.0, "n", BF16, None)
@@ -342,7 +342,7 @@ def test_interleaved_weights(l: int) -> None:  # noqa: E741
 def test_halves_of_weights(name: str, order: str) -> None:
     """Taken as they are, or interleaved once: the same results, ab12 in the order of the weights."""
     whole = (torch.randint(-4, 5, (rows, 64, 2)) / 8 for rows in (40, 192))  # sums of their products are exact
-    x, halves = (gemms.strided(each.bfloat16(), "k") for each in whole)
+    x, halves = (oracle.strided(each.bfloat16(), "k") for each in whole)
     wrapper, given = registry.wrapper(name), {"ab12_dtype": F32, "c_dtype": BF16}
     found = wrapper(x, halves, **given, glu_layout="concatenated", glu_order=order)
     woven = cudnn.interleave_glu_weights(halves, order=order)

@@ -10,9 +10,9 @@ import torch
 
 import cudnn
 from cudnn.fused.gradients import WGradInputOrder
-from cudnn.fused.grouped import numbered
-from support import gemm, grouped
-from support.gemms import BF16, E4M3, E8M0, F32, FP4
+from cudnn.fused.grouped import gather
+from support import grouped, kernel_inputs
+from support.oracle import BF16, E4M3, E8M0, F32, FP4
 from support.selection import within
 
 pytest.importorskip("ptx_emulator")
@@ -31,9 +31,9 @@ def gradients(ends: tuple[int, ...], tokens: int, indexed: str = "", **more: Any
     offsets = torch.tensor(ends, dtype=torch.int32)
     given = {"a": a, "b": b}
     for name in indexed:
-        given[name], more[f"{name}_index"] = gemm.lines(given[name][..., None], 0)
+        given[name], more[f"{name}_index"] = kernel_inputs.gathered(given[name][..., None], 0)
         given[name] = given[name][..., 0]
-    a, b = (numbered(x, more.get(f"{name}_index")) for name, x in given.items())
+    a, b = (gather(x, more.get(f"{name}_index")) for name, x in given.items())
     (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(given["a"].T, given["b"], None, None, offsets, wgrad_dtype=F32, **more)
     start = 0
     for expert, end in enumerate(ends):
@@ -61,10 +61,10 @@ def test_numbers_of_tokens() -> None:
     with pytest.raises(ValueError, match="a_index tensor: got a tensor, for float8_e4m3fn; allowed: None, but for"):
         grouped.run(p, "reference")
     p = grouped.problem("grouped_gemm", inputs={"a_index": I32, "prob": F32})
-    p.given["a_index"] = p.given["a_index"][1:]
+    p.inputs["a_index"] = p.inputs["a_index"][1:]
     with pytest.raises(ValueError, match=r"prob tensor shape mismatch: expected \(199, 1, 1\)"):
         grouped.run(p, "reference")
-    p.given |= {"a_index": p.given["a_index"][:0], "prob": p.given["prob"][:0]}
+    p.inputs |= {"a_index": p.inputs["a_index"][:0], "prob": p.inputs["prob"][:0]}
     grouped.run(p, "sm_90a")
     assert p.results["d_tensor"].shape == (0, 128, 1)
     x, index = torch.zeros(64, 32).bfloat16(), torch.zeros(64, dtype=torch.int32)
@@ -76,7 +76,7 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
     """Operands with scale factors, each expert's of its own; with other tokens after the last one."""
     m, n, tokens, device = 136, 72, more.pop("offsets_of", ends[-1]) + 128, "cuda" if where == "gpu" else "cpu"
     a, b = (grouped.operand(kind, rows, tokens, 1, device) for rows in (m, n))
-    vector = grouped.KINDS[kind][2]
+    vector = grouped.OPERAND_TYPES[kind][2]
     sfa, sfb = (grouped.by_expert(x.scales, sorted(ends), vector) for x in (a, b))
     names = more.pop("scales_of", () if kind == "mxfp8" else ("global_scale_a", "global_scale_b"))
     scales = {key: torch.rand(len(ends), device=device) + 0.5 for key in names}
@@ -115,7 +115,7 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
 
 
 def packed_gradients(where: str, apart: int = 0, **more: Any) -> None:
-    """An object for gradients behind addresses, called with one tensor; its experts' matrices may lie apart."""
+    """An object for pointer arrays of gradients, called with one tensor; its experts' matrices may lie apart."""
     m, n, ends, device = 64, 96, (64, 64, 192), "cuda" if where == "gpu" else "cpu"
     a, b = (torch.randint(-3, 4, (ends[-1], rows), device=device).bfloat16() for rows in (m, n))
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)

@@ -259,7 +259,7 @@ def held(folder: Path) -> Iterator[int]:
 def test_a_process_that_stands_still_does_not_hold_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_SAY", 0.1)
+    monkeypatch.setattr(cache, "_LOG_AFTER", 0.1)
     monkeypatch.setattr(cache, "_WAIT", 0.3)
     build = Builder()
     assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
@@ -273,7 +273,7 @@ def test_a_process_that_stands_still_does_not_hold_others(
 def test_a_process_that_is_slow_is_waited_for(
     held: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_SAY", 0.1)
+    monkeypatch.setattr(cache, "_LOG_AFTER", 0.1)
 
     class Log:
         """Lets go as soon as the log says that somebody waits."""

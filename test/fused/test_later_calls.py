@@ -10,7 +10,7 @@ import torch
 
 import cudnn
 from cudnn import NSA
-from cudnn.fused import objects
+from cudnn.fused import object_cache
 
 Tensors = tuple[Any, ...]
 OFFSETS = torch.tensor([0, 64], dtype=torch.int32)
@@ -94,7 +94,7 @@ def test_pages_of_another_size() -> None:
 
 def test_as_many_objects_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of programs whose sequences have ever other lengths. The oldest goes first, and may come again."""
-    monkeypatch.setattr(objects, "MOST", 3)
+    monkeypatch.setattr(object_cache, "MAX_OBJECTS", 3)
     monkeypatch.setattr(cudnn.SdpafwdSm100D256, "objects", {})
     for count in (1, 2, 3, 4, 5, 1):
         q = rows(1, 256, count).transpose(1, 2).contiguous().transpose(1, 2)

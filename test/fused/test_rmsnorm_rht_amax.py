@@ -246,9 +246,9 @@ def test_operator() -> None:
 
 
 def test_the_reference_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.runtime.launch import say_reference_runs
+    from cudnn.runtime.launch import log_reference_runs
 
-    say_reference_runs.cache_clear()
+    log_reference_runs.cache_clear()
     for _ in range(2):
         rmsnorm_rht_amax_wrapper(*inputs(4, 512))
     said = [message for message in caplog.messages if "reference in PyTorch runs" in message]

@@ -14,7 +14,7 @@ import cudnn.ops
 from cudnn import demo_cases
 from cudnn.fused import registry
 from cudnn.nn import MoE
-from support.gemm_families import case, execute
+from support.api_cases import case, execute
 from support.selection import WHERE, brief
 from support.states import UNSTRIDED, negative
 

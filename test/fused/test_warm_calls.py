@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cudnn.runtime.call import Call
-from support.gemm_families import case
-from support.gemms import E4M3, E8M0
+from support.api_cases import case
+from support.oracle import E4M3, E8M0
 from support.recorded import OnGpu, Recorded
 
 

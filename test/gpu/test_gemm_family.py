@@ -22,8 +22,8 @@ from support.threads import together
 GUARD = 4096  # elements around a result that must stay as they are
 
 
-def problem(name: str, *sizes: int, **given: Any) -> Case:
-    return case(name, *sizes, **given, device="cuda")
+def problem(name: str, *sizes: int, **inputs: Any) -> Case:
+    return case(name, *sizes, **inputs, device="cuda")
 
 
 def guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +145,8 @@ def test_long_sums_of_16_bits() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}, {"dtype": F32, "majors": "mnn"}], ids=str)
-def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> None:
-    of = problem(name, 256, 256, 512, 2, **given)
+def test_graph_replay_with_changed_data(name: str, inputs: dict[str, Any]) -> None:
+    of = problem(name, 256, 256, 512, 2, **inputs)
     gemm = compiled(of)
     workspace = torch.empty(gemm.workspace_size(), dtype=torch.uint8, device="cuda")
     for buffer in (workspace, None):
@@ -155,7 +155,7 @@ def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> Non
         torch.cuda.synchronize()
         graph = captured(run)
         for _ in range(3):
-            fresh = problem(name, 256, 256, 512, 2, **given)
+            fresh = problem(name, 256, 256, 512, 2, **inputs)
             of.a.values, of.b.values = fresh.a.values, fresh.b.values
             for key, tensor in of.tensors.items():
                 if tensor is not None:
@@ -165,13 +165,13 @@ def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> Non
                     )
             graph.replay()
             torch.cuda.synchronize()
-            check(of, slack=3e-3 if given else 2e-5)
+            check(of, slack=3e-3 if inputs else 2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}], ids=str)
-def test_execute_with_a_workspace_allocates_nothing_and_waits_for_nothing(name: str, given: dict[str, Any]) -> None:
-    of = problem(name, 256, 256, 512, **given)
+def test_execute_with_a_workspace_allocates_nothing_and_waits_for_nothing(name: str, inputs: dict[str, Any]) -> None:
+    of = problem(name, 256, 256, 512, **inputs)
     gemm = compiled(of)
     arguments = {
         **of.arguments(),
@@ -192,14 +192,14 @@ def test_streams(name: str, kind: str) -> None:
     of.a.values = values.double()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    given = {"current": None, "torch": stream, "int": stream.cuda_stream, "CUstream": CUstream(stream.cuda_stream)}
+    inputs = {"current": None, "torch": stream, "int": stream.cuda_stream, "CUstream": CUstream(stream.cuda_stream)}
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         of.tensors["a"].copy_(values)
         if kind == "current":
             gemm.execute(**of.arguments())
     if kind != "current":
-        gemm.execute(**of.arguments(), current_stream=given[kind])
+        gemm.execute(**of.arguments(), current_stream=inputs[kind])
     stream.synchronize()
     check(of, slack=3e-3)
 
@@ -221,11 +221,11 @@ def test_two_streams_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("given", [{"out": BF16}, {"dtype": FP4, "scale": E4M3, "vector": 16}, {"out": E4M3}], ids=str)
-def test_100_repeats_have_the_same_bits(name: str, given: dict[str, Any]) -> None:
+def test_100_repeats_have_the_same_bits(name: str, inputs: dict[str, Any]) -> None:
     """All but dprob, whose sums are added up in no fixed order."""
-    if given["out"] == E4M3 and not BY_NAME[name].quantized if "out" in given else False:
-        given = {"out": F32}
-    of = problem(name, 512, 512, 512, 2, **given, amax=True)
+    if inputs["out"] == E4M3 and not BY_NAME[name].quantized if "out" in inputs else False:
+        inputs = {"out": F32}
+    of = problem(name, 512, 512, 512, 2, **inputs, amax=True)
     gemm = compiled(of)
     names = [key for key in outputs(of) if key != "dprob"]
     first: dict[str, torch.Tensor] = {}

@@ -84,17 +84,17 @@ def test_a_cuda_graph_serves_other_experts_and_weights() -> None:
     for p in (one, other):
         grouped.use_pointers(p)
     d = torch.empty(200, 128, 1, dtype=BF16, device="cuda").as_strided((200, 128, 1), (128, 1, 25600))
-    given = {**{key: x for key, x in one.inputs.items() if x is not None}, "d": d}
+    arguments = {**{key: x for key, x in one.inputs.items() if x is not None}, "d": d}
     api = cudnn.GroupedGemm
-    made = api(**api.samples(given), num_experts=3, b_shape=(128, 128), b_dtype=BF16)
+    made = api(**api.samples(arguments), num_experts=3, b_shape=(128, 128), b_dtype=BF16)
     made.compile()
-    named = {parameter: given.get(name) for name, parameter in made.parameters.items()}
+    named = {parameter: arguments.get(name) for name, parameter in made.parameters.items()}
     made.execute(**named)
     torch.cuda.synchronize()
     graph = captured(lambda: made.execute(**named))
     for p in (one, other):
         for name in ("a", "padded_offsets", "b_ptrs", "alpha"):
-            given[name].copy_(p.inputs[name])
+            arguments[name].copy_(p.inputs[name])
         d.fill_(0.0)
         graph.replay()
         p.results = {"d_tensor": d, "c_tensor": None}

@@ -59,11 +59,11 @@ ON_HOPPER = pytest.mark.parametrize("arch", brief(kernel_inputs.ARCHES, 0))  # a
 ON_BLACKWELL = pytest.mark.parametrize("arch", brief(kernel_inputs.ARCHES, 1))
 
 
-def assert_same(epilogue: Sequence[Any], given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def assert_same(epilogue: Sequence[Any], inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Bit for bit, except for sums, whose order is another one."""
     for o in epilogue:
         for name in names(o):
-            got, wanted = given[name], expected[name]
+            got, wanted = inputs[name], expected[name]
             if isinstance(o, (SumRow, SumColumn)):
                 relative = 1e-5 if got.dtype == torch.float32 else 1e-2
                 torch.testing.assert_close(got, wanted, rtol=relative, atol=1e-4, equal_nan=True)
@@ -82,28 +82,28 @@ def check(
 ) -> dict[str, Any]:
     """Runs an epilogue on exact products; what the kernel left in the arguments."""
     c = kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, **options), arch)
-    given, expected, _ = kernel_inputs.run(arch, c, m, n, 72, batch, change=change)
+    inputs, expected, _ = kernel_inputs.run(arch, c, m, n, 72, batch, change=change)
     gates = [i for i, o in enumerate(epilogue) if isinstance(o, (Gated, GatedBackward))]
     if not gates:
-        assert_same(epilogue, given, expected)
-        return given
+        assert_same(epilogue, inputs, expected)
+        return inputs
     # Its values are within a few ulps; what follows starts from those that the kernel stored next.
     place = gates[0] + 1
-    assert_same(epilogue[:place], given, expected)
+    assert_same(epilogue[:place], inputs, expected)
     (stored,) = names(epilogue[place])
     near = {"rtol": 1e-6, "atol": 1e-9} if isinstance(epilogue[gates[0]], Gated) else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(given[stored], expected[stored], **near)
+    torch.testing.assert_close(inputs[stored], expected[stored], **near)
     rest = kernel_inputs.arguments(epilogue, m, n, batch)
     after = [o for o in epilogue[place:] if getattr(o, "value", "x") in ("x", "columns")]
     for o in epilogue[place:]:
         if isinstance(o, (AddRow, MultiplyColumn, LoadTile)):
-            rest[o.tensor] = given[o.tensor]
+            rest[o.tensor] = inputs[o.tensor]
         if o not in after:
             for name in names(o):
-                torch.testing.assert_close(given[name], expected[name], rtol=1e-5, atol=1e-4)
-    reference.evaluate(after, given[stored], rest)
-    assert_same(after, given, rest)
-    return given
+                torch.testing.assert_close(inputs[name], expected[name], rtol=1e-5, atol=1e-4)
+    reference.evaluate(after, inputs[stored], rest)
+    assert_same(after, inputs, rest)
+    return inputs
 
 
 def test_every_declaration_has_a_reference_and_an_operation() -> None:
@@ -133,9 +133,9 @@ def test_stores(arch: str, dtype: str, major: str) -> None:
         if dtype == E5M2:
             a[::6] *= 128
 
-    given = check(arch, (StoreTile("d", dtype, major),), 208, 160, 2, grow)
+    inputs = check(arch, (StoreTile("d", dtype, major),), 208, 160, 2, grow)
     if dtype in (E4M3, E5M2):
-        assert given["d"].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
+        assert inputs["d"].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
 
 
 CLAMPED = Gate("swish", 1.702, 1.0, -0.5, 1.0)
@@ -429,11 +429,11 @@ def test_hadamard_matrix(arch: str, along: str) -> None:
     epilogue = (Hadamard(along, "rotated", factor=0.25), StoreTile("y", "float32", value="rotated"))
     made: dict[str, torch.Tensor] = {}
     c = kernel_inputs.configuration(epilogue)
-    given, _, _ = kernel_inputs.run(arch, c, 144, 96, 64, change=lambda a, b, _: made.update(a=a, b=b))
+    inputs, _, _ = kernel_inputs.run(arch, c, 144, 96, 64, change=lambda a, b, _: made.update(a=a, b=b))
     x = kernel_inputs.product(c, made)[:, :, 0].bfloat16().float()
     blocks = x.unflatten(0, (-1, 16)) if along == "m" else x.unflatten(1, (-1, 16))
     expected = torch.einsum("ij,bjn->bin" if along == "m" else "ij,mbj->mbi", h, blocks) / 4
-    torch.testing.assert_close(given["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(inputs["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(EPI_OPS, 8))
@@ -639,11 +639,11 @@ def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
         a[5, 3, 0], b[7, 2, 1], a[6, 0, 2], b[40, 1, 3] = torch.inf, -torch.inf, torch.nan, torch.nan
 
     c = kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, pingpong=pingpong), arch)
-    given, expected, _ = kernel_inputs.run(arch, c, 70, 48, 8, 5, change=change)
-    assert given["amax"].tolist()[:2] == [torch.inf, torch.inf]
-    assert given["amax"][2:4].isnan().all()
-    assert given["amax"][4] == 4.0
-    assert_same(epilogue, given, expected)
+    inputs, expected, _ = kernel_inputs.run(arch, c, 70, 48, 8, 5, change=change)
+    assert inputs["amax"].tolist()[:2] == [torch.inf, torch.inf]
+    assert inputs["amax"][2:4].isnan().all()
+    assert inputs["amax"][4] == 4.0
+    assert_same(epilogue, inputs, expected)
 
 
 @ON_BLACKWELL
@@ -651,9 +651,9 @@ def test_amax_keeps_what_was_larger(arch: str) -> None:
     def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         arguments["amax"].copy_(torch.tensor([1e6, 0.0]))
 
-    given = check(arch, (Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
-    assert given["amax"][0] == 1e6
-    assert 0 < given["amax"][1] < 1e6
+    inputs = check(arch, (Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
+    assert inputs["amax"][0] == 1e6
+    assert 0 < inputs["amax"][1] < 1e6
 
 
 @ON_HOPPER
@@ -666,8 +666,8 @@ def test_a_bias_is_added_to_rows_that_there_are(arch: str) -> None:
         arguments["bias"].fill_(1.0)
 
     c = kernel_inputs.configuration((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), epi_tile_n=32)
-    given, _, _ = kernel_inputs.run(arch, c, 40, 32, 64, change=change)
-    assert given["amax"].tolist() == [0.0]
+    inputs, _, _ = kernel_inputs.run(arch, c, 40, 32, 64, change=change)
+    assert inputs["amax"].tolist() == [0.0]
 
 
 @ON_HOPPER

@@ -160,8 +160,8 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
     torch.manual_seed(0)
     ends = PARTS if c.schedule.slots() else ()
     made = kernel_inputs.operands(c, m, n, k, 1, len(ends) if isinstance(c.schedule, VarlenM) else 0)
-    given = kernel_inputs.arguments(c.epilogue, m, n, len(ends) if c.schedule.varlen_k else 1)
-    fresh, expected = ({name: x.clone() for name, x in given.items()} for _ in range(2))
+    inputs = kernel_inputs.arguments(c.epilogue, m, n, len(ends) if c.schedule.varlen_k else 1)
+    fresh, expected = ({name: x.clone() for name, x in inputs.items()} for _ in range(2))
     kernel_inputs.reference.evaluate(c.epilogue, kernel_inputs.product(c, made, ends), expected)
     if ends:
         made["offsets"] = torch.tensor(ends, dtype=torch.int32)
@@ -170,13 +170,13 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
     kernel, count = kernel_inputs.compiled(arch, c), max(2, c.cluster[0] * c.cluster[1])
 
     def run(scheduler: str, seed: int) -> bool:
-        for name, x in given.items():
+        for name, x in inputs.items():
             x.copy_(fresh[name])
         with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed, multiprocessors=count):
-            kernel_inputs.call(kernel, c, {**made, **given}, count)
+            kernel_inputs.call(kernel, c, {**made, **inputs}, count)
         return all(
             torch.allclose(x.float(), expected[name].float(), rtol=1e-5, atol=1e-4, equal_nan=True)
-            for name, x in given.items()
+            for name, x in inputs.items()
         )
 
     return run

@@ -32,7 +32,7 @@ class Fault:
     new: str
     tests: tuple[str, ...]
 
-    def spoiled(self, text: str) -> str:
+    def mutated(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: found {text.count(self.old)} times in {self.path}"
         return text.replace(self.old, self.new)
 
@@ -95,7 +95,7 @@ FAULTS = [
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
-        "factors of columns are read before they are written",
+        "column scale factors are read before they are written",
         f"{KERNELS}/epilogue/quantize.py",
         "        tile.barrier()\n        y = self.params",
         "        y = self.params",
@@ -116,7 +116,7 @@ FAULTS = [
         _test(f"{_EPILOGUE}test_e4m3_factors"),
     ),
     Fault(
-        "factors in another order",
+        "scale factors in another order",
         f"{KERNELS}/epilogue/quantize.py",
         "position = (row & 31, row >> 5 & 3, row",
         "position = (row >> 2 & 31, row & 3, row",
@@ -267,7 +267,7 @@ def noticed(fault: Fault, tree: Path) -> tuple[bool, str]:
     """Whether a fault's tests fail, or crash, in a copy of the source tree, and the last line that pytest prints."""
     path = tree / fault.path
     text = path.read_text()
-    path.write_text(fault.spoiled(text))
+    path.write_text(fault.mutated(text))
     try:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / x) for x in ("python", "kernels"))}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *fault.tests]
@@ -289,9 +289,9 @@ def main(words: list[str]) -> int:
             if words and not any(word in fault.name for word in words):
                 continue
             start = time.perf_counter()
-            found, last = noticed(fault, tree)
-            missed += not found
-            outcome, seconds = "noticed" if found else "MISSED", time.perf_counter() - start
+            detected, last = noticed(fault, tree)
+            missed += not detected
+            outcome, seconds = "noticed" if detected else "MISSED", time.perf_counter() - start
             print(f"{outcome:7} {seconds:5.0f} s  {fault.name} ({fault.path}): {last}", flush=True)
     return min(missed, 1)
 

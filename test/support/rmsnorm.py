@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from support.gemms import signs_of
+from support.oracle import signs_of
 
 
 def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

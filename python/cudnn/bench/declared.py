@@ -12,7 +12,7 @@ import cudnn
 from cudnn.bench import Benchmark, gemm, returning
 from cudnn.bench.operands import Operands, batched, operands
 from cudnn.fused.dense import DenseGemm, blank, further_inputs
-from cudnn.fused.examples import draw
+from cudnn.fused.examples import random_input
 from cudnn.fused.gemm import OPERAND_TYPES, OperandType
 from cudnn.fused.layouts import Matrix
 from cudnn.gemm.formats import name_of
@@ -94,7 +94,7 @@ def extras(api: type[DenseGemm], o: Operands, m: int, n: int) -> gemm.Extras:
     for spec in further_inputs(api):
         if spec.optional:
             continue
-        x = draw(spec, spec.layout.shape(sizes), o.a.plain.device)
+        x = random_input(spec, spec.layout.shape(sizes), o.a.plain.device)
         found[spec.name] = x.to(o.out)[..., 0] if isinstance(spec.layout, Matrix) else x.flatten(1)
     return found
 

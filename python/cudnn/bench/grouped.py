@@ -106,11 +106,11 @@ def ends(routing: str, experts: int, tokens: int, rows: int = 1) -> list[int]:
 
 def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = ROUTINGS[0]) -> list[Candidate]:
     """Ours with its epilogue, and the peers."""
-    given = grouped.inputs(api, shape, operands.DEVICE, drawn_on=operands.DEVICE)
-    (offsets,) = (given[spec.name] for spec in api.tensors if spec.draw == "ends")
+    given = grouped.inputs(api, shape, operands.DEVICE, generated_on=operands.DEVICE)
+    (offsets,) = (given[spec.name] for spec in api.tensors if spec.init == "ends")
     stops = ends(routing, shape[3], shape["mnk".index(api.tokens)], api.group_rows)
     offsets.copy_(torch.tensor(stops, dtype=torch.int32, device="cpu"))
-    made = api.allocated(given, api.hidden_weights(given))
+    made = api.allocated(given, api.pointer_options(given))
     exact = grouped.expected(api, given, made)
 
     def check(results: Mapping[str, Any], slack: float = grouped.SLACK) -> str:
@@ -138,7 +138,7 @@ def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = RO
 
 def alike(api: type[ExpertsGemm], given: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """What is wrong with a peer's product: it is compared with PyTorch's."""
-    (offsets,) = (given[spec.name] for spec in api.tensors if spec.draw == "ends")
+    (offsets,) = (given[spec.name] for spec in api.tensors if spec.init == "ends")
     want, found = product(api, given, offsets)()["product"].float(), results["product"].float()
     error, allowed = float((found - want).abs().max()), 0.02 * float(want.abs().max())
     return "" if error <= allowed else f"wrong result: product is off by {error:.2e}, at most {allowed:.2e} is right"
@@ -196,10 +196,10 @@ def quack(given: Mapping[str, Any], offsets: Any) -> Call:
 def followed(api: type[ExpertsGemm], given: Mapping[str, Any], offsets: Any, made: Mapping[str, Any]) -> Call:
     """PyTorch's product, rounded, and what follows it in one compiled function."""
     of_any: Any = api
-    object_ = of_any(**api.samples({**given, **made}), **api.hidden_weights(given))
+    object_ = of_any(**api.samples({**given, **made}), **api.pointer_options(given))
     operations = [o for o in object_.operations() if not isinstance(o, epilogue.Scale)]
     results = {name: torch.full_like(x, api.spec(name).fill or 0.0) for name, x in made.items()}
-    tensors = {name: api.fitted(name, x) for name, x in {**given, **results}.items() if name in api.parameters}
+    tensors = {name: api.canonicalize(name, x) for name, x in {**given, **results}.items() if name in api.parameters}
     tensors |= {name: getattr(object_, name) for name in api.scalars}
     rows = torch.arange(given["a"].shape[0], dtype=torch.int64, device=offsets.device)
     groups = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
@@ -221,7 +221,7 @@ def ours(api: type[ExpertsGemm], given: Mapping[str, Any], made: Mapping[str, An
     """The API itself. What it raises or adds to is not filled anew: the first call alone is checked."""
     tensors = {**given, **made}
     any_: Any = api
-    object_ = any_(**api.samples(tensors), **api.hidden_weights(given))
+    object_ = any_(**api.samples(tensors), **api.pointer_options(given))
     object_.compile()
     run = functools.partial(object_.execute, **{p: tensors.get(name) for name, p in api.parameters.items()})
     return returning(run, made)

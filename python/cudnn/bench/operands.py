@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.gemm import dequantize, quantize_rows
-from cudnn.gemm.formats import SUM_SCALES
+from cudnn.gemm.formats import BLOCKWISE_DTYPE
 from cudnn.lazy import torch
 
 DEVICE = "cuda"
@@ -79,7 +79,7 @@ def operand(dtype: str, x: Any, rows: int = 1) -> Operand:
     if not kind.scale:
         plain = x.to(getattr(torch, kind.element))
         return Operand(batched(plain), None, plain)
-    of_sums = {"rows": rows, "power_of_two": True} if kind.scale == SUM_SCALES else {}
+    of_sums = {"rows": rows, "power_of_two": True} if kind.scale == BLOCKWISE_DTYPE else {}
     element, factors = getattr(torch, kind.element), getattr(torch, kind.scale)
     tensor, scale = quantize_rows(batched(x), element, factors, kind.vector, **of_sums)
     return Operand(tensor, scale, dequantize(tensor, scale, kind.vector)[..., 0].bfloat16())

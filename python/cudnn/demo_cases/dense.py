@@ -15,7 +15,7 @@ from cudnn.demo_cases.gemm_operands import NORM_CONST, judge, judge_quantised, m
 from cudnn.fused import dense as declared
 from cudnn.fused import registry
 from cudnn.fused.dense import DenseGemm
-from cudnn.fused.examples import Comparison, compare, draw
+from cudnn.fused.examples import Comparison, compare, random_input
 from cudnn.fused.gemm import OperandType
 from cudnn.fused.layouts import Matrix
 from cudnn.gemm.reference import evaluate
@@ -36,32 +36,32 @@ def make(v: Variant, device: str) -> Problem:
     """The API on random tensors of a variant."""
     api: Any = registry.find(v.api)
     x = operands(v, device)
-    given = {"a": x.a, "b": x.b, "sfa": x.sfa, "sfb": x.sfb, **_others(api, v, device)}
+    inputs = {"a": x.a, "b": x.b, "sfa": x.sfa, "sfb": x.sfb, **_extra_inputs(api, v, device)}
 
     def call() -> Any:
-        return _by_class(api, v, given, device) if v.out == FP4 else _by_wrapper(api, v, given)
+        return _by_class(api, v, inputs, device) if v.out == FP4 else _by_wrapper(api, v, inputs)
 
     def compared(results: Any) -> list[Comparison]:
-        return judged(api, v, given, results, x.product, x.slack)
+        return judged(api, v, inputs, results, x.product, x.slack)
 
     return Problem(call, compared)
 
 
-def _others(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
-    """Inputs beside the operands that are required: matrices of the type ``side``, others of their first type."""
-    found: dict[str, Any] = {}
+def _extra_inputs(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
+    """Required inputs other than the operands: matrices of the type ``side``, others of their first type."""
+    extra: dict[str, Any] = {}
     sizes = sizes_of(api, v)
     if v.quantises and any(spec.name == "norm_const" for spec in api.tensors):
-        found["norm_const"] = torch.full((1,), NORM_CONST, dtype=torch.float32, device=device)
+        extra["norm_const"] = torch.full((1,), NORM_CONST, dtype=torch.float32, device=device)
     for spec in declared.further_inputs(api):
         shape = spec.layout.shape(sizes)
         if spec.optional:
             continue
         if isinstance(spec.layout, Matrix):
-            found[spec.name] = matrix(shape[0], shape[1], shape[2], v.side, v.majors[2] == "n", device)
+            extra[spec.name] = matrix(shape[0], shape[1], shape[2], v.side, v.majors[2] == "n", device)
         else:
-            found[spec.name] = draw(spec, shape, device).to(getattr(torch, spec.types[0]))
-    return found
+            extra[spec.name] = random_input(spec, shape, device).to(getattr(torch, spec.types[0]))
+    return extra
 
 
 def sizes_of(api: type[DenseGemm], v: Variant) -> dict[str, int]:
@@ -70,9 +70,9 @@ def sizes_of(api: type[DenseGemm], v: Variant) -> dict[str, int]:
     return api.sizes_of({"a": (m, k, batch), "b": (n, k, batch)}, {"sf_vec_size": v.vector, **api.defaults()})
 
 
-def _by_wrapper(api: type[DenseGemm], v: Variant, given: Mapping[str, Any]) -> TupleDict:
+def _by_wrapper(api: type[DenseGemm], v: Variant, inputs: Mapping[str, Any]) -> TupleDict:
     wrapper: Any = registry.wrapper(v.api)
-    values = {**given, "alpha": ALPHA, "mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector}
+    values = {**inputs, "alpha": ALPHA, "mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector}
     arguments: dict[str, Any] = {}
     for name in inspect.signature(wrapper).parameters:
         plain_name = name.removesuffix("_tensor")
@@ -85,71 +85,71 @@ def _by_wrapper(api: type[DenseGemm], v: Variant, given: Mapping[str, Any]) -> T
     return wrapper(**arguments)
 
 
-def _by_class(api: Any, v: Variant, given: Mapping[str, Any], device: str) -> TupleDict:
+def _by_class(api: Any, v: Variant, inputs: Mapping[str, Any], device: str) -> TupleDict:
     """A wrapper allocates no packed results."""
-    tensors = {**blank(api, v, device), **given}
+    tensors = {**empty_tensors(api, v, device), **inputs}
     options = {"mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector}
-    made = api(**api.samples(tensors), **options)
-    made(**{parameter: tensors.get(name) for name, parameter in api.parameters.items()})
+    object_ = api(**api.samples(tensors), **options)
+    object_(**{parameter: tensors.get(name) for name, parameter in api.parameters.items()})
     return TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
 
 
-def blank(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
+def empty_tensors(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
     """Tensors of a variant, not initialised but for what kernels add to."""
-    kind = OperandType(v.dtype, "bfloat16", v.scale, v.vector)
-    return declared.blank(api, v.shape, kind, device, out=v.out, side=v.side, majors=v.majors)
+    operand_type = OperandType(v.dtype, "bfloat16", v.scale, v.vector)
+    return declared.empty_tensors(api, v.shape, operand_type, device, out=v.out, side=v.side, majors=v.majors)
 
 
 @functools.cache
 def supported(v: Variant) -> bool:
     """Whether the API takes a variant, by its own rules."""
     api: Any = registry.find(v.api)
-    tensors = blank(api, v, "meta")
+    tensors = empty_tensors(api, v, "meta")
     options = {"mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector, "arch": "sm_100a"}
     try:
-        made = api(**api.samples(tensors), **options)
-        return made.check_support()
+        object_ = api(**api.samples(tensors), **options)
+        return object_.check_support()
     except (ValueError, NotImplementedError, RuntimeError):
         return False
 
 
 def judged(
-    api: Any, v: Variant, given: Mapping[str, Any], results: Mapping[str, Any], product: Any, slack: float
+    api: Any, v: Variant, inputs: Mapping[str, Any], results: Mapping[str, Any], product: Any, slack: float
 ) -> list[Comparison]:
-    """Every result beside its value before rounding. What follows an activation has some times the product's error."""
-    found = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
-    tensors = {**given, **found}
-    made = api(**api.samples(tensors), sf_vec_size=v.vector)
-    operations = [_exact(o) for o in made.operations() if not isinstance(o, epilogue.QuantizeRows)]
+    """Compares every result with its value before rounding. Results after an activation have several times the GEMM's error."""
+    outputs = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
+    tensors = {**inputs, **outputs}
+    object_ = api(**api.samples(tensors), sf_vec_size=v.vector)
+    operations = [_exact(o) for o in object_.operations() if not isinstance(o, epilogue.QuantizeRows)]
     sizes = sizes_of(api, v)
-    exact: dict[str, Any] = {**given, **{name: getattr(made, name) for name in api.scalars}}
+    exact: dict[str, Any] = {**inputs, **{name: getattr(object_, name) for name in api.scalars}}
     if "alpha" in api.scalars:
         exact["alpha"] = ALPHA
-    for name in found:
+    for name in outputs:
         shape = api.spec(name).layout.shape(sizes)
         exact[name] = torch.full(shape, api.spec(name).fill or 0.0, dtype=torch.float64, device=product.device)
     evaluate(operations, product, exact)
     judged: list[Comparison] = []
     loose = slack
-    for o in made.operations():
+    for o in object_.operations():
         name = getattr(o, "tensor", "")
-        if isinstance(o, epilogue.StoreTile) and name in found:
+        if isinstance(o, epilogue.StoreTile) and name in outputs:
             judged += (
-                judge_quantised(v, api.result, found, exact[name], loose)
-                if _scaled(api, name, found)
-                else [judge(name, found[name], exact[name], loose)]
+                judge_quantised(v, api.result, outputs, exact[name], loose)
+                if _scaled(api, name, outputs)
+                else [judge(name, outputs[name], exact[name], loose)]
             )
         elif isinstance(o, epilogue.SumRow):
-            judged.append(judge(name, found[name], exact[name], 10 * slack))  # sums of squares, terms of either sign
+            judged.append(judge(name, outputs[name], exact[name], 10 * slack))  # sums of squares, terms of either sign
         elif isinstance(o, epilogue.Amax):
-            judged.append(compare(name, found[name].flatten(), exact[name], 4 * loose))
+            judged.append(compare(name, outputs[name].flatten(), exact[name], 4 * loose))
         elif not isinstance(o, (epilogue.Scale, epilogue.LoadTile)):
             loose = 4 * slack
     return judged
 
 
-def _scaled(api: type[DenseGemm], name: str, found: Mapping[str, Any]) -> bool:
-    return name == api.result[0] and api.result[1] in found
+def _scaled(api: type[DenseGemm], name: str, outputs: Mapping[str, Any]) -> bool:
+    return name == api.result[0] and api.result[1] in outputs
 
 
 def _exact(operation: Any) -> Any:

@@ -70,14 +70,14 @@ def variants(arch: str) -> list[Variant]:
         for variant in variants("sm_100a"):
             first.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
         return list(first.values())
-    found: dict[Variant, None] = {}
+    chosen: dict[Variant, None] = {}
     for name in registry.gemms():
         api: Any = registry.find(name)
         further = [x for x in api.tensors if isinstance(x.layout, Matrix) and x.name not in ("a", "b", api.result[0])]
         for v in _candidates(name):
-            if (further or v.side == BF16) and v not in found and supported(v):
-                found[v] = None
-    return list(found)
+            if (further or v.side == BF16) and v not in chosen and supported(v):
+                chosen[v] = None
+    return list(chosen)
 
 
 def sample(arch: str, count: int) -> list[Variant]:
@@ -86,14 +86,14 @@ def sample(arch: str, count: int) -> list[Variant]:
     return every[3 :: max(1, len(every) // count)]
 
 
-def _variant(api: str, tiling: Tiling, dtype: str, **given: object) -> Variant:
+def _variant(api: str, tiling: Tiling, dtype: str, **options: object) -> Variant:
     """On what one cluster computes at a time, but four tiles where that is one, with some k tiles."""
     (rows, columns), (across, down) = tile, cluster = tiling
     batch = 2 if cluster == (1, 1) else 1
     k = {FP4: 512, BYTES: 512, E4M3: 256, E5M2: 256, F32: 96}.get(dtype, 160)
     shape = (128 * across, columns * down, k, batch)
     assert shape[0] % rows == 0
-    return Variant(api, shape, dtype, tile=tile, cluster=cluster, **given)  # type: ignore[arg-type]
+    return Variant(api, shape, dtype, tile=tile, cluster=cluster, **options)  # type: ignore[arg-type]
 
 
 def _candidates(api: str) -> Iterator[Variant]:

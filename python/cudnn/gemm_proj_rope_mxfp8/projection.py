@@ -10,10 +10,10 @@ from cudnn.errors import refused
 from cudnn.full_precision import full_precision
 from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.objects import keep
+from cudnn.fused.object_cache import cache_object
 from cudnn.gemm import reference
 from cudnn.lazy import torch
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, ProjectionConfiguration, problem
 
@@ -44,7 +44,7 @@ class Projection(FusedAPI):
 
     returns = tuple(spec.name for spec in RESULTS)
     example = (("m", "n", "k"), (TOKENS, 2 * HEAD, 128))
-    usual_shapes = ((4096, 16 * HEAD, 1536),)
+    aot_shapes = ((4096, 16 * HEAD, 1536),)
     kind: ClassVar[str]
     step: ClassVar[int]  # of k
     forms: ClassVar[Sequence[bool]]  # of ``w_out_in``
@@ -78,13 +78,13 @@ class Projection(FusedAPI):
 
     @classmethod
     def columns(cls) -> int:
-        """What the columns of the product are multiples of."""
+        """The multiple that the columns of the GEMM have to be."""
         return HEAD
 
     def check_rules(self, sizes: Sizes) -> None:
         """Sizes are all that there is to refuse."""
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         gemm = ARCHITECTURES[arch].configure(problem(self.kind, self.w_out_in, sizes["n"], sizes["k"]))
         return kernel_plan(arch, ProjectionConfiguration.of(gemm), gemm.cluster)
 
@@ -100,11 +100,11 @@ class Projection(FusedAPI):
         raise NotImplementedError
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         return {spec.name: (getattr(torch, spec.types[0]), "") for spec in RESULTS}
 
     @classmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         m, n, k = shape
         for w_out_in in cls.forms:
             w = (n, k) if w_out_in else (k, n)
@@ -143,7 +143,7 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
         *RESULTS,
     )
     sized_by = ("x", "w")
-    usual_types = ("bf16",)
+    aot_dtypes = ("bf16",)
     kind, step, forms = "bfloat16", 8, (True, False)
 
     def __init__(
@@ -183,9 +183,9 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
 class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     """:class:`GemmProjRopeMxfp8Bf16InSm100` for x (m, k) and w (n, k) of float8_e4m3fn with scale factors.
 
-    The factors are float8_e8m0fnu's bits for 32 neighbouring elements along k, (m, k / 32) and (n, k / 32), row by row.
-    k is a multiple of 32, and the heads are even in number. On sm_90a, whose tensor cores know no block scales, the
-    operands are dequantised to bfloat16 in a workspace of the call.
+    The scale factors are float8_e8m0fnu's bits for 32 neighbouring elements along k, (m, k / 32) and (n, k / 32), row
+    by row. k is a multiple of 32, and the heads are even in number. On sm_90a, whose tensor cores know no block scales,
+    the operands are dequantised to bfloat16 in a workspace of the call.
     """
 
     title = "GEMM + RoPE + MXFP8"
@@ -198,7 +198,7 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
         *RESULTS,
     )
     sized_by = ("x_code", "w_code")
-    usual_types = ("mxfp8",)
+    aot_dtypes = ("mxfp8",)
     kind, step, forms = E4M3, BLOCK, (True,)
     w_out_in = True
 
@@ -292,7 +292,7 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
         operation = api(*inputs, *out.values(), **({} if scaled else {"w_out_in": w_out_in}))
         operation.check_support()
         operation.compile()
-        keep(objects, key, operation)
+        cache_object(objects, key, operation)
     operation.execute(*inputs, *out.values(), current_stream=stream)
     return TupleDict(out)
 

@@ -55,7 +55,7 @@ class LoadedObject:
             symbols = _symbols(content, sections)
         except (struct.error, IndexError, ValueError) as error:
             raise ObjectError(f"the object file is damaged: {error}") from None
-        # Code and constants, the global offset table with a slot for every symbol, then, on pages of its own, data.
+        # Code and constants, the global offset table with a slot for every symbol, then, on separate pages, data.
         offsets, table = _place(sections, 0, writable=False)
         data = _up(table + 8 * len(symbols), mmap.PAGESIZE)
         more, end = _place(sections, data, writable=True)
@@ -86,21 +86,21 @@ class LoadedObject:
     ) -> None:
         end = section.offset + section.size
         for offset, info, addend in _RELOCATION.iter_unpack(content[section.offset : end]):
-            symbol, kind = info >> 32, info & 0xFFFFFFFF
-            place = target + offset
-            if kind == _R_64:
+            symbol, relocation = info >> 32, info & 0xFFFFFFFF
+            address = target + offset
+            if relocation == _R_64:
                 value = addresses[symbol] + addend
-            elif kind == _R_PC64:
-                value = addresses[symbol] + addend - (base + place)
-            elif kind in (_R_GOTOFF64, _R_PLTOFF64):
+            elif relocation == _R_PC64:
+                value = addresses[symbol] + addend - (base + address)
+            elif relocation in (_R_GOTOFF64, _R_PLTOFF64):
                 value = addresses[symbol] + addend - (base + table)
-            elif kind == _R_GOT64:
+            elif relocation == _R_GOT64:
                 value = 8 * symbol + addend
-            elif kind == _R_GOTPC64:
-                value = table + addend - place
+            elif relocation == _R_GOTPC64:
+                value = table + addend - address
             else:
-                raise ObjectError(f"relocation of kind {kind} in an object file: this loader does not know it")
-            struct.pack_into("<Q", self._memory, place, value & 0xFFFFFFFFFFFFFFFF)
+                raise ObjectError(f"relocation of kind {relocation} in an object file: this loader does not know it")
+            struct.pack_into("<Q", self._memory, address, value & 0xFFFFFFFFFFFFFFFF)
 
 
 def _sections(content: bytes) -> list[_Section]:
