@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Program:
-    """A fused API. ``make(shape, device)`` draws the tensors; ``shape``, the default, is small enough to emulate.
+    """A fused API. ``make(shape, device)`` samples the tensors; ``shape``, the default, is small enough to emulate.
 
     ``architectures`` are those that it has kernels for.
     """
@@ -42,10 +42,10 @@ class Program:
 
 def find(name: str) -> Program:
     """The program of a name in ``PROGRAMS``."""
-    from cudnn.demo_cases import dense, grouped, whole
+    from cudnn.demo_cases import dense, generic, grouped
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
     api: Any = registry.find(name)
-    kinds = {DenseGemm: dense.program, ExpertsGemm: grouped.program}
-    return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.program)(api)
+    programs = {DenseGemm: dense.program, ExpertsGemm: grouped.program}
+    return next((program for base, program in programs.items() if issubclass(api, base)), generic.program)(api)

@@ -116,7 +116,7 @@ def supported(v: Variant) -> bool:
 def judged(
     api: Any, v: Variant, inputs: Mapping[str, Any], results: Mapping[str, Any], product: Any, slack: float
 ) -> list[Comparison]:
-    """Compares every result with its value before rounding. Results after an activation have several times the GEMM's error."""
+    """Compares results with their values before rounding; after an activation the error is several times the GEMM's."""
     outputs = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
     tensors = {**inputs, **outputs}
     object_ = api(**api.samples(tensors), sf_vec_size=v.vector)

@@ -3,10 +3,10 @@
 A finalized variant pack refuses new pointers, so a plan keeps packs by their pointers. For addresses seen before, a
 call reads the addresses, finds the pack, asks PyTorch once whether the types are those seen before and no tensor is a
 negative view, and makes one call into cuDNN, which takes 3.6 us of host time on the machine with an H200. All else must
-be small compared with that: one Python frame, the addresses read by method calls in line (a loop or ``map`` costs 0.3 us more
-for four tensors), no descriptor, no allocation, no synchronisation. For new addresses, one call into PyTorch compares
-types, layouts and devices of all tensors with those last accepted: to read shape and strides of each as tuples costs
-five times as much.
+be small compared with that: one Python frame, addresses read by inline method calls (a loop or ``map`` costs 0.3 us
+more for 4 tensors), no descriptor, no allocation, no synchronisation. For new addresses, one call into PyTorch compares
+types, layouts and devices of all tensors with those last accepted: reading shape and strides as tuples takes five
+times as long.
 
 Most of that call can be saved too: a plan that fills CUDA graphs is asked for one of its kernels with these addresses
 when they have come often enough, and later calls on the same stream launch that. Four cases are left to cuDNN: streams
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _TEMPLATE = '''
 def make(
     {names}, {types}, dynamic_shape_guard, accepted, own_handle, default_handle, device, find, launch, argument, pack,
-    check, otherwise, failure, calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph,
-    current_device
+    check, otherwise, failure, calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing,
+    launch_graph, current_device
 ):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None

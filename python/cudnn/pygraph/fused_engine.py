@@ -1,5 +1,5 @@
-"""Attention by the kernels of ``cudnn.sdpa``: an engine of graphs of one node, ``sdpa`` or ``sdpa_backward``, beside
-those of cuDNN.
+"""Engine that runs the kernels of ``cudnn.sdpa`` for graphs of one node, ``sdpa`` or ``sdpa_backward``, next to
+the engines of cuDNN.
 
 Its configuration and its plan look like those of cuDNN, so that lists of plans, calls and explanations see no
 difference. A plan keeps, for the addresses of a call, tensors over their memory.
@@ -53,7 +53,7 @@ def _bounds(node: Any) -> tuple[bool, int, int, int]:
 
 
 def unsupported_reason(node: Any) -> str:
-    """Why these kernels cannot compute a node of attention; empty where they can."""
+    """Why these kernels cannot compute an attention node; empty if they can."""
     from cudnn.sdpa import heuristics
 
     operation, ports = _operation(node), _PORTS[node.tag].values()
@@ -74,7 +74,7 @@ def unsupported_reason(node: Any) -> str:
         return f"the kernels compute in FLOAT only, not in {node.compute_data_type.name}"
     q, k, v = (tensors[port] for port in "QKV")
     if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
-        return f"K of {k.dim} and V of {v.dim}: the kernels take as many heads in both, and the batch of Q"
+        return f"K of {k.dim} and V of {v.dim}: the kernels take the same number of heads in both, and the batch of Q"
     rows = q.dim[2]
     layout, sizes = operation.spec("q").layout, {"packed": 0}
     for port, tensor in tensors.items():
@@ -92,7 +92,7 @@ def unsupported_reason(node: Any) -> str:
 
 
 def refuse(node: Any, reason: str = "") -> None:
-    """Raises where a node asks for these kernels, and they cannot compute it, for a reason given or found."""
+    """Raises if a node asks for these kernels and they cannot compute it: for ``reason``, or for their own."""
     reason = (reason or unsupported_reason(node)) if node.implementation is FUSED else ""
     if reason:
         raise refused(
@@ -232,7 +232,7 @@ class _Memory:
 
 
 def memory(address: int, size: int, device: int) -> Any:
-    """A tensor of so many bytes over memory of a GPU, or, with a device below 0, of the CPU.
+    """A tensor of ``size`` bytes over memory of a GPU, or, with a device below 0, of the CPU.
 
     Raises:
         ValueError: PyTorch takes the memory for another device's, and copied it.
@@ -333,7 +333,7 @@ class FusedPlan(ExecutionPlan):
     update_cuda_graph = populate_cuda_graph
 
     def to_json(self) -> bytes:
-        raise CudnnError(f"the plan {self.config.tag} is compiled anew where it is needed", 3000, "NOT_SUPPORTED")
+        raise CudnnError(f"the plan {self.config.tag} is compiled again where it is needed", 3000, "NOT_SUPPORTED")
 
     def _unsupported(self, what: str, allowed: str, cure: str) -> cudnnGraphNotSupportedError:
         alternative = "leave implementation=FUSED out" if self.config.asked else 'call deselect_engines(["fused"])'
