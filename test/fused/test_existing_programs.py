@@ -66,8 +66,8 @@ def test_the_older_tail_of_positional_arguments(
 ) -> None:
     """use_dynamic_sched and current_stream came before what later versions put between them."""
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", semantics)
-    given = {"prob": F32, "c": BF16, "dprob": F32, "beta": F32} if "ds" in name else {}
-    p = grouped.problem(name, inputs=given)
+    arguments = {"prob": F32, "c": BF16, "dprob": F32, "beta": F32} if "ds" in name else {}
+    p = grouped.problem(name, inputs=arguments)
     p.inputs["dprob"] = torch.zeros(200, 1, 1)
     grouped.run(p, "reference")
     values = p.inputs | p.options
@@ -78,15 +78,15 @@ def test_the_older_tail_of_positional_arguments(
 
 
 def test_the_older_order_of_a_call_of_dsrelu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces came before addresses later; without them, amax came where factors are now."""
+    """Workspaces came before addresses later; without them, amax came in the place of scale factors."""
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
     p = grouped.problem("grouped_gemm_dsrelu", inputs={"prob": F32, "c": BF16, "dprob": F32})
     grouped.run(p, "reference")
     d, amax = torch.empty(200, 128, 1).bfloat16(), torch.full((3, 1), -torch.inf)
     a, b, c, sfa, sfb, *rest = inputs(p, "a b c sfa sfb padded_offsets alpha prob dprob")
-    made = cudnn.GroupedGemmDsreluSm100(a, b, c, d, None, sfa, sfb, *rest, sample_amax=amax)
-    made.compile()
-    made.execute(a, c, d, None, sfa, *rest, b, sfb, None, None, None, None, None, amax, None, None)
+    operation = cudnn.GroupedGemmDsreluSm100(a, b, c, d, None, sfa, sfb, *rest, sample_amax=amax)
+    operation.compile()
+    operation.execute(a, c, d, None, sfa, *rest, b, sfb, None, None, None, None, None, amax, None, None)
     assert torch.equal(d, p.results["d_row_tensor"])
     assert torch.equal(amax, p.results["amax_tensor"])
 
@@ -109,28 +109,28 @@ def test_a_result_that_is_not_written_may_be_another() -> None:
     c, d = torch.empty(512, 128, 1).bfloat16(), torch.empty(512, 64, 1).bfloat16()
     a, prob, weights = p.inputs["a"], p.inputs["prob"], inputs(p, "b sfb")
     about = inputs(p, "sfa padded_offsets alpha")
-    made = cudnn.GroupedGemmGluSm100(a, c, d, *about, d, *weights, sample_prob=prob)
-    made.compile()
-    made.execute(a, c, d, *about, *weights, d_col_tensor=d, prob_tensor=prob)
+    operation = cudnn.GroupedGemmGluSm100(a, c, d, *about, d, *weights, sample_prob=prob)
+    operation.compile()
+    operation.execute(a, c, d, *about, *weights, d_col_tensor=d, prob_tensor=prob)
     assert torch.equal(d, p.results["d_tensor"])
     with pytest.raises(ValueError, match="c tensor: got memory that d uses too"):
-        made.execute(a, c, c[:, :64], *about, *weights, d_col_tensor=d, prob_tensor=prob)
+        operation.execute(a, c, c[:, :64], *about, *weights, d_col_tensor=d, prob_tensor=prob)
 
 
 def test_a_scheduler_counter_goes_with_weights_in_a_tensor() -> None:
     """Behind addresses it was ignored."""
     p = grouped.problem("grouped_gemm_quant", "mxfp8", (256, 512), inputs={"norm_const": F32})
-    given = {"a_tensor": p.inputs["a"], "sfa_tensor": p.inputs["sfa"], "padded_offsets": p.inputs["padded_offsets"]}
-    given |= {"alpha_tensor": p.inputs["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
+    arguments = {"a_tensor": p.inputs["a"], "sfa_tensor": p.inputs["sfa"], "padded_offsets": p.inputs["padded_offsets"]}
+    arguments |= {"alpha_tensor": p.inputs["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
     counter = torch.zeros(1, dtype=torch.int32)
     places, factors = (torch.tensor([p.inputs[name].data_ptr()] * 2) for name in ("b", "sfb"))
     dense = {"b_tensor": p.inputs["b"], "sfb_tensor": p.inputs["sfb"]}
-    cudnn.grouped_gemm_quant_wrapper_sm100(**given, **dense, scheduler_counter_tensor=counter)
+    cudnn.grouped_gemm_quant_wrapper_sm100(**arguments, **dense, scheduler_counter_tensor=counter)
     discrete = {"b_ptrs": places, "sfb_ptrs": factors, "n": 128, "b_dtype": E4M3}
     with pytest.raises(
         ValueError, match=r"scheduler_counter tensor: got a tensor; allowed: None, but for .* in a tensor"
     ):
-        cudnn.grouped_gemm_quant_wrapper_sm100(**given, **discrete, scheduler_counter_tensor=counter)
+        cudnn.grouped_gemm_quant_wrapper_sm100(**arguments, **discrete, scheduler_counter_tensor=counter)
 
 
 def gradient_inputs() -> tuple[torch.Tensor, ...]:
@@ -146,7 +146,7 @@ def test_gradients_whose_columns_are_contiguous(where: str) -> None:
     a, b = torch.randn(64, 192, device=device).bfloat16(), torch.randn(192, 96, device=device).bfloat16()
     ends = torch.tensor([64, 64, 192], dtype=torch.int32, device=device)
     rows, columns = torch.ones(3, 64, 96, device=device), torch.ones(3, 96, 64, device=device).mT
-    given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": None, "sfb_tensor": None, "offsets_tensor": ends}
+    arguments = {"a_tensor": a, "b_tensor": b, "sfa_tensor": None, "sfb_tensor": None, "offsets_tensor": ends}
     expected = torch.stack(
         [a[:, :64].float() @ b[:64].float(), torch.zeros_like(rows[0]), a[:, 64:].float() @ b[64:].float()]
     )
@@ -154,14 +154,14 @@ def test_gradients_whose_columns_are_contiguous(where: str) -> None:
         for added in (False, True):
             for out in (rows, columns):
                 (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper_sm100(
-                    **given, wgrad_tensor=out, wgrad_dtype=F32, accumulate_on_output=added
+                    **arguments, wgrad_tensor=out, wgrad_dtype=F32, accumulate_on_output=added
                 )
                 assert wgrad is out
                 torch.testing.assert_close(out, (1 + added) * expected, rtol=1e-4, atol=1e-4)
-    made = cudnn.GroupedGemmWgradSm100(
+    operation = cudnn.GroupedGemmWgradSm100(
         a, b, None, None, ends, columns, arch="sm_100a" if where == "sm_100a" else "sm_90a"
     )
-    assert made.check_support()
+    assert operation.check_support()
 
 
 def test_one_experts_gradient_whose_columns_are_contiguous() -> None:
@@ -184,7 +184,7 @@ def test_one_experts_gradient_whose_columns_are_contiguous() -> None:
 )
 def test_the_sample_of_a_gradient_behind_an_address(expert: torch.Tensor, error: str | None) -> None:
     """Other strides were ignored: gradients were written as if they were contiguous."""
-    made = cudnn.GroupedGemmWgradSm100(
+    operation = cudnn.GroupedGemmWgradSm100(
         *gradient_inputs(),
         sample_wgrad_expert=expert,
         num_experts=2,
@@ -193,16 +193,16 @@ def test_the_sample_of_a_gradient_behind_an_address(expert: torch.Tensor, error:
         sf_vec_size=32,
     )
     if error is None:
-        assert made.check_support()
+        assert operation.check_support()
         return
     with pytest.raises(ValueError, match=error):
-        made.check_support()
+        operation.check_support()
 
 
 @pytest.mark.parametrize("scratch", [torch.zeros(8).byte(), torch.zeros(2048).char(), torch.zeros(4096).byte()[::2]])
 def test_a_descriptor_workspace_that_is_none(scratch: torch.Tensor) -> None:
     """Ours use none, but a program that runs here has to run with kernels that do."""
-    given = gradient_inputs()
-    cudnn.grouped_gemm_wgrad_wrapper_sm100(*given, sf_vec_size=32, descriptor_workspace=torch.zeros(1024).byte())
+    arguments = gradient_inputs()
+    cudnn.grouped_gemm_wgrad_wrapper_sm100(*arguments, sf_vec_size=32, descriptor_workspace=torch.zeros(1024).byte())
     with pytest.raises(ValueError, match=r"descriptor_workspace: got .* allowed: at least 1024 bytes, torch.uint8"):
-        cudnn.grouped_gemm_wgrad_wrapper_sm100(*given, sf_vec_size=32, descriptor_workspace=scratch)
+        cudnn.grouped_gemm_wgrad_wrapper_sm100(*arguments, sf_vec_size=32, descriptor_workspace=scratch)

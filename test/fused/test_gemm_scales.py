@@ -63,12 +63,12 @@ def test_four_bit_values() -> None:
 def test_rounding_to_four_bits(values: list[float]) -> None:
     """To the nearest of all 16 values; of two that are equally near, to the one with an even code."""
     x = torch.tensor(values, dtype=torch.float32).view(1, -1, 1)
-    found = unpack_float4(pack_float4(x)).flatten()
+    actual = unpack_float4(pack_float4(x)).flatten()
     table = oracle.fp4_values(torch.arange(8, dtype=torch.uint8))
     distance = (x.double().abs().view(-1, 1) - table).abs()
     nearest = [min(range(8), key=lambda code: (float(row[code]), code % 2)) for row in distance]
-    assert torch.equal(found.abs().double(), table[nearest])
-    assert torch.equal(torch.signbit(found), torch.signbit(x.flatten()))
+    assert torch.equal(actual.abs().double(), table[nearest])
+    assert torch.equal(torch.signbit(actual), torch.signbit(x.flatten()))
 
 
 @pytest.mark.parametrize("size", [(5, 64, 1), (1, 64, 2), (5, 64, 3), (1, 32, 1)])
@@ -206,7 +206,7 @@ def test_quantize_rows(dtype: torch.dtype, limit: float, scale: torch.dtype, vec
     step = {E4M3: 1 / 8, E5M2: 1 / 4, FP4: 1 / 2}[dtype]  # twice the relative spacing, for scales that were rounded
     block_max = torch.nn.functional.pad(x, (0, 0, 0, -n % vector)).unflatten(1, (-1, vector)).abs().amax(2)
     bound = (step * block_max.repeat_interleave(vector, 1)[:, :n]).double()
-    coarse = scale == E4M3 and norm < 1  # factors this small have few bits left
+    coarse = scale == E4M3 and norm < 1  # scale factors this small have few bits left
     assert coarse or bool(((back - x.double()).abs() <= bound + 1e-30).all())
     assert not dequantize(q, factors, vector)[1, :vector].any()
     assert not oracle.in_atoms(codes).ne(factors.view(torch.uint8)).any()  # padding is 0
@@ -225,8 +225,8 @@ def test_float32_factors_of_128(rows: int, power_of_two: bool) -> None:
     for i, j in [(0, 0), (0, 1), (factors.shape[0] - 1, 3)]:
         block = x[i * rows : (i + 1) * rows, j * 128 : (j + 1) * 128, 1].double()
         exact = float(block.abs().max()) / 448
-        wanted = 2.0 ** math.ceil(math.log2(exact)) if power_of_two and exact else exact
-        assert float(factors[i, j, 1]) == pytest.approx(wanted, rel=0 if power_of_two else 1e-6)
+        requested = 2.0 ** math.ceil(math.log2(exact)) if power_of_two and exact else exact
+        assert float(factors[i, j, 1]) == pytest.approx(requested, rel=0 if power_of_two else 1e-6)
     back = dequantize(q, factors, 128)
     step = (factors * 32).repeat_interleave(rows, 0)[:m].repeat_interleave(128, 1)[:, :n]  # of e4m3 at 448
     assert bool(((back - x).abs() <= 0.5001 * step).all())

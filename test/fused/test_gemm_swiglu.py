@@ -32,9 +32,9 @@ def test_ab12_need_not_be_stored() -> None:
     problem = case("gemm_swiglu", side=None)
     operation(problem, arch=None)(**problem.arguments())
     check(problem)
-    found = gemm_swiglu_wrapper(problem.a.tensor, problem.b.tensor, ab12_dtype=None, c_dtype=BF16)
-    assert found["ab12_tensor"] is None
-    assert torch.equal(found["c_tensor"], problem.tensors["c"])
+    actual = gemm_swiglu_wrapper(problem.a.tensor, problem.b.tensor, ab12_dtype=None, c_dtype=BF16)
+    assert actual["ab12_tensor"] is None
+    assert torch.equal(actual["c_tensor"], problem.tensors["c"])
 
 
 def test_without_ab12_c_is_still_half_as_wide_as_the_product() -> None:
@@ -62,9 +62,9 @@ SUPPORTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("given", "more"), SUPPORTED, ids=str)
-def test_supported(arch: str, given: dict[str, Any], more: dict[str, Any]) -> None:
-    assert operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
+@pytest.mark.parametrize(("kwargs", "more"), SUPPORTED, ids=str)
+def test_supported(arch: str, kwargs: dict[str, Any], more: dict[str, Any]) -> None:
+    assert operation(case("gemm_swiglu", device="meta", **kwargs), arch=arch, **more).check_support()
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
@@ -99,10 +99,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
-def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+@pytest.mark.parametrize(("kwargs", "more", "error", "words"), REFUSED)
+def test_refused(arch: str, kwargs: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):
-        operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
+        operation(case("gemm_swiglu", device="meta", **kwargs), arch=arch, **more).check_support()
 
 
 def test_halves_of_weights_with_factors_are_whole_atoms() -> None:
@@ -114,19 +114,19 @@ def test_halves_of_weights_with_factors_are_whole_atoms() -> None:
 
 def test_a_later_call_has_halves_of_whole_atoms_too() -> None:
     first, later = (case("gemm_swiglu", dtype=FP4, scale=E8M0, n=n) for n in (512, 384))
-    made = operation(first, arch=None, glu_layout="concatenated")
-    made.compile()
-    given = {parameter: later.tensors.get(name) for name, parameter in made.parameters.items()}
-    made.execute(**given)  # the reference takes them, and so does Hopper
+    created = operation(first, arch=None, glu_layout="concatenated")
+    created.compile()
+    kwargs = {parameter: later.tensors.get(name) for name, parameter in created.parameters.items()}
+    created.execute(**kwargs)  # the reference takes them, and so does Hopper
     with (
         cudnn.emulation("sm_100a"),
         pytest.raises(NotImplementedError, match="on sm_100a: got 384; allowed: multiples of 256, whole atoms"),
     ):
-        made.execute(**given)
+        created.execute(**kwargs)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("kwargs", "words"),
     [
         ({"n": 80}, "n: got 80; allowed: multiples of 32, the blocks of ab12"),
         ({"out": E4M3, "glu_layout": "concatenated"}, "d_ab12 tensor dtype: got .*, for glu_layout='concatenated'"),
@@ -134,8 +134,8 @@ def test_a_later_call_has_halves_of_whole_atoms_too() -> None:
         ({"glu_order": "up"}, "glu_order: got 'up'; allowed: 'up_gate' or 'gate_up'"),
     ],
 )
-def test_what_the_backward_pass_refuses(given: dict[str, Any], words: str) -> None:
-    problem = case("gemm_dswiglu", device="meta", **given)
+def test_what_the_backward_pass_refuses(kwargs: dict[str, Any], words: str) -> None:
+    problem = case("gemm_dswiglu", device="meta", **kwargs)
     with pytest.raises(ValueError, match=f"GemmDswiglu: {words}"):
         problem.operation(arch="sm_90a").check_support()
 
@@ -165,12 +165,12 @@ def test_gradients(compiled: bool, halves: bool) -> None:
     a, b = (oracle.plain(size, 32, 2, F32).tensor.requires_grad_() for size in (24, 128))
     for scales in ((1.0, 1.0), (0.0, 1.0)):
         weights = (scales[0] * torch.randn(24, 128, 2), scales[1] * torch.randn(24, 64, 2).half().float())
-        found = torch.autograd.grad(function(a, b, weights), (a, b))
+        actual = torch.autograd.grad(function(a, b, weights), (a, b))
         wide = [x.detach().double().requires_grad_() for x in (a, b)]
         z = 0.5 * torch.einsum("mkl,nkl->mnl", *wide)
         activated = oracle.swiglu(z, halves, halves)
         expected = torch.autograd.grad((z * weights[0]).sum() + (activated * weights[1]).sum(), wide)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 def test_gradients_of_16_bits_and_of_one_operand() -> None:

@@ -391,7 +391,9 @@ def test_experts_first_and_rows_without_a_last_dimension() -> None:
 
 @pytest.mark.parametrize("name", ["grouped_gemm_srelu", "grouped_gemm_glu"])
 def test_flat_scale_factors_and_bytes_of_one_element(name: str) -> None:
-    """What calls of other libraries have: buffers of factors, and four-bit elements whose bytes count as one."""
+    """What calls of other libraries have: flat buffers of scale factors, and four-bit elements whose bytes count as
+    one.
+    """
     p = grouped.problem(name, "mxfp4", (256, 512), n=192, k=256, inputs={"prob": F32})
     for key in ("sfa", "sfb"):
         p.inputs[key] = p.inputs[key].permute(5, 2, 4, 0, 1, 3).reshape(-1)
@@ -410,16 +412,18 @@ def test_a_class_takes_flat_scale_factors_in_any_call() -> None:
     """Whether its samples had them or not."""
     p = grouped.problem("grouped_gemm_quant", "nvfp4", (256,))
     flat = {key: p.inputs[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
-    found = []
+    actual = []
     for samples in (p.inputs, p.inputs | flat):
         d = torch.empty(256, 128, 1)
-        made = cudnn.GroupedGemmQuant(**registry.find(p.name).samples(samples | {"d": d}))
-        made.compile()
-        for given in (p.inputs, p.inputs | flat):
-            made.execute(**{made.parameters[key]: x for key, x in given.items()}, d_tensor=d.fill_(torch.nan))
-            found.append(d.clone())
-    assert all(torch.equal(found[0], other) for other in found)
-    assert bool(found[0].isfinite().all())
+        operation = cudnn.GroupedGemmQuant(**registry.find(p.name).samples(samples | {"d": d}))
+        operation.compile()
+        for arguments in (p.inputs, p.inputs | flat):
+            operation.execute(
+                **{operation.parameters[key]: x for key, x in arguments.items()}, d_tensor=d.fill_(torch.nan)
+            )
+            actual.append(d.clone())
+    assert all(torch.equal(actual[0], other) for other in actual)
+    assert bool(actual[0].isfinite().all())
 
 
 def test_types_of_the_cute_dsl() -> None:
@@ -453,8 +457,8 @@ def whole(name: str, *units: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another number of tokens compiles nothing, nor do other n and k unless the environment says so; no tokens make no
-    object.
+    """Another number of tokens compiles nothing, nor do other n and k unless an environment variable requests it; no
+    tokens make no object.
     """
     api, compiled = registry.find(name), []
     compile_ = api.compile
@@ -482,11 +486,11 @@ def test_operators_are_traced(name: str) -> None:
     p = grouped.problem(name, ends=whole(name, 4, 4, 13), inputs=more)
     operator, known = getattr(cudnn.ops, name), {*p.inputs, *p.options}
     signature = operator_of.signature_of(registry.find(name), registry.wrapper(name))[0].parameters
-    given = {key: p.inputs.get(key, p.options.get(key)) for key in signature if key in known}
-    real = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | given)
+    arguments = {key: p.inputs.get(key, p.options.get(key)) for key in signature if key in known}
+    real = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | arguments)
     with FakeTensorMode() as mode:
-        given = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in given.items()}
-        fake = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | given)
+        arguments = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+        fake = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | arguments)
     likeness = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (real, fake)]
     assert likeness[0] == likeness[1]
 
@@ -590,8 +594,8 @@ def test_both_orders_of_the_hadamard_transform(monkeypatch: pytest.MonkeyPatch) 
     again = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
     assert all(torch.equal(x, y) for x, y in zip(p.results, again, strict=True))
     c, d = (torch.empty_like(p.results[name]) for name in ("c_tensor", "d_tensor"))
-    given = [g["a"], g["b"], c, d, *older[2:]]
-    cudnn.GroupedGemmGluHadamardSm100(*given)(*given)
+    arguments = [g["a"], g["b"], c, d, *older[2:]]
+    cudnn.GroupedGemmGluHadamardSm100(*arguments)(*arguments)
     assert torch.equal(d, p.results["d_tensor"])
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
     p.results = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
@@ -605,45 +609,47 @@ def test_largest_magnitudes_without_samples() -> None:
     grouped.run(p, "reference")
     names = ("a", "sfa", "padded_offsets", "alpha", "prob", "b")
     results = {"c": torch.empty(208, 128, 1).bfloat16(), "d": torch.empty(208, 64, 1).bfloat16()}
-    made = cudnn.GroupedGemmGluHadamard(
+    operation = cudnn.GroupedGemmGluHadamard(
         **{f"sample_{name}": x for name, x in (p.inputs | results).items() if name in (*names, *results)}
     )
-    made.compile()
-    given = {made.parameters[name]: x for name, x in (p.inputs | results).items() if name in (*names, *results)}
-    made.execute(**given)
-    found = {f"{name}_tensor": torch.zeros(2, 1) for name in ("amax", "post_rht_amax")}
-    made.execute(**given, **found)
+    operation.compile()
+    arguments = {
+        operation.parameters[name]: x for name, x in (p.inputs | results).items() if name in (*names, *results)
+    }
+    operation.execute(**arguments)
+    actual = {f"{name}_tensor": torch.zeros(2, 1) for name in ("amax", "post_rht_amax")}
+    operation.execute(**arguments, **actual)
     assert torch.equal(results["d"], p.results["d_tensor"])
-    assert all(torch.equal(x, p.results[name]) for name, x in found.items())
+    assert all(torch.equal(x, p.results[name]) for name, x in actual.items())
 
 
 @pytest.mark.parametrize(("kind", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])
 def test_a_warm_call_looks_at_every_shape(kind: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at those of scale factors, which stand for many sizes, so that the kernel cannot relate them."""
     api, shape, kernels = cudnn.GroupedGemmQuant, (512, 128, 128, 2), Recorded(monkeypatch)
-    given, sizes = (
+    arguments, sizes = (
         api.empty_tensors(shape, kind, "cpu"),
         api.example_sizes({"m": 512, "n": 128, "k": 128, "experts": 2}),
     )
     for name, dtype in (("d", E4M3), ("d_col", E4M3), ("sfd_row", E8M0), ("sfd_col", E8M0), ("norm_const", F32)):
-        given[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "cpu")
+        arguments[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "cpu")
     if flat:
-        given |= {name: given[name].new_empty(given[name].numel()) for name in ("sfa", "sfb")}
-    made: Any = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
-    made.compile()
+        arguments |= {name: arguments[name].new_empty(arguments[name].numel()) for name in ("sfa", "sfb")}
+    operation: Any = api(**api.samples(arguments), sf_vec_size=32, arch="sm_90a")
+    operation.compile()
 
     def execute(tensors: dict[str, Any]) -> None:
-        made.execute(**{p: OnGpu(tensors[x]) if x in tensors else None for x, p in api.parameters.items()})
+        operation.execute(**{p: OnGpu(tensors[x]) if x in tensors else None for x, p in api.parameters.items()})
 
-    execute(given)
-    for name, x in given.items():
+    execute(arguments)
+    for name, x in arguments.items():
         with pytest.raises(ValueError, match=r"mismatch|allowed"):
-            execute(given | {name: x.new_empty((*x.shape[:-1], x.shape[-1] + 1))})
-    execute(given)
+            execute(arguments | {name: x.new_empty((*x.shape[:-1], x.shape[-1] + 1))})
+    execute(arguments)
     assert len(kernels.calls) == 2
     kernels.refusing = True
     with pytest.raises(ValueError, match="Mismatched Tensor on argument #0"):
-        execute(given)
+        execute(arguments)
 
 
 def test_the_hadamard_matrix_is_built_in() -> None:
@@ -657,9 +663,9 @@ def test_the_hadamard_matrix_is_built_in() -> None:
     for other, options in ((matrix, {"use_tmem_post_rht_amax": True}), (-matrix, {}), (matrix, {"semantics": "1.23"})):
         assert cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=other, **options).check_support()
     for options in ({"use_tmem_post_rht_amax": True}, {"semantics": "1.23"}):
-        made = cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=-matrix, **options)
+        operation = cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=-matrix, **options)
         with pytest.raises(NotImplementedError, match="hadamard tensor: got another matrix"):
-            made.check_support()
+            operation.check_support()
     one, other = (cudnn.GroupedGemmGluHadamard(**samples) for _ in range(2))
     one.compile()
     other.compile()

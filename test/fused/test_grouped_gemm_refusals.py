@@ -55,12 +55,12 @@ def test_float32_factors_of_a_result_that_are_refused(
     changed: dict[str, Any], options: dict[str, Any], arch: str, error: type[Exception], words: str
 ) -> None:
     api = cudnn.GroupedGemmGlu
-    given = api.empty_tensors((256, 256, 128, 2), "fp8_128", "meta")
+    arguments = api.empty_tensors((256, 256, 128, 2), "fp8_128", "meta")
     sizes = api.example_sizes({"m": 256, "n": 256, "k": 128, "experts": 2}) | {"vector": 128}
     for name, dtype in ({"d": E4M3, "sfd_row": F32} | changed).items():
-        given[name] = dtype and api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
+        arguments[name] = dtype and api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
     with pytest.raises(error, match=words):
-        api(**api.samples(given), **{"sf_vec_size": 128} | options, arch=arch).check_support()
+        api(**api.samples(arguments), **{"sf_vec_size": 128} | options, arch=arch).check_support()
 
 
 VALUES = [
@@ -92,7 +92,7 @@ def test_values_that_no_kernel_takes(name: str, changed: dict[str, Any], words: 
 
 def test_values_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the kernel starts, which is not there."""
-    monkeypatch.setattr("cudnn.runtime.launch.compile_for_emulation", lambda *given: None)
+    monkeypatch.setattr("cudnn.runtime.launch.compile_for_emulation", lambda *arguments: None)
     monkeypatch.setattr(registry.find("grouped_gemm_quant"), "objects", {})
     p = grouped.problem("grouped_gemm_quant", "nvfp4", (256, 512), inputs={"prob": F32})
     p.inputs["padded_offsets"][0] = 128
@@ -102,7 +102,7 @@ def test_values_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("setting", ["0", "1"])
 def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at where that is asked for, before the kernel starts, whatever dimensions the factors have."""
+    """Values are checked on request, before the kernel starts, for scale factors of any dimensions."""
     ran: list[Any] = []
 
     def checked(call: Call, *_: Any) -> CheckedTensors:
@@ -111,19 +111,19 @@ def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> 
         return CheckedTensors(lambda *_: False, 0, 132, 0)
 
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", setting)
-    monkeypatch.setattr("cudnn.runtime.launch.kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr("cudnn.runtime.launch.kernel", lambda *_: lambda *arguments: ran.append(arguments))
     monkeypatch.setattr(Call, "_check", checked)
     p = grouped.problem("grouped_gemm_quant", "mxfp8", ends=(256, 512), n=64, k=64)
     api: Any = cudnn.GroupedGemmQuant
-    given = {name: p.inputs.get(name) for name in api.names} | {"d": torch.empty(512, 64, 1).bfloat16()}
-    made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
-    made.compile()
-    given |= {key: given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
+    arguments = {name: p.inputs.get(name) for name in api.names} | {"d": torch.empty(512, 64, 1).bfloat16()}
+    operation = api(**api.samples(arguments), sf_vec_size=32, arch="sm_90a")
+    operation.compile()
+    arguments |= {key: arguments[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
     for ends in ([256, 512], [256, 250], [256, 250]):
-        given["padded_offsets"].copy_(torch.tensor(ends))
+        arguments["padded_offsets"].copy_(torch.tensor(ends))
         wrong = setting == "1" and ends[1] == 250
         with pytest.raises(ValueError, match=r"offsets: got .256, 250") if wrong else contextlib.nullcontext():
-            made.run(tuple(given.values()), (None,) * len(made.scalars), 0, None)
+            operation.run(tuple(arguments.values()), (None,) * len(operation.scalars), 0, None)
     assert len(ran) == (3 if setting == "0" else 1)
 
 
@@ -202,9 +202,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "changed", "error", "words"), REFUSED)
-def test_what_is_refused(name: str, given: dict[str, Any], changed: dict[str, Any], error: Any, words: str) -> None:
-    p = grouped.problem(name, **given)
+@pytest.mark.parametrize(("name", "arguments", "changed", "error", "words"), REFUSED)
+def test_what_is_refused(name: str, arguments: dict[str, Any], changed: dict[str, Any], error: Any, words: str) -> None:
+    p = grouped.problem(name, **arguments)
     p.inputs |= changed
     with pytest.raises(error, match=words):
         grouped.run(p, "reference")

@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels, where things go wrong too, and the system's cache beside the user's."""
+"""The disk cache of compiled kernels, its failure modes, and the system's cache along with the user's."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_a_process_that_is_slow_is_waited_for(
     monkeypatch.setattr(cache, "_LOG_AFTER", 0.1)
 
     class Log:
-        """Lets go as soon as the log says that somebody waits."""
+        """Releases the lock as soon as a waiting process logs."""
 
         def warning(self, *arguments: object) -> None:
             cache.user().write(ENTRY, b"its object")
@@ -348,9 +348,9 @@ def test_a_file_that_vanishes_while_it_is_listed(folder: Path, monkeypatch: pyte
     for entry in entries:
         cache.fetch(entry, Builder())
     files = cache.user().files()
-    found = [next(files)]
+    actual = [next(files)]
     cache.clear()
-    assert len([*found, *files]) == 1
+    assert len([*actual, *files]) == 1
 
 
 # The system's cache.

@@ -38,7 +38,7 @@ def owners() -> torch.Tensor:
 
 @dataclass
 class Quantized:
-    """Codes (rows, k) of one matrix or of each expert's, bytes of factors as they lie in memory, values in float64."""
+    """Codes (rows, k) of one matrix or of each expert's, bytes of scale factors in memory order, values in float64."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -57,7 +57,7 @@ def quantized(x: torch.Tensor) -> Quantized:
 
 
 def by_columns(x: torch.Tensor) -> Quantized:
-    """The tokens' MXFP8 along the tokens of each expert: codes (tokens, columns), factors expert by expert."""
+    """The tokens' MXFP8 along the tokens of each expert: codes (tokens, columns), scale factors expert by expert."""
     parts = [quantized(x[start:end].T) for start, end in zip((0, *ENDS[:-1]), ENDS, strict=True) if end > start]
     return Quantized(
         torch.cat([part.codes.T.contiguous() for part in parts]),
@@ -72,23 +72,23 @@ def factors(memory: torch.Tensor, rows: int, k: int, experts: int = 1) -> torch.
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows (tokens, columns) with the factors that a call returned."""
+    """Rows (tokens, columns) with the scale factors that a call returned."""
     bytes_ = oracle.from_atoms(scales, codes.shape[0], codes.shape[1] // 32)[..., 0]
     return codes.double() * oracle.e8m0_values(bytes_).repeat_interleave(32, 1)
 
 
 def dequantized_columns(codes: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The same by columns, expert by expert: ``codes`` (tokens, columns), factors as they lie in memory."""
-    found, first, width = [], 0, codes.shape[1]
+    """The same by columns, expert by expert: ``codes`` (tokens, columns), scale factors in memory order."""
+    actual, first, width = [], 0, codes.shape[1]
     for start, end in zip((0, *ENDS[:-1]), ENDS, strict=True):
         if end == start:
             continue
         size = (end - start) // 32 * width
         atoms = oracle.atoms_of(memory[first : first + size], width, (end - start) // 32)
         bytes_ = oracle.from_atoms(atoms, width, (end - start) // 32)[..., 0]
-        found.append(codes[start:end].double() * oracle.e8m0_values(bytes_).repeat_interleave(32, 1).T)
+        actual.append(codes[start:end].double() * oracle.e8m0_values(bytes_).repeat_interleave(32, 1).T)
         first += size
-    return torch.cat(found)
+    return torch.cat(actual)
 
 
 def column(x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def column(x: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(x: Quantized, k: int) -> dict[str, torch.Tensor]:
-    """The operand A and its factors."""
+    """The operand A and its scale factors."""
     a = x.codes.as_strided((TOKENS, k, 1), (k, 1, TOKENS * k))
     return {"a_tensor": a, "sfa_tensor": factors(x.scales, TOKENS, k)}
 
@@ -119,9 +119,9 @@ kept: list[torch.Tensor] = []
 def _calls_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/transformer_engine.md has every call that is made here, with every keyword."""
 
-    def call(function: Any, known: set[str], **given: Any) -> Any:
-        assert {*given} <= known, f"not on the page: {function.__name__}: { ({*given} - known) }"
-        return function(**given)
+    def call(function: Any, known: set[str], **arguments: Any) -> Any:
+        assert {*arguments} <= known, f"not on the page: {function.__name__}: { ({*arguments} - known) }"
+        return function(**arguments)
 
     for name, keywords in transformer_engine_calls().items():
         monkeypatch.setattr(cudnn, name, functools.partial(call, getattr(cudnn, name), keywords))
@@ -129,16 +129,16 @@ def _calls_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Each token with its expert's weights (experts, n, k)."""
-    found = torch.empty(TOKENS, w.shape[1], dtype=torch.float64)
+    actual = torch.empty(TOKENS, w.shape[1], dtype=torch.float64)
     for expert in range(EXPERTS):
-        found[expert == owners()] = x[expert == owners()] @ w[expert].T
-    return found
+        actual[expert == owners()] = x[expert == owners()] @ w[expert].T
+    return actual
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, share: float) -> None:
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
     """Within a share of the largest magnitude of 32 neighbours, which is what a block's factor is chosen by."""
     largest = torch.nn.functional.max_pool2d(expected.abs()[None, None], 63, 1, 31)[0, 0]
-    assert bool(((found - expected).abs() <= share * largest + 1e-12).all())
+    assert bool(((actual - expected).abs() <= share * largest + 1e-12).all())
 
 
 def swiglu(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -196,8 +196,8 @@ def forward_and_backward(packed: bool) -> None:
     memory = up["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).reshape(-1)
     h_columns = dequantized_columns(up["d_col_tensor"].view(TOKENS, FFN), memory.view(torch.uint8))
     assert up["sfd_row_tensor"].permute(5, 2, 4, 0, 1, 3).is_contiguous()
-    for found in (h_rows, h_columns):
-        assert_near(found, h, 2**-4)
+    for actual in (h_rows, h_columns):
+        assert_near(actual, h, 2**-4)
 
     # FC2, into the caller's buffer.
     y = torch.full((TOKENS, HIDDEN), torch.nan, dtype=BF16)
@@ -241,8 +241,8 @@ def forward_and_backward(packed: bool) -> None:
     dz_rows = dequantized(down["d_row_tensor"].view(TOKENS, 2 * FFN), down["sfd_row_tensor"])
     memory = down["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).view(-1).view(torch.uint8)
     dz_columns = dequantized_columns(down["d_col_tensor"].view(TOKENS, 2 * FFN), memory)
-    for found in (dz_rows, dz_columns):
-        assert_near(found, dz, 2**-4)
+    for actual in (dz_rows, dz_columns):
+        assert_near(actual, dz, 2**-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
     torch.testing.assert_close(dprob.double(), (dh * gate * s * other).sum(1), rtol=1e-4, atol=1e-3)
     dbias = torch.zeros(EXPERTS, 2 * FFN, dtype=torch.float64).index_add_(0, owners(), dz)
@@ -298,7 +298,7 @@ def forward_and_backward(packed: bool) -> None:
 
 
 def of_tokens(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and bytes of factors by columns: a call's results, or the client's own."""
+    """Column-wise codes and bytes of scale factors: a call's results, or the client's."""
     if isinstance(x, Quantized):
         return x.codes, x.scales
     return x["d_col_tensor"], x["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).reshape(-1)
@@ -396,7 +396,7 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     dy, _ = in_float4(TOKENS, HIDDEN)
     w2, weights2 = in_float4(FFN, HIDDEN, EXPERTS)
     dprob = torch.zeros(TOKENS)
-    given = {
+    arguments = {
         "a_tensor": dy.tensor,
         "sfa_tensor": dy.scales,
         "c_tensor": up["c_tensor"],
@@ -414,14 +414,14 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     g = of_token * product(dy.values[..., 0], w2.values.permute(2, 0, 1))
     c, weight = up["c_tensor"][..., 0].double(), prob.double()[:, None]
     if gated:
-        down = cudnn.grouped_gemm_dglu_wrapper_sm100(**given, beta_tensor=torch.ones(EXPERTS), act_func="dswiglu")
+        down = cudnn.grouped_gemm_dglu_wrapper_sm100(**arguments, beta_tensor=torch.ones(EXPERTS), act_func="dswiglu")
         gate, other, s = swiglu(c)
         g = g * of_token  # which is squared: the client passes the root
         parts = [g * weight * other * s * (1 + gate * (1 - s)), g * weight * gate * s]
         dz = torch.stack([each.unflatten(1, (-1, 32)) for each in parts], 2).flatten(1)
         y = gate * s * other
     else:
-        down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(**given, use_dsrelu_reuse=True)
+        down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(**arguments, use_dsrelu_reuse=True)
         dz, y = 2 * g * c.clamp(min=0) * weight, c.clamp(min=0) ** 2
         oracle.assert_rounded(down.get("d_srelu_tensor").view(TOKENS, FFN), y * weight, 1e-5)
         assert down.get("sfd_col_d_srelu_tensor") is None

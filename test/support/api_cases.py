@@ -25,7 +25,7 @@ class Family:
     module: Any
     results: tuple[str, ...]
     result: str
-    extra: tuple[str, ...] = ()  # names of inputs beside the operands
+    extra: tuple[str, ...] = ()  # names of inputs other than the operands
     quantized: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -35,7 +35,7 @@ class Family:
 
     @property
     def columns(self) -> float:
-        """Columns of the result for each of the product's."""
+        """Columns of the result for each column of the GEMM."""
         return {"gemm_swiglu": 0.5, "gemm_dswiglu": 2}.get(self.name, 1)
 
 
@@ -210,7 +210,7 @@ def options(problem: Case) -> dict[str, Any]:
 
 
 def of_variant(v: Variant, device: str = "cpu") -> Case:
-    """The problem of a variant, on tensors of its own."""
+    """The problem of a variant, on new tensors."""
     types = {name: getattr(torch, getattr(v, name)) for name in ("out", "side")}
     dtype = FP4 if v.dtype == "uint8" else getattr(torch, v.dtype)
     scale = getattr(torch, v.scale) if v.scale else None
@@ -230,7 +230,7 @@ def execute(problem: Case, where: str, alpha: float | None = None, **more: Any) 
 
 
 def slack(problem: Case) -> float:
-    """Error of the products, relative to the largest: TF32 has 10 bits, 8-bit products are added up with few."""
+    """Error of the GEMM relative to its largest element: TF32 has 10 bits, 8-bit MMAs accumulate with few."""
     sfa = problem.tensors["sfa"]
     if sfa is not None and sfa.dtype != F32:
         return 2e-5
@@ -258,7 +258,7 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
             oracle.assert_rounded(tensors["c"], c, 1e-6)
     else:
         values = z
-    slack *= 4 if name != "gemm_amax" else 1  # products of sums
+    slack *= 4 if name != "gemm_amax" else 1  # GEMM results are multiplied
     if tensors["amax"] is not None:
         blocks = values.abs().unsqueeze(2)
         if name == "gemm_dswiglu":

@@ -429,7 +429,7 @@ def describe(
 ) -> Described:
     """The backward pass where ``data`` has O and Stats, else the forward pass. ``scale`` replaces the number.
 
-    ``factors``: the scales of fp8 tensors, by the names of the call's arguments.
+    ``factors``: the per-tensor scales of fp8 tensors, by the names of the call's arguments.
     """
     device = data["q"].device
     made = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)

@@ -52,7 +52,7 @@ class Problem:
         return self.ends[-1]
 
     def value(self, name: str) -> Any:
-        """An input in float64, of the rows of experts, (m, 1) or (1,); 1 where there is none."""
+        """An input in float64, of the rows of experts, (m, 1) or (1,); 1 if it is absent."""
         x = self.inputs.get(name)
         return torch.ones((), dtype=torch.float64) if x is None else x.double().reshape(-1, 1)[: self.rows]
 
@@ -60,7 +60,7 @@ class Problem:
 def operand(
     operand_type: str, rows: int, k: int, experts: int, device: str, major: str = "k", shared: int = 1
 ) -> Operand:
-    """Random elements of a kind; so many rows share a float32 factor."""
+    """A random operand; ``shared`` rows share a float32 scale factor."""
     dtype, scale, vector = OPERAND_TYPES[operand_type]
     if scale is None:
         return oracle.plain(rows, k, experts, dtype, major, device)
@@ -85,7 +85,7 @@ def unpacked_fp4(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def use_pointers(p: Problem) -> None:
-    """The problem's weights, and their factors, as tensors that lie anywhere, and their addresses."""
+    """Replaces the problem's weights and scale factors by pointers to separate copies."""
     b, scales = p.inputs.pop("b"), p.inputs.pop("sfb")
     major = "k" if b.stride(1) == 1 else "n"
     p.options |= {"n": b.shape[0], "b_dtype": b.dtype, "b_major": major}
@@ -178,7 +178,7 @@ def check(p: Problem, slack: float = 3e-5) -> None:
     """All results of a problem that was run."""
     x, scales = p.value("alpha")[p.experts] * p.product[: p.rows], p.inputs["sfa"]
     if p.inputs["a"].dtype == E4M3 and (scales is None or scales.dtype == torch.float32):
-        slack = 1e-3  # Hopper's tensor cores add products of 8 bits up with fewer bits
+        slack = 1e-3  # Hopper's 8-bit MMAs accumulate with fewer bits
     values = FORMULAS[p.name](p, x, slack)
     if p.name == "grouped_gemm_glu_hadamard_quant":
         return  # has checked all

@@ -42,7 +42,7 @@ def configuration(
 ) -> GemmConfiguration:
     """Small tiles, and 128 bytes along k, unless ``options`` say otherwise; ``majors`` such as "mk".
 
-    ``blocks``: rows of A, and of B, that share a factor of sums. ``index``: the operands whose lines have numbers.
+    ``blocks``: rows of A, and of B, that share a float32 blockwise scale. ``index``: the operands that are gathered.
     """
     defaults: dict[str, Any] = {"tile": (128, 128), "cluster": (1, 1), "schedule": Dense()}
     arguments = {**defaults, **options}
@@ -73,7 +73,7 @@ def for_arch(c: GemmConfiguration, arch: str) -> GemmConfiguration:
 
 
 def fits_smem(arch: str, c: GemmConfiguration) -> bool:
-    """Whether shared memory has room for the operands beside what the epilogue stages."""
+    """Whether two stages of operands fit shared memory next to the epilogue's staging buffers."""
     try:
         return importlib.import_module(MODULES[arch]).Gemm(c).stages() >= 2
     except ValueError:
@@ -82,7 +82,7 @@ def fits_smem(arch: str, c: GemmConfiguration) -> bool:
 
 @functools.lru_cache(maxsize=24)
 def compiled(arch: str, c: GemmConfiguration) -> Callable[..., None]:
-    """The kernel as the emulator runs it."""
+    """The kernel compiled for the emulator."""
     module = importlib.import_module(MODULES[arch])
     with ptx_emulator.emulate(arch):
         return compiler.compile_for(arch, module.Gemm(c), *fakes.arguments(c))
@@ -115,14 +115,14 @@ def operand(rows: int, k: int, batch: int, dtype: str, major: str = "k") -> torc
 
 
 def scales(rows: int, groups: int, batch: int, dtype: str) -> torch.Tensor:
-    """Factors in atoms of 128 rows and 4 groups, all 0."""
+    """Scale factors in atoms of 128 rows and 4 groups, all 0."""
     return oracle.in_atoms(torch.zeros(rows, groups, batch, dtype=torch.uint8)).view(getattr(torch, dtype))
 
 
 def scale_factors(rows: int, k: int, batch: int, dtype: str, vector: int, block: int = 1) -> torch.Tensor:
-    """Factors of an operand: 1/2, 1 or 2, or 1 to 3; those of no row and no group as well.
+    """Scale factors of an operand: 1/2, 1 or 2, or 1 to 3; the padding of atoms as well.
 
-    float32 factors of single rows lie column after column, those of ``block`` rows each row after row, further apart.
+    float32 scales of single rows are MN-major, those of ``block`` rows K-major with a padded pitch.
     """
     if dtype == "float32":
         height, groups = -(-rows // block), -(-k // vector)
@@ -163,7 +163,7 @@ def decoded(x: torch.Tensor, scales: torch.Tensor | None = None, vector: int = 0
 
 
 def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: int = 0) -> dict[str, torch.Tensor]:
-    """A, B and their factors, if there are some, by name."""
+    """A, B and their scale factors, if any, by name."""
     tensors = {}
     for name, x, rows, count in (("a", c.a, m, batch), ("b", c.b, n, experts or batch)):
         tensors[name] = operand(rows, k, count, x.dtype, x.major)
@@ -175,8 +175,8 @@ def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: 
 
 
 def gathered(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half as many lines of an operand, along a dimension, and numbers: most occur, some more than once, and some are
-    of no line. Lines that do not occur are NaN.
+    """Half of an operand's rows (or k indices), and indices into them: most occur, some more than once, and some are
+    out of range. Rows that do not occur are NaN.
     """
     count = x.shape[dim]
     rows = x.narrow(dim, 0, count // 2 + 1).clone(memory_format=torch.preserve_format)
@@ -189,7 +189,7 @@ def gathered(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def values(c: GemmConfiguration, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """A and B times their factors, in float64; lines in the order of their numbers."""
+    """A and B times their scale factors, in float64, gathered."""
     decoded_operands = []
     for name, x in (("a", c.a), ("b", c.b)):
         value = decoded(tensors[name], tensors.get(f"sf{name}"), x.scale.vector if x.scale else 0)
@@ -296,7 +296,7 @@ def run(
 ) -> tuple[dict[str, Any], dict[str, Any], ptx_emulator.Report]:
     """The epilogue's arguments as the kernel left them, as the reference does, and the emulator's report.
 
-    ``change`` edits operands and arguments before. There are at least as many multiprocessors as a cluster needs.
+    ``change`` edits operands and arguments before. At least one cluster of SMs is emulated.
     """
     operand_tensors, epilogue_arguments = operands(c, m, n, k, batch), arguments(c.epilogue, m, n, batch)
     if change is not None:

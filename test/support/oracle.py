@@ -1,6 +1,6 @@
 """Fused GEMMs for tests: random operands whose values are known in float64, and the definitions of the results.
 
-Nothing here uses the library: layouts and formats are worked out anew, index by index.
+Nothing here uses the library: layouts and formats are computed independently, index by index.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def scale_index(mn: int, blocks: int, l: int, device: Any) -> tuple[torch.Tensor
 
 
 def in_atoms(scales: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, with ``beyond`` where there are none."""
+    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, with ``beyond`` as padding."""
     mn, blocks, l = scales.shape  # noqa: E741
     shape = (l, -(-mn // 128), -(-blocks // 4), 32, 4, 4)
     atoms = torch.full(shape, beyond, dtype=torch.uint8, device=scales.device).permute(3, 4, 1, 5, 2, 0)
@@ -64,8 +64,8 @@ def atoms_of(memory: torch.Tensor, mn: int, blocks: int, l: int = 1) -> torch.Te
 
 
 def atoms_by_part(atoms: torch.Tensor, ends: Sequence[int], vector: int, beyond: int | None = None) -> torch.Tensor:
-    """Factors as parts of k that end there have them, one part after the other in memory, then those of no part, or
-    ``beyond`` for them.
+    """Scale factors of a varlen_k operand whose ranges of k end at ``ends``: range after range in memory, then the
+    rest, or ``beyond`` for it.
     """
     memory = atoms.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
     bounds = [0, *(-(-end // (4 * vector)) for end in ends), memory.shape[2]]

@@ -1,6 +1,6 @@
 """Registers, stack, shared and tensor memory of the GEMM configurations that the heuristics choose, and their bounds.
 
-``PYTHONPATH=test python -m support.resources`` compiles all of them and says which bounds are broken.
+``PYTHONPATH=test python -m support.resources`` compiles all of them and prints exceeded bounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ E4M3 = "float8_e4m3fn"
 
 
 def results(dtype: str, name: str, roles: int = 1) -> tuple[Any, ...]:
-    """The end of an API's epilogue: factors and fp8, or the largest magnitudes and wider types."""
+    """The last operations of an API's epilogue: scale factors and fp8, or amax and wider types."""
     if dtype == E4M3:
         return QuantizeRows("sf", dtype, "float8_e8m0fnu", 32), StoreTile(name, dtype)
     return Amax(roles=roles), StoreTile(name, dtype)
@@ -160,7 +160,7 @@ def configurations() -> dict[str, dict[str, GemmConfiguration]]:
 
 def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
     """What a kernel takes: registers and stack of a thread, shared memory and its buffers for operands, and columns of
-    tensor memory for accumulators and factors.
+    tensor memory for accumulators and scale factors.
     """
     from cudnn_kernels import fakes
     from support.compiled import compile_kernel
@@ -189,7 +189,7 @@ def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) ->
         <= (144 if traits_of(configuration.epilogue).two_pass_multiple and arch == BLACKWELL else 0),
         "shared memory": entry["shared"] <= SHARED_MEMORY,
         "buffers": entry["buffers"] >= 2,
-        # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: as many as a thread can have
+        # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: the maximum per thread
         "registers": entry["registers"] == 168 if arch == HOPPER else entry["registers"] <= 255,
     }
     if arch == BLACKWELL:

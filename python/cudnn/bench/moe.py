@@ -108,10 +108,10 @@ def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -
         given = [x, block.experts.gate_up_proj, block.experts.down_proj, block.gate.weight]
         peer = candidate(TRANSFORMERS, lambda: block(x[None])[0], given=given)
 
-        def in_blocks(results: Mapping[str, Any]) -> str:
+        def has_block_scales(results: Mapping[str, Any]) -> str:
             return check(None, {n: moe_peers.blocks(found) if n == "up" else found for n, found in results.items()})
 
-        made.insert(1, replace(peer, check=in_blocks))
+        made.insert(1, replace(peer, check=has_block_scales))
     if which != PASSES[2] and not hidden % 128 and not inner % 128:
         narrow = MoE(hidden, inner, experts, chosen, renormalize=True, fp8=True, device="meta")
         narrow.router.weight, narrow.up, narrow.down = layer.router.weight, layer.up, layer.down

@@ -23,7 +23,7 @@ def checked(where: str, function: Callable[..., Any], arguments: Mapping[str, An
         TypeError: one is not of the Python type of its annotation.
     """
     converted = {}
-    for name, (accepted, convert) in _kinds(function).items():
+    for name, (accepted, convert) in _checks(function).items():
         value = arguments.get(name)
         if type(value) not in accepted:
             converted[name] = convert(where, name, value)
@@ -31,7 +31,7 @@ def checked(where: str, function: Callable[..., Any], arguments: Mapping[str, An
 
 
 @functools.cache
-def _kinds(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Callable[[str, str, Any], Any]]]:
+def _checks(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Callable[[str, str, Any], Any]]]:
     """For each parameter with a supported annotation: the types accepted as they are, and the converter of others."""
     converters: dict[str, tuple[tuple[type, ...], Callable[[str, str, Any], Any]]] = {
         "Tensor": ((torch.Tensor, torch.nn.Parameter), _tensor),

@@ -160,7 +160,7 @@ class GatedGemm(GluLayout):
             allowed = f"{BLOCKWISE_DTYPE} for the operands or for c: {reason}"
             raise self.unsupported("sfa and sfc tensors, on sm_100a", f"{BLOCKWISE_DTYPE} for both", allowed)
         if arch == "sm_90a" and blockwise and self.accurate:
-            allowed = f"False: sums of {BLOCKWISE_SIZE} products of 16 bits are kept for 192 columns at most"
+            allowed = f"False: fp32 promotion of {BLOCKWISE_SIZE} 16-bit elements is limited to 192 columns"
             raise self.unsupported("accurate, for sfa and sfc of float32, on sm_90a", True, allowed)
         if arch == "sm_90a" and self.dtype_name("a") in FLOAT8 and not (blockwise or self.accurate):
             allowed = f"16 or 32 bits, or scale factors of {BLOCKWISE_DTYPE}, or accurate=True: {reason}"

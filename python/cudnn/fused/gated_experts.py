@@ -149,7 +149,7 @@ class GatedExpertsBackward(Activated):
     tensors = (
         *operands(),
         TensorSpec("c", OneMatrix("m", "columns", "mn"), RESULT_TYPES, about="of the forward pass; columns = 2 n"),
-        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, init="uniform", about="factors of c"),
+        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, init="uniform", about="scales of c"),
         *quantized("d_row", "columns", roles=2),
         PROB,
         DPROB,
@@ -232,8 +232,8 @@ class GatedExpertsBackward(Activated):
         names = ("sfd_row", "sfd_col", "norm_const")
         if self.dtype_name("d_row") in FLOAT8:
             if self.dtype_name("sfa") in SCALES and self.dtype_name("a") in FLOAT8 and not self.quantizes():
-                wanted = f"{', '.join(names)} are required for FP8 input/FP8 output"
-                raise self.error(wanted, "None", "tensors")
+                required = f"{', '.join(names)} are required for FP8 input/FP8 output"
+                raise self.error(required, "None", "tensors")
             super()._check_quantized()
         for name in names:
             if self.has(name) and not self.quantizes():

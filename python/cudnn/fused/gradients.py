@@ -80,7 +80,7 @@ class ExpertGradients(ExpertsGemm):
     vectors = (16, 32)
     hints = (*ExpertsGemm.hints, "wgrad_ptrs", "output_mode", "input_order", "descriptor_workspace")
     result = ("wgrad", "")
-    addressed = ("wgrad_ptrs",)
+    pointer_arguments = ("wgrad_ptrs",)
     tokens = "k"
     inner = 0
 

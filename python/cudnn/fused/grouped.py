@@ -221,7 +221,7 @@ class ExpertsGemm(FusedGemm):
         "sf_fp8_dtype_override",
     )
     result: ClassVar[tuple[str, str]] = ("d", "sfd_row")
-    addressed: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
+    pointer_arguments: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
     tokens: ClassVar[str] = "m"
     vectors = (16, 32, BLOCKWISE_SIZE)
     roles: ClassVar[int] = 1  # of the result's columns, alternating
@@ -244,7 +244,7 @@ class ExpertsGemm(FusedGemm):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
         if self.num_experts is not None:
-            for name in self.addressed:
+            for name in self.pointer_arguments:
                 if self.scaled or not name.startswith("sf"):
                     self.descs[name] = pointer_arrays.described(name, self.num_experts, self._device)
         self.acc_dtype = self.acc_dtype or torch.float32

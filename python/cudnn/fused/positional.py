@@ -38,7 +38,7 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             semantics = named.get("semantics") or settings.SEMANTICS.get()
             orders = (older, newer) if semantics == "1.23" else (newer, older)
             fitting = [order for order in orders if _fit(positional, order, annotations)]
-            for order in sorted(fitting, key=lambda order: not _places_ends(positional, order)):
+            for order in sorted(fitting, key=lambda order: not _has_int32_tensors_in_place(positional, order)):
                 return function(**dict(zip(order, positional, strict=False)), **named)
             got = ", ".join(type(x).__name__ for x in positional)
             cure = "pass arguments by name"
@@ -55,7 +55,7 @@ def _fit(positional: Sequence[Any], names: Sequence[str], annotations: dict[str,
     )
 
 
-def _places_ends(positional: Sequence[Any], names: Sequence[str]) -> bool:
+def _has_int32_tensors_in_place(positional: Sequence[Any], names: Sequence[str]) -> bool:
     """Whether tensors of 32-bit integers, which experts' ends are, are where an order has such, and no others."""
     pairs = [(x, name) for x, name in zip(positional, names, strict=False) if hasattr(x, "data_ptr")]
     int32_names = ("offsets", "counter", "index")

@@ -63,9 +63,9 @@ class SquaredReluExpertsBackward(ExpertsGemm):
         weighted = epilogue.MultiplyColumn("prob", self.dtype_name("prob"), "activation")
         if not self.has("sfd_col_d_srelu"):
             return (weighted, self.store("d_srelu", "activation"))
-        kinds = (self.dtype_name("d_srelu"), self.dtype_name("sfd_col_d_srelu"))
+        dtypes = (self.dtype_name("d_srelu"), self.dtype_name("sfd_col_d_srelu"))
         columns = epilogue.QuantizeColumns(
-            "sfd_col_d_srelu", *kinds, "activation columns", by_expert=bool(self.discrete_col_sfd), source="activation"
+            "sfd_col_d_srelu", *dtypes, "activation columns", by_expert=bool(self.discrete_col_sfd), source="activation"
         )
         return (weighted, columns, self.store("d_srelu", "activation columns"))
 

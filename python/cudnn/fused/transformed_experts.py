@@ -140,12 +140,14 @@ class TransformedExperts(ExpertsGemm):
 
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
-        narrow = self._narrow()
-        if narrow and (self.act_func == "srelu" or sizes["columns"] % 128):
+        fp4_results = self._fp4_results()
+        if fp4_results and (self.act_func == "srelu" or sizes["columns"] % 128):
             got = f"{sizes['columns']} columns of {self.act_func}"
-            raise self.error(f"{narrow[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu")
+            raise self.error(
+                f"{fp4_results[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu"
+            )
 
-    def _narrow(self) -> list[str]:
+    def _fp4_results(self) -> list[str]:
         """The results of four bits."""
         return [name for name in ("d", "rht_rowwise", "rht_colwise") if self.dtype_name(name) == FLOAT4]
 
@@ -155,8 +157,8 @@ class TransformedExperts(ExpertsGemm):
         if self.dtype("a") == torch.uint8:
             raise self.error("a tensor dtype", torch.uint8, f"{FLOAT4} for bytes", f"pass a.view(torch.{FLOAT4})")
         self.check_transforms(self.has("rht_rowwise"), self.dtype_name("rht_colwise") or None)
-        narrow = self._narrow()
+        fp4_results = self._fp4_results()
         for name, scales in (("d", "sfd"), ("rht_rowwise", "sfrht_rowwise"), ("rht_colwise", "sfrht_colwise")):
-            if self.has(scales) != (name in narrow):
+            if self.has(scales) != (name in fp4_results):
                 got = "a tensor" if self.has(scales) else "None"
                 raise self.error(f"{scales} tensor", got, f"a tensor with {name} of four bits, else None")

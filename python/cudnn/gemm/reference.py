@@ -253,19 +253,19 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
 def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments) -> None:
     x, groups = values[o.value][:, :, 0].t(), values[GROUPS]
     norm, n = x.new_tensor(arguments[o.norm_const]), x.shape[0]
-    parts = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
-    data, factors = [], []
-    for part in parts:
-        blocks = part.unflatten(1, (-1, 16))
+    columns_by_expert = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
+    data, scales = [], []
+    for expert_columns in columns_by_expert:
+        blocks = expert_columns.unflatten(1, (-1, 16))
         codes, _ = compute_block_scales(blocks.abs().amax(2), FORMATS[FLOAT4].block_limit, torch.float8_e4m3fn, norm)
         factor = reciprocal(wide(codes) * reciprocal(norm))
         bits = e2m1(blocks * factor.unsqueeze(2)).flatten()
         data.append(bits[0::2] + 16 * bits[1::2])
-        factors.append(codes.view(torch.uint8).view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
-    for name, found in ((o.tensor, data), (o.scales, factors)):
-        target = arguments[name].view(found[0].dtype)
-        for part, start in zip(found, [0, *accumulate(len(x) for x in found)], strict=False):
-            target[start : start + len(part)] = part
+        scales.append(codes.view(torch.uint8).view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
+    for name, pieces in ((o.tensor, data), (o.scales, scales)):
+        target = arguments[name].view(pieces[0].dtype)
+        for expert_columns, start in zip(pieces, [0, *accumulate(len(x) for x in pieces)], strict=False):
+            target[start : start + len(expert_columns)] = expert_columns
 
 
 Quantizer = declared.QuantizeRows | declared.QuantizeColumns

@@ -30,9 +30,9 @@ def angles() -> tuple[TensorSpec, ...]:
 
 
 RESULTS = tuple(
-    TensorSpec(name, Contiguous(rows, "heads", columns, alignment=alignment), (kind,), written=True)
+    TensorSpec(name, Contiguous(rows, "heads", columns, alignment=alignment), (dtype,), written=True)
     for side, groups, each in (("row", "m", HEAD // BLOCK), ("col", "groups", HEAD))
-    for name, rows, columns, kind, alignment in (
+    for name, rows, columns, dtype, alignment in (
         (f"out_fp8_{side}", "m", HEAD, E4M3, 16),
         (f"out_scales_{side}", groups, each, "uint8", 1),
     )
@@ -45,7 +45,7 @@ class Projection(FusedAPI):
     returns = tuple(spec.name for spec in RESULTS)
     example = (("m", "n", "k"), (TOKENS, 2 * HEAD, 128))
     aot_shapes = ((4096, 16 * HEAD, 1536),)
-    kind: ClassVar[str]
+    operand_dtype: ClassVar[str]
     step: ClassVar[int]  # of k
     forms: ClassVar[Sequence[bool]]  # of ``w_out_in``
 
@@ -85,7 +85,7 @@ class Projection(FusedAPI):
         """Sizes are all that there is to refuse."""
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        gemm = ARCHITECTURES[arch].configure(problem(self.kind, self.w_out_in, sizes["n"], sizes["k"]))
+        gemm = ARCHITECTURES[arch].configure(problem(self.operand_dtype, self.w_out_in, sizes["n"], sizes["k"]))
         return kernel_plan(arch, ProjectionConfiguration.of(gemm), gemm.cluster)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
     )
     sized_by = ("x", "w")
     aot_dtypes = ("bf16",)
-    kind, step, forms = "bfloat16", 8, (True, False)
+    operand_dtype, step, forms = "bfloat16", 8, (True, False)
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
         """Writes the results. See :attr:`FusedAPI.run`."""
 
     def product(self, tensors: Mapping[str, Any]) -> Any:
-        return tensors["x"].float() @ _turned(tensors["w"], not self.w_out_in).float().t()
+        return tensors["x"].float() @ _transposed(tensors["w"], not self.w_out_in).float().t()
 
 
 class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
@@ -199,7 +199,7 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     )
     sized_by = ("x_code", "w_code")
     aot_dtypes = ("mxfp8",)
-    kind, step, forms = E4M3, BLOCK, (True,)
+    operand_dtype, step, forms = E4M3, BLOCK, (True,)
     w_out_in = True
 
     def __init__(
@@ -279,7 +279,7 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
             raise refused(AssertionError, where, name, got, f"{allowed}, for {x.dtype}")
     api: Any = GemmProjRopeMxfp8Mxfp8InSm100 if scaled else GemmProjRopeMxfp8Bf16InSm100
     if scaled and not w_out_in:
-        w, w_scale = _turned(w, True).contiguous(), _turned(w_scale, True).contiguous()
+        w, w_scale = _transposed(w, True).contiguous(), _transposed(w_scale, True).contiguous()
     key = (x.shape, w.shape, w_out_in, x.device)
     sizes = api.sizes_of(dict(zip(api.sized_by, (x.shape, w.shape), strict=True)), {"w_out_in": scaled or w_out_in})
     out = {
@@ -304,17 +304,17 @@ _mxfp8in_obj_cache = GemmProjRopeMxfp8Mxfp8InSm100.objects
 @full_precision()
 def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, w_out_in: bool = False) -> Any:
     """The rotated queries (m, n / 192, 192) in float32, neither rounded to bfloat16 nor quantised."""
-    values = {"x": (x.float() @ _turned(w, not w_out_in).float().t()).unsqueeze(2)}
+    values = {"x": (x.float() @ _transposed(w, not w_out_in).float().t()).unsqueeze(2)}
     for operation in ROTATION:
         reference.REFERENCES[type(operation)](operation, values, {"cos": cos, "sin": sin})
     return values["x"].view(x.shape[0], -1, HEAD)
 
 
-def _turned(w: Any, turned: bool) -> Any:
+def _transposed(w: Any, transposed: bool) -> Any:
     """A matrix, or its transpose."""
-    if turned and w.ndim != 2:
+    if transposed and w.ndim != 2:
         raise refused(ValueError, "gemm_proj_rope_mxfp8", "w", f"the shape {tuple(w.shape)}", "two dimensions")
-    return w.t() if turned else w
+    return w.t() if transposed else w
 
 
 def _values(codes: Any) -> Any:

@@ -142,9 +142,9 @@ class GemmRope(DenseGemm):
 
     def check_options(self) -> None:
         super().check_options()
-        both = head, rotary = self.head_size, self.rotary_size
+        sizes = head, rotary = self.head_size, self.rotary_size
         if head % 16 or not 16 <= rotary <= min(head, 256) or rotary % 16:
-            raise self.error("head_size and rotary_size", both, "multiples of 16, rotary_size up to 256 and head_size")
+            raise self.error("head_size and rotary_size", sizes, "multiples of 16, rotary_size up to 256 and head_size")
 
     def check_own_rules(self, sizes: Sizes) -> None:
         n, head = sizes["n"], self.head_size

@@ -12,7 +12,7 @@ from cudnn.fused import registry
 from cudnn.lazy import torch
 from cudnn.moe.combining import permute
 from cudnn.runtime.pointer_arrays import pointers
-from cudnn.runtime.run import architecture, lasting
+from cudnn.runtime.run import architecture, persistent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,7 @@ def ones(count: int, device: Any) -> Tensor:
     if cached is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.ones(count, dtype=torch.float32, device=device)
-        cached = _ONES[count, device] = lasting(lambda: torch.ones(count, dtype=torch.float32, device=device))
+        cached = _ONES[count, device] = persistent(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return cached

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cudnn.moe import reference
 from cudnn.runtime import launch
-from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, lasting
+from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, persistent
 from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
@@ -149,7 +149,7 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     if cached is not None and not captures:
         pair = cached.written()
     elif caches:
-        pair = lasting(lambda: _pair(weights))
+        pair = persistent(lambda: _pair(weights))
         if first.is_cuda:  # which used this memory before
             torch.cuda.current_stream(first.device).wait_stream(torch.cuda.default_stream(first.device))
     else:

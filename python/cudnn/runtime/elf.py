@@ -33,7 +33,7 @@ class ObjectError(RuntimeError):
 @dataclass(frozen=True)
 class _Section:
     name: str
-    kind: int
+    section_type: int
     flags: int
     offset: int
     size: int
@@ -64,7 +64,7 @@ class LoadedObject:
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for index, offset in offsets.items():
             section = sections[index]
-            if section.kind != _NOBITS:
+            if section.section_type != _NOBITS:
                 self._memory[offset : offset + section.size] = content[section.offset : section.offset + section.size]
         addresses: list[int] = []
         for name, index, value in symbols:
@@ -76,7 +76,7 @@ class LoadedObject:
                 addresses.append(0)  # file names and sections that are left out
         struct.pack_into(f"<{len(addresses)}Q", self._memory, table, *addresses)
         for section in sections:
-            if section.kind == _RELA and section.info in offsets:
+            if section.section_type == _RELA and section.info in offsets:
                 self._relocate(content, section, base, offsets[section.info], table, addresses)
         self.symbols = {name: addresses[i] for i, (name, index, _) in enumerate(symbols) if name and index in offsets}
         _make_executable(base, data)
@@ -111,14 +111,14 @@ def _sections(content: bytes) -> list[_Section]:
     raw = [_SECTION.unpack_from(content, offset + i * _SECTION.size) for i in range(count)]
     strings = raw[names][4]
     return [
-        _Section(_text(content, strings + name), kind, flags, offset, size, link, info, alignment)
-        for name, kind, flags, _, offset, size, link, info, alignment, _ in raw
+        _Section(_text(content, strings + name), section_type, flags, offset, size, link, info, alignment)
+        for name, section_type, flags, _, offset, size, link, info, alignment, _ in raw
     ]
 
 
 def _symbols(content: bytes, sections: list[_Section]) -> list[tuple[str, int, int]]:
     """Name, section and value of every symbol."""
-    table = next(section for section in sections if section.kind == _SYMTAB)
+    table = next(section for section in sections if section.section_type == _SYMTAB)
     strings = sections[table.link].offset
     entries = _SYMBOL.iter_unpack(content[table.offset : table.offset + table.size])
     return [(_text(content, strings + entry[0]), entry[3], entry[4]) for entry in entries]
@@ -132,7 +132,11 @@ def _place(sections: list[_Section], start: int, writable: bool) -> tuple[dict[i
     """Where each of these sections goes from ``start`` on, and the first offset after them, a multiple of 8."""
     offsets: dict[int, int] = {}
     for index, section in enumerate(sections):
-        if section.kind in (_PROGBITS, _NOBITS) and section.flags & _ALLOC and bool(section.flags & _WRITE) == writable:
+        if (
+            section.section_type in (_PROGBITS, _NOBITS)
+            and section.flags & _ALLOC
+            and bool(section.flags & _WRITE) == writable
+        ):
             offsets[index] = _up(start, section.alignment)
             start = offsets[index] + section.size
     return offsets, _up(start, 8)

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnn.lazy import torch
 from cudnn.runtime import launch
-from cudnn.runtime.run import DEFAULT_STREAM, lasting
+from cudnn.runtime.run import DEFAULT_STREAM, persistent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def pointers(tensors: Sequence[Tensor]) -> Tensor:
     key = (first.device, *(tensor.data_ptr() for tensor in tensors))
     table = _TABLES.get(key)
     if table is None:
-        addresses = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
+        addresses = persistent(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
         table = _PointerArray(addresses, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
         every, memory_key = list(_TABLES.items()), (table.memory.cdata, table.offset, len(key))
         moved = [other for other, old in every if (old.memory.cdata, old.offset, len(other)) == memory_key]

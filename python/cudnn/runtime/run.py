@@ -63,7 +63,7 @@ def kernel(source: str, config_type: Callable[..., Any], *fields: Any) -> Kernel
     return Kernel(source, config_type(*(name_of(x) if isinstance(x, torch.dtype) else x for x in fields)))
 
 
-def lasting(make: Callable[[], T]) -> T:
+def persistent(make: Callable[[], T]) -> T:
     """The result of ``make``, with memory that outlives CUDA graphs.
 
     It runs in a separate thread, on the default stream: PyTorch may allocate in the calling thread from the private

@@ -118,11 +118,11 @@ class GroupedGemmGluHadamard(GatedExperts):
         semantics: str | None = None,
         arch: str | None = None,
     ) -> None:
-        given = {**locals()}
-        for name in self.magnitudes(given):
-            if given[f"sample_{name}"] is None:
-                given[f"sample_{name}"] = sample_a.new_empty(sample_padded_offsets.numel(), 1, dtype=torch.float32)
-        super().__init__(given)
+        arguments = {**locals()}
+        for name in self.magnitudes(arguments):
+            if arguments[f"sample_{name}"] is None:
+                arguments[f"sample_{name}"] = sample_a.new_empty(sample_padded_offsets.numel(), 1, dtype=torch.float32)
+        super().__init__(arguments)
         step = HADAMARD_SIZE if act_func == "srelu" else 64
         self.columns_in = step, str(step)
         self._other_matrix = sample_hadamard is not None and is_other(sample_hadamard)

@@ -141,7 +141,7 @@ class GroupedGemmQuant(ExpertsGemm):
         d_dtype = cls.dtype_or_default(arguments["d_dtype"])
         fp8 = cls.has_block_scales(arguments) and name_of(d_dtype) in FLOAT8
         types = cls.quantized_results(arguments, "d", d_dtype, fp8)
-        return types if arguments["generate_amax"] else {name: made for name, made in types.items() if name != "amax"}
+        return types if arguments["generate_amax"] else {name: spec for name, spec in types.items() if name != "amax"}
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if self.semantics == "1.23" and not self.has("prob"):
