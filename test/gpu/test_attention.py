@@ -57,8 +57,8 @@ def drawn(problem: Problem, actual: dict[str, torch.Tensor]) -> torch.Tensor:
 def backward(problem: Problem, dtype: torch.dtype, **options: Any) -> tuple[dict[str, torch.Tensor], ...]:
     """As ``forward``, with the gradients, from O and Stats of cuDNN's own forward pass."""
     data, actual, exact, rough = forward(dataclasses.replace(problem, statistics=False), dtype)
-    given = {name: x for name, x in data.items() if name != "mask" or problem.own_mask} | actual
-    gradients = buildable(describe(new_graph(dtype), problem, given, **options)).run()
+    arguments = {name: x for name, x in data.items() if name != "mask" or problem.own_mask} | actual
+    gradients = buildable(describe(new_graph(dtype), problem, arguments, **options)).run()
     if problem.dropout:
         assert torch.equal(drawn(problem, gradients), data["mask"])
     return data, gradients, exact, rough
@@ -156,8 +156,8 @@ def test_deterministic_algorithm(name: str) -> None:
     if not problem.lengths_q and not problem.bias:
         problem = dataclasses.replace(problem, s_q=1024, s_kv=1024)
     data, actual, _, _ = forward(problem, torch.float16)
-    given = {key: x for key, x in data.items() if key != "mask"}
-    described = describe(new_graph(torch.float16), problem, {**given, **actual}, use_deterministic_algorithm=True)
+    arguments = {key: x for key, x in data.items() if key != "mask"}
+    described = describe(new_graph(torch.float16), problem, {**arguments, **actual}, use_deterministic_algorithm=True)
     first, second = (buildable(described).run() for _ in range(2))
     for port in first.keys() - {"dSink"}:
         assert torch.equal(first[port].nan_to_num(), second[port].nan_to_num()), port

@@ -53,8 +53,8 @@ def test_backward(name: str, deterministic: bool) -> None:
     problem = CASES[name]
     data = tensors(problem, E4M3, "cuda")
     forward = results(describe_fp8(new_graph(), problem, data))
-    given = {**data, "O": forward["O"], "Stats": forward["Stats"]}
-    described = describe_fp8(new_graph(), problem, given, use_deterministic_algorithm=deterministic)
+    arguments = {**data, "O": forward["O"], "Stats": forward["Stats"]}
+    described = describe_fp8(new_graph(), problem, arguments, use_deterministic_algorithm=deterministic)
     actual = results(described)
     check(problem, actual, attention_fp8(problem, data))
     if deterministic:

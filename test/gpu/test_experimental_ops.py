@@ -73,8 +73,8 @@ def test_tensors_that_cudnn_cannot_read() -> None:
     tensors = problem.tensors(torch.float16, "cuda")
     memory = torch.empty(tensors[0].numel() + 1, dtype=torch.float16, device="cuda")
     shifted = memory[1:].view(tensors[0].shape).copy_(tensors[0])
-    given = [shifted, tensors[1].mT.contiguous().mT, tensors[2], tensors[3].sum((0, 1, 2)).expand(tensors[3].shape)]
-    check(problem, given, attend(problem, given))
+    arguments = [shifted, tensors[1].mT.contiguous().mT, tensors[2], tensors[3].sum((0, 1, 2)).expand(tensors[3].shape)]
+    check(problem, arguments, attend(problem, arguments))
 
 
 def test_a_graph_is_built_once_for_all_streams() -> None:

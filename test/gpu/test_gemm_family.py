@@ -144,7 +144,7 @@ def test_long_sums_of_16_bits() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}, {"dtype": F32, "majors": "mnn"}], ids=str)
+@pytest.mark.parametrize("inputs", [{}, {"dtype": E4M3, "scale": E8M0}, {"dtype": F32, "majors": "mnn"}], ids=str)
 def test_graph_replay_with_changed_data(name: str, inputs: dict[str, Any]) -> None:
     of = problem(name, 256, 256, 512, 2, **inputs)
     gemm = compiled(of)
@@ -169,7 +169,7 @@ def test_graph_replay_with_changed_data(name: str, inputs: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}], ids=str)
+@pytest.mark.parametrize("inputs", [{}, {"dtype": E4M3, "scale": E8M0}], ids=str)
 def test_execute_with_a_workspace_allocates_nothing_and_waits_for_nothing(name: str, inputs: dict[str, Any]) -> None:
     of = problem(name, 256, 256, 512, **inputs)
     gemm = compiled(of)
@@ -220,7 +220,7 @@ def test_two_streams_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", [{"out": BF16}, {"dtype": FP4, "scale": E4M3, "vector": 16}, {"out": E4M3}], ids=str)
+@pytest.mark.parametrize("inputs", [{"out": BF16}, {"dtype": FP4, "scale": E4M3, "vector": 16}, {"out": E4M3}], ids=str)
 def test_100_repeats_have_the_same_bits(name: str, inputs: dict[str, Any]) -> None:
     """All but dprob, whose sums are added up in no fixed order."""
     if inputs["out"] == E4M3 and not BY_NAME[name].quantized if "out" in inputs else False:

@@ -144,8 +144,8 @@ def test_rmsnorm(name: str, has_bias: bool, dtype: torch.dtype) -> None:
         *(packed(*scale_shape) for _ in "ab"),
     )
     parameters, axes, row = (scale, bias)[: 1 + has_bias], varying(scale), scale.numel()
-    given = bias if has_bias else None
-    _, (actual, inv) = evaluate("rmsnorm", TRAINING, x, scale, given, EPSILON, graph=gpu_graph(dtype))
+    arguments = bias if has_bias else None
+    _, (actual, inv) = evaluate("rmsnorm", TRAINING, x, scale, arguments, EPSILON, graph=gpu_graph(dtype))
     accurate(actual, rms, x, *parameters)
     accurate(inv, lambda x: ((x * x).mean(axes, keepdim=True) + EPSILON).rsqrt(), x, terms=row)
     _, results = evaluate("rmsnorm_backward", dy, x, scale, inv, has_bias, graph=gpu_graph(dtype))

@@ -108,9 +108,9 @@ def model(name: str, attention: str, experts: str, dtype: torch.dtype = torch.fl
     return made
 
 
-def results(one: Any, **given: Any) -> dict[str, torch.Tensor]:
+def results(one: Any, **arguments: Any) -> dict[str, torch.Tensor]:
     """Logits, and the gradients of the loss."""
-    out = one(input_ids=TOKENS, labels=TOKENS, **given)
+    out = one(input_ids=TOKENS, labels=TOKENS, **arguments)
     out.loss.backward()
     return {"logits": out.logits.detach()} | {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
 
@@ -128,9 +128,9 @@ def test_experts(name: str) -> None:
     actual = {}
     for choice, dtype in (("eager", torch.float32), ("grouped_mm", BF16), ("cudnn", BF16)):
         module = model(name, "eager", choice, dtype).model.layers[0].mlp.experts
-        given = [x.to(dtype).requires_grad_(), shares.clone().requires_grad_()]
-        y = module(given[0], index, given[1])
-        grads = torch.autograd.grad(y, [*given, *module.parameters()], gradient.to(y.dtype))
+        arguments = [x.to(dtype).requires_grad_(), shares.clone().requires_grad_()]
+        y = module(arguments[0], index, arguments[1])
+        grads = torch.autograd.grad(y, [*arguments, *module.parameters()], gradient.to(y.dtype))
         actual[choice] = dict(zip(["y", "x", "shares", *dict(module.named_parameters())], [y, *grads], strict=True))
     for each, expected in actual["eager"].items():
         assert error(actual["cudnn"][each], expected) < error(actual["grouped_mm"][each], expected) + 2e-3, each
@@ -236,34 +236,34 @@ def test_masks() -> None:
     assert mask(2, 9, 9, mask_function=causal_mask_function, attention_mask=padding) is None
     offset = torch.zeros((), dtype=torch.int64)  # as a static cache has it
     room = torch.cat((padding, ~padding), dim=1)
-    for given in (
+    for arguments in (
         {"mask_function": window, **size},
         {"mask_function": window, "attention_mask": padding, **size},
         {"mask_function": window, "kv_length": 18, "q_offset": offset, "attention_mask": room, **size},
         {"mask_function": causal_mask_function, "kv_length": 18},
         {"mask_function": causal_mask_function, "kv_length": 18, "q_offset": offset, "attention_mask": room},
     ):
-        given = {"kv_length": 9, **given}
-        actual, expected = mask(2, 9, **given), sdpa_mask(2, 9, **given | {"allow_is_causal_skip": False})
+        arguments = {"kv_length": 9, **arguments}
+        actual, expected = mask(2, 9, **arguments), sdpa_mask(2, 9, **arguments | {"allow_is_causal_skip": False})
         assert type(actual) is CausalMask
-        assert actual.shape == (2, 1, 9, given["kv_length"])
+        assert actual.shape == (2, 1, 9, arguments["kv_length"])
         seen = actual[:, :, :, : expected.shape[3]].dense()
         assert torch.equal(seen, expected)
     padding[0, 0] = False
     chunks = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
-    for given in (
+    for arguments in (
         {"mask_function": window, "attention_mask": padding, **size},
         {"mask_function": window, "allow_is_causal_skip": False, **size},
         {"mask_function": window, "q_offset": 3, "kv_length": 12, **size},
         {"mask_function": chunks, **size},
     ):
-        given = {"kv_length": 9, **given}
-        actual = mask(2, 9, **given)
-        assert torch.equal(actual, sdpa_mask(2, 9, **given))
+        arguments = {"kv_length": 9, **arguments}
+        actual = mask(2, 9, **arguments)
+        assert torch.equal(actual, sdpa_mask(2, 9, **arguments))
     packed = packed_sequence_mask_function(torch.arange(9).expand(2, 9) // 5)
-    given = {"mask_function": and_masks(sliding_window_causal_mask_function(12), packed), "local_size": 12}
-    actual = mask(2, 9, 9, allow_is_causal_skip=False, **given)  # a window longer than the sequences
-    assert torch.equal(actual, sdpa_mask(2, 9, 9, allow_is_causal_skip=False, **given))
+    arguments = {"mask_function": and_masks(sliding_window_causal_mask_function(12), packed), "local_size": 12}
+    actual = mask(2, 9, 9, allow_is_causal_skip=False, **arguments)  # a window longer than the sequences
+    assert torch.equal(actual, sdpa_mask(2, 9, 9, allow_is_causal_skip=False, **arguments))
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -306,12 +306,12 @@ def test_a_causal_mask_is_read_as_any_mask(window: int | None) -> None:
 )
 def test_attention_by_a_causal_mask(rows: int, keys: int, first: int, window: int | None) -> None:
     """Values and gradients are those with its elements: windows, room for more keys, and the last rows."""
-    given = [torch.randn(2, heads, length, 16) for heads, length in ((4, rows), (2, keys), (2, keys))]
-    given = [x.double().requires_grad_() for x in given]
+    arguments = [torch.randn(2, heads, length, 16) for heads, length in ((4, rows), (2, keys), (2, keys))]
+    arguments = [x.double().requires_grad_() for x in arguments]
     one = CausalMask(torch.empty(0), (2, 1, 8, keys), 0, window)[:, :, first : first + rows]
-    actual, expected = (attention(SimpleNamespace(), *given, each)[0] for each in (one, one.dense()))
+    actual, expected = (attention(SimpleNamespace(), *arguments, each)[0] for each in (one, one.dense()))
     torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(x, given, torch.ones_like(x)) for x in (actual, expected)))
+    torch.testing.assert_close(*(torch.autograd.grad(x, arguments, torch.ones_like(x)) for x in (actual, expected)))
 
 
 def test_a_causal_mask_is_compiled_without_graph_breaks() -> None:
@@ -338,8 +338,8 @@ def test_which_keys_a_row_sees_is_not_guessed() -> None:
     causal = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(whole, causal)
     cross = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
-    for given in ({"is_causal": False}, {"sliding_window": 4, "is_causal": False}):
-        torch.testing.assert_close(attention(module, q, k, k, None, **given)[0], cross)
+    for arguments in ({"is_causal": False}, {"sliding_window": 4, "is_causal": False}):
+        torch.testing.assert_close(attention(module, q, k, k, None, **arguments)[0], cross)
     torch.testing.assert_close(attention(SimpleNamespace(is_causal=False), q, k, k, None)[0], cross)
     torch.testing.assert_close(attention(module, q[:, :, :1], k, k, None)[0], cross[:, :1])  # one row sees all keys
 

@@ -252,23 +252,23 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
         size = getattr(config, "image_size", 32)
         sizes = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        given = {name: torch.randn(BATCH, channels, *sizes, generator=generator)}
-        return given | ({"input_ids": text} if hasattr(config, "text_config") else {})
+        kwargs = {name: torch.randn(BATCH, channels, *sizes, generator=generator)}
+        return kwargs | ({"input_ids": text} if hasattr(config, "text_config") else {})
     if "grid_thw" in names and "input_ids" not in names:
         width = 3 * getattr(model.config, "temporal_patch_size", 1) * model.config.patch_size**2
         grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
         return {next(iter(names)): torch.randn(32, width, generator=generator), "grid_thw": grid}
     if name == "input_values" or "input_values" in names:
         return {"input_values": torch.randn(BATCH, 4000, generator=generator)}
-    given = {"input_ids": text}
+    kwargs = {"input_ids": text}
     if model.config.is_encoder_decoder:
-        given["decoder_input_ids"] = torch.randint(3, VOCABULARY - 10, (BATCH, TOKENS), generator=generator)
-    return given
+        kwargs["decoder_input_ids"] = torch.randint(3, VOCABULARY - 10, (BATCH, TOKENS), generator=generator)
+    return kwargs
 
 
-def output(model: Any, given: dict[str, Any]) -> torch.Tensor:
+def output(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """The first floating tensor of a model's output: logits, or the last hidden state."""
-    out = model(**given)
+    out = model(**kwargs)
     return first_tensor(out)
 
 
@@ -285,21 +285,21 @@ def prefill(model: Any) -> list[torch.Tensor]:
 
 def padding(model: Any, left: bool) -> list[torch.Tensor]:
     """Only the rows that are no padding count."""
-    given = inputs(model)
+    kwargs = inputs(model)
     seen = torch.ones(BATCH, TOKENS, dtype=torch.int64)
     seen[0, slice(0, PADDING) if left else slice(TOKENS - PADDING, None)] = 0
     with torch.no_grad():
-        out = output(model, given | {"attention_mask": seen})
+        out = output(model, kwargs | {"attention_mask": seen})
     return [out if model.config.is_encoder_decoder or out.shape[1] != TOKENS else out[seen.bool()]]
 
 
 def generate(model: Any, cache: str | None) -> list[torch.Tensor]:
     """The logits of each token; the other model's tokens are those of ties."""
-    given = {"input_ids": inputs(model)["input_ids"][:, :12]}
+    kwargs = {"input_ids": inputs(model)["input_ids"][:, :12]}
     options: dict[str, Any] = {"cache_implementation": cache} if cache else {}
     out = model.generate(
-        **given,
-        attention_mask=torch.ones_like(given["input_ids"]),
+        **kwargs,
+        attention_mask=torch.ones_like(kwargs["input_ids"]),
         max_new_tokens=5,
         min_new_tokens=5,
         do_sample=False,
@@ -315,12 +315,12 @@ def generate(model: Any, cache: str | None) -> list[torch.Tensor]:
 
 def train(model: Any) -> list[torch.Tensor]:
     """The loss and the gradients of all weights."""
-    given = inputs(model)
+    kwargs = inputs(model)
     model.train()
     model.zero_grad()
-    text = given.get("decoder_input_ids", given.get("input_ids"))
+    text = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
     names = model.forward.__code__.co_varnames
-    out = model(**given, labels=text) if "labels" in names and model.can_generate() else model(**given)
+    out = model(**kwargs, labels=text) if "labels" in names and model.can_generate() else model(**kwargs)
     loss = getattr(out, "loss", None)
     loss = first_tensor(out).float().square().mean() if loss is None else loss
     loss.backward()
@@ -541,23 +541,23 @@ def main() -> int:
     parser.add_argument("--shard", default="0/1", help="the number of a part, and how many parts there are")
     parser.add_argument("--csv", type=Path, help="a file for the table")
     parser.add_argument("--seconds", type=int, default=100, help="the longest time for a model")
-    given = parser.parse_args()
+    kwargs = parser.parse_args()
     quiet()
     torch.set_num_threads(1)  # the sizes are too small for more
     integration.register()
-    part, parts = map(int, given.shard.split("/"))
-    chosen = given.models.split(",") if given.models else families()[part::parts]
+    part, parts = map(int, kwargs.shard.split("/"))
+    chosen = kwargs.models.split(",") if kwargs.models else families()[part::parts]
     results = []
     for family in chosen:
-        results.append(sweep(family, given.seconds))
+        results.append(sweep(family, kwargs.seconds))
         print_row(results[-1])
     counts = Counter(each.verdict for each in results)
     unused = sum(each.verdict == "equal" and not each.calls for each in results)
     print(f"transformers {transformers.__version__}: {dict(counts)}; equal, but never calls our attention: {unused}")
     arguments = sorted(set().union(*(each.arguments for each in results)))
     print(f"arguments that had values: {', '.join(arguments)}")
-    if given.csv:
-        with given.csv.open("w", newline="") as file:
+    if kwargs.csv:
+        with kwargs.csv.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("family", "class", "verdict", "calls", "verdicts", "details", "arguments"))
             for each in results:

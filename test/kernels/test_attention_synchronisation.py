@@ -144,17 +144,17 @@ def attempts(name: str) -> list[tuple[str, int]]:
 
 def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, int], bool]:
     c, forward = problem.configured(configuration), isinstance(configuration, ForwardConfiguration)
-    given = (
+    inputs = (
         attention.drawn(problem, c.head_dim, c.head_dim_v)
         if forward
         else attention.backward_arguments(configuration, problem)
     )
-    given["num_sms"] = 1
+    inputs["num_sms"] = 1
     if isinstance(c, DecodeConfiguration):
-        sizes = {"sq": given["q"].shape[2], "hq": given["q"].shape[1], "b": len(problem.lengths), "splits": 1}
+        sizes = {"sq": inputs["q"].shape[2], "hq": inputs["q"].shape[1], "b": len(problem.lengths), "splits": 1}
         workspace = torch.full((workspace_size(c.slots(), sizes),), 255, dtype=torch.uint8)
-        given |= {"splits": 1, "workspace": workspace}
-    written = {name: given[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
+        inputs |= {"splits": 1, "workspace": workspace}
+    written = {name: inputs[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
     with ptx_emulator.emulate(arch):
         compiled = compiler.compile_for(arch, attention.kernel(arch, c), *fakes.arguments(c))
 
@@ -162,16 +162,16 @@ def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, 
 
     def run(scheduler: str, seed: int) -> bool:
         for name, fresh in written.items():
-            given[name].copy_(fresh)
+            inputs[name].copy_(fresh)
         with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed):
-            compiled(*(given[slot.name] for slot in c.slots()))
+            compiled(*(inputs[slot.name] for slot in c.slots()))
         try:
-            attention.assert_right(given, problem, ("o",) if forward else ("dq", "dk", "dv"))
+            attention.assert_right(inputs, problem, ("o",) if forward else ("dq", "dk", "dv"))
         except AssertionError:
             return False
         if not getattr(c, "deterministic", False):
             return True
-        actual = {name: given[name].clone() for name in ("dq", "dk", "dv")}
+        actual = {name: inputs[name].clone() for name in ("dq", "dk", "dv")}
         return all(torch.equal(x, first.setdefault(name, x)) for name, x in actual.items())
 
     return run

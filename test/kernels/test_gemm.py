@@ -79,8 +79,8 @@ def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **opt
 
 def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **options: Any) -> Any:
     c = configured(arch, types, **options)
-    given, expected, report = kernel_inputs.run(arch, c, m, n, k, batch)
-    assert torch.equal(given["d"], expected["d"])
+    arguments, expected, report = kernel_inputs.run(arch, c, m, n, k, batch)
+    assert torch.equal(arguments["d"], expected["d"])
     return report.launches[0]
 
 
@@ -191,8 +191,8 @@ HALVES: list[tuple[str, Types, dict[str, Any]]] = [
 def test_halves_of_b(arch: str, types: Types, choice: dict[str, Any]) -> None:
     """Blocks of 32 columns alternate between the halves of B's rows, which CTAs of a cluster may load by multicast."""
     c = replace(configured(arch, types, **choice), concat_glu=True)
-    given, expected, _ = kernel_inputs.run(arch, c, 264, 448, 136 if types == PLAIN[0] else 208, 2)
-    assert torch.equal(given["d"], reference.interleave_glu(expected["d"]))
+    arguments, expected, _ = kernel_inputs.run(arch, c, 264, 448, 136 if types == PLAIN[0] else 208, 2)
+    assert torch.equal(arguments["d"], reference.interleave_glu(expected["d"]))
     with pytest.raises(ValueError, match="tile: got 192 columns; allowed: 64, 128, 256, of halves of B"):
         replace(c, tile=(128, 192, 64))
 
@@ -286,7 +286,7 @@ def test_drawn_tiles_of_a_later_call() -> None:
         kernel_inputs.compiled(HOPPER, c),
         [300, 428, 600],
     )
-    given = {
+    arguments = {
         **made,
         "offsets": torch.tensor(ends, dtype=torch.int32),
         "d": kernel_inputs.matrix(600, 136, 1, "float32"),
@@ -294,9 +294,9 @@ def test_drawn_tiles_of_a_later_call() -> None:
     expected = kernel_inputs.product(c, made, ends)
     with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=4):
         for _ in range(2):
-            given["d"].fill_(torch.nan)
-            kernel_inputs.call(kernel, c, given, 4)
-            assert torch.equal(given["d"], expected)
+            arguments["d"].fill_(torch.nan)
+            kernel_inputs.call(kernel, c, arguments, 4)
+            assert torch.equal(arguments["d"], expected)
 
 
 def test_only_tiles_of_experts_are_drawn() -> None:
@@ -430,9 +430,9 @@ def test_which_last_rows_are_taken_sideways(schedule: Any, index: str, sideways:
     "choice", [{"cluster": (1, 2)}, {"cluster": (2, 1), "index": "a"}, {"cluster": (2, 1), "arch": BLACKWELL}]
 )
 def test_what_is_not_taken_sideways(choice: dict[str, Any]) -> None:
-    given = {"arch": HOPPER, "tile": (128, 64), "schedule": VarlenM(split_tail_n=True), **choice}
+    arguments = {"arch": HOPPER, "tile": (128, 64), "schedule": VarlenM(split_tail_n=True), **choice}
     with pytest.raises(ValueError, match="split_tail_n"):
-        kernel_inputs.compiled(given["arch"], configured(types=PLAIN[0], **given))
+        kernel_inputs.compiled(arguments["arch"], configured(types=PLAIN[0], **arguments))
 
 
 @pytest.mark.parametrize("arch", brief([(HOPPER,), (BLACKWELL,)], 0))
@@ -441,15 +441,15 @@ def test_an_expert_loads_its_own_rows(arch: str) -> None:
     epilogue = (LoadTile("c", "bfloat16"), SquaredReluBackward(), Amax(by_expert=True), StoreTile("d", "float32"))
     c = kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, schedule=VarlenM(), epi_tile_n=64), arch)
     m, n, k, ends = 200, 72, 64, [70, 75, 200]
-    made, given = kernel_inputs.operands(c, m, n, k, 1, len(ends)), kernel_inputs.arguments(epilogue, m, n, 1)
-    given |= {"amax": torch.zeros(len(ends)), "offsets": torch.tensor(ends, dtype=torch.int32)}
-    given["c"][70:75] = torch.inf
+    made, arguments = kernel_inputs.operands(c, m, n, k, 1, len(ends)), kernel_inputs.arguments(epilogue, m, n, 1)
+    arguments |= {"amax": torch.zeros(len(ends)), "offsets": torch.tensor(ends, dtype=torch.int32)}
+    arguments["c"][70:75] = torch.inf
     kernel = kernel_inputs.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=2):
-        kernel_inputs.call(kernel, c, {**made, **given}, 2)
-    largest = [given["d"][start:end].abs().amax() for start, end in itertools.pairwise([0, *ends])]
-    assert given["amax"][[0, 2]].tolist() == [largest[0], largest[2]]
-    assert given["amax"][[0, 2]].isfinite().all()
+        kernel_inputs.call(kernel, c, {**made, **arguments}, 2)
+    largest = [arguments["d"][start:end].abs().amax() for start, end in itertools.pairwise([0, *ends])]
+    assert arguments["amax"][[0, 2]].tolist() == [largest[0], largest[2]]
+    assert arguments["amax"][[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize(("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 3))
@@ -473,7 +473,7 @@ def test_other_pointers_in_a_later_call() -> None:
     c = replace(c, b=replace(c.b, pointers=True))
     made, kernel = kernel_inputs.operands(c, 256, 64, 64, 1, 2), kernel_inputs.compiled(HOPPER, c)
     ends, d = [128, 256], kernel_inputs.matrix(256, 64, 1, "float32")
-    given = {
+    arguments = {
         **made,
         **kernel_inputs.pointer_arguments({"b": made["b"]}),
         "n": 64,
@@ -482,9 +482,9 @@ def test_other_pointers_in_a_later_call() -> None:
     }
     with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=4):
         for b in (made["b"], made["b"].flip(2)):
-            kernel_inputs.call(kernel, c, given, 4)
+            kernel_inputs.call(kernel, c, arguments, 4)
             assert torch.equal(d, kernel_inputs.product(c, {**made, "b": b}, ends))
-            given["b_ptrs"].copy_(given["b_ptrs"].flip(0))
+            arguments["b_ptrs"].copy_(arguments["b_ptrs"].flip(0))
 
 
 @pytest.mark.parametrize(("arch", "types", "choice"), brief([GROUPED[1], GROUPED[3]], 0))
@@ -496,12 +496,16 @@ def test_column_sums_of_experts(arch: str, types: Types, choice: dict[str, Any])
     expected = torch.stack(
         [part.sum((0, 2)) for part in kernel_inputs.product(c, made, ends).tensor_split([*ends])[:-1]]
     )
-    given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": kernel_inputs.matrix(m, 136, 1, "float32")}
+    arguments = {
+        **made,
+        "offsets": torch.tensor(ends, dtype=torch.int32),
+        "d": kernel_inputs.matrix(m, 136, 1, "float32"),
+    }
     results = []
     for scheduler in ("lowest-pc", "random"):
         sums = torch.full((len(ends), 136), torch.nan)
         with ptx_emulator.emulate(arch, races=True, multiprocessors=4, scheduler=scheduler):
-            kernel_inputs.call(kernel, c, {**given, "s": sums}, 4)
+            kernel_inputs.call(kernel, c, {**arguments, "s": sums}, 4)
         results.append(sums)
     torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(*results)
@@ -524,16 +528,18 @@ def check_k(
             made[x.index][ends[-1] :] = 1 << 30
         else:
             made[name][:, ends[-1] // x.packed :] = 0xFF if x.packed > 1 else torch.nan
-    given = {"d": kernel_inputs.matrix(m, n, len(ends), store.dtype, store.major == "m")}
+    arguments = {"d": kernel_inputs.matrix(m, n, len(ends), store.dtype, store.major == "m")}
     if store.adds:
-        given["d"].copy_(torch.randint(-99, 99, given["d"].shape) / 4)
-        expected = (given["d"].float() + expected.float()).to(expected.dtype)
+        arguments["d"].copy_(torch.randint(-99, 99, arguments["d"].shape) / 4)
+        expected = (arguments["d"].float() + expected.float()).to(expected.dtype)
     if store.pointers:
-        given |= kernel_inputs.pointer_arguments(given)
+        arguments |= kernel_inputs.pointer_arguments(arguments)
     kernel, offsets = kernel_inputs.compiled(arch, c), torch.tensor(ends, dtype=torch.int32)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
-        kernel_inputs.call(kernel, c, {**made, "offsets": offsets, **given, "d": given.get("d_ptrs", given["d"])}, 4)
-    assert torch.equal(torch.stack(given["d copies"], 2) if store.pointers else given["d"], expected)
+        kernel_inputs.call(
+            kernel, c, {**made, "offsets": offsets, **arguments, "d": arguments.get("d_ptrs", arguments["d"])}, 4
+        )
+    assert torch.equal(torch.stack(arguments["d copies"], 2) if store.pointers else arguments["d"], expected)
 
 
 @pytest.mark.full

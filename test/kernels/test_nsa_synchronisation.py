@@ -40,8 +40,8 @@ LISTS = {"bar.warp.sync": (1, "lanes meet at match.sync before they read again; 
 
 def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
     """Arguments of the second pass of turning lists around, after the first, in PyTorch, and what it has to find."""
-    given = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
-    indices, counts, ends = given["block_indices"], given["block_counts"], given["cum_seqlen_q"]
+    kwargs = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
+    indices, counts, ends = kwargs["block_indices"], kwargs["block_counts"], kwargs["cum_seqlen_q"]
     rows, table = choosing_rows(indices, counts, ends, c.block, c.causal)
     begins, warps = table[:, 0].tolist(), -(-len(indices) // c.rows)
     places = torch.empty(len(begins) - 1, warps, dtype=torch.int32)
@@ -58,31 +58,31 @@ def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
     }
 
 
-def assert_sorted(given: dict[str, Any], *_: Any) -> None:
-    assert torch.equal(given["choosing"][: len(given["expected"])], given["expected"])
+def assert_sorted(kwargs: dict[str, Any], *_: Any) -> None:
+    assert torch.equal(kwargs["choosing"][: len(kwargs["expected"])], kwargs["expected"])
 
 
 def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str, Any]:
     """Arguments of a decode step, caches with NaN behind each sequence, and what it has to find."""
     dtype, rows = getattr(torch, c.dtype), max(lengths)
     small = [x // c.stride for x in lengths]
-    given: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head_dim).to(dtype)}
+    kwargs: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head_dim).to(dtype)}
     for name, width, ends in (
         ("k", c.head_dim, lengths),
         ("v", c.head_dim_v, lengths),
         ("compressed_k", c.head_dim, small),
         ("compressed_v", c.head_dim_v, small),
     ):
-        given[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
-        for cache, end in zip(given[name], ends, strict=True):
+        kwargs[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
+        for cache, end in zip(kwargs[name], ends, strict=True):
             cache[end:] = math.nan
-    given["gates"] = torch.rand(len(lengths), c.heads, 3).to(getattr(torch, c.gates))
-    expected = torch.empty(*given["q"].shape[:2], c.head_dim_v, dtype=torch.float64)
-    wide = [given[x].double() for x in ("q", "k", "v", "compressed_k", "compressed_v", "gates")]
+    kwargs["gates"] = torch.rand(len(lengths), c.heads, 3).to(getattr(torch, c.gates))
+    expected = torch.empty(*kwargs["q"].shape[:2], c.head_dim_v, dtype=torch.float64)
+    wide = [kwargs[x].double() for x in ("q", "k", "v", "compressed_k", "compressed_v", "gates")]
     caches = [x.transpose(1, 2) for x in wide[1:5]]
     sizes = (c.block, c.stride, c.count, c.window)
     reference.decode(wide[0], *caches, wide[5], list(lengths), small, expected, c.head_dim**-0.5, sizes)
-    return given | {
+    return kwargs | {
         "lengths": torch.tensor(lengths, dtype=torch.int32),
         "expected": expected,
         "stream": 0,
@@ -93,8 +93,8 @@ def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str,
     }
 
 
-def assert_decoded(given: dict[str, Any], *_: Any) -> None:
-    torch.testing.assert_close(given["o"].double(), given["expected"], atol=2e-3, rtol=2e-3)
+def assert_decoded(kwargs: dict[str, Any], *_: Any) -> None:
+    torch.testing.assert_close(kwargs["o"].double(), kwargs["expected"], atol=2e-3, rtol=2e-3)
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,19 @@ class Listed(Choice):
 
 def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any]:
     """Those of :mod:`kernels.test_nsa`, with the lists that the choice says."""
-    given = nsa.selection_inputs(c, choice)
+    kwargs = nsa.selection_inputs(c, choice)
     if isinstance(choice, Listed):
-        given["block_counts"].zero_()
+        kwargs["block_counts"].zero_()
         for row, blocks in enumerate(choice.blocks):
-            given["block_counts"][row] = len(blocks)
-            given["block_indices"][row, :, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        given["num_sms"] = 1
-    return given
+            kwargs["block_counts"][row] = len(blocks)
+            kwargs["block_indices"][row, :, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        kwargs["num_sms"] = 1
+    return kwargs
 
 
 def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
-    return lambda *given: inputs(*given) | {"num_sms": 1}
+    return lambda *kwargs: inputs(*kwargs) | {"num_sms": 1}
 
 
 ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
@@ -260,11 +260,11 @@ def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
         compiled = compiler.compile_for("sm_90a", made, *fakes.arguments(c))
 
     def run(scheduler: str, seed: int) -> bool:
-        given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in fresh.items()}
+        kwargs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in fresh.items()}
         with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=seed):
-            compiled(*(given[slot.name] for slot in c.slots()))
+            compiled(*(kwargs[slot.name] for slot in c.slots()))
         try:
-            check(given, c, problem)
+            check(kwargs, c, problem)
         except AssertionError:
             return False
         return True

@@ -52,17 +52,17 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x)
 
 
-def assert_combined(where: str, given: Any) -> None:
-    rows, scatter_idx, weights = given
+def assert_combined(where: str, tensors: Any) -> None:
+    rows, scatter_idx, weights = tensors
     rows.requires_grad_()
     if weights is not None:
         weights.requires_grad_()
     with within(where):
         out = combine(rows, scatter_idx, weights)
         gradient = torch.randn_like(out)
-        given = apart(gradient)
-        given[(scatter_idx < 0).all(1)] = torch.nan  # of a token that has no row
-        out.backward(given)
+        tensors = apart(gradient)
+        tensors[(scatter_idx < 0).all(1)] = torch.nan  # of a token that has no row
+        out.backward(tensors)
     exact = [None if x is None else x.detach().clone().requires_grad_() for x in (rows, weights)]
     expected = definition(exact[0], scatter_idx, exact[1])
     expected.backward(gradient.double())

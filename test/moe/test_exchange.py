@@ -41,7 +41,7 @@ class Case:
 
     def expected(self) -> tuple[list[Any], list[Any], list[Any], Any]:
         """Results, and gradients of tokens, weights and experts, without an exchange."""
-        x, weights = ([t.clone().requires_grad_() for t in given] for given in (self.x, self.weights))
+        x, weights = ([t.clone().requires_grad_() for t in arguments] for arguments in (self.x, self.weights))
         experts = self.experts.clone().requires_grad_()
         results = []
         for tokens, factors, indices in zip(x, weights, self.indices, strict=True):
@@ -54,7 +54,7 @@ class Case:
         """A rank's part, forward and backward, twice."""
         results, d_x, d_weights, d_experts = self.expected()
         for _ in range(2):
-            x, weights = (given[rank].detach().requires_grad_() for given in (self.x, self.weights))
+            x, weights = (arguments[rank].detach().requires_grad_() for arguments in (self.x, self.weights))
             here = slice(rank * EXPERTS // self.ranks, (rank + 1) * EXPERTS // self.ranks)
             experts = self.experts[here].clone().requires_grad_()
             received = parallel.dispatch(x, self.indices[rank], weights)
@@ -69,8 +69,8 @@ class Case:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             went = parallel.is_sent(self.indices[rank])
             assert went.sum() <= (self.indices[rank] >= 0).sum()
-            if received.sent.out:
-                assert received.sent.out == went.sum(0).tolist()  # a token once to a rank
+            if received.sent.send_counts:
+                assert received.sent.send_counts == went.sum(0).tolist()  # a token once to a rank
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_by_all_to_all(counts: tuple[int, ...], tmp_path: Path) -> None:
     case = Case(len(counts), counts)
 
     def rank(number: int) -> None:
-        given = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu"}
-        case.check(number, Exchange(None, EXPERTS, TOP_K, HIDDEN, **given))
+        arguments = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu"}
+        case.check(number, Exchange(None, EXPERTS, TOP_K, HIDDEN, **arguments))
 
     run_processes(len(counts), tmp_path, rank)
 
@@ -112,9 +112,9 @@ def test_by_kernels_on_shared_memory(arch: str, counts: tuple[int, ...], monkeyp
     )
 
     def rank(group: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
+        arguments: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
         with cudnn.emulation(arch, races=True):
-            case.check(group.number, Exchange(group, EXPERTS, TOP_K, HIDDEN, **given))
+            case.check(group.number, Exchange(group, EXPERTS, TOP_K, HIDDEN, **arguments))
 
     Threads(len(counts), monkeypatch).run(rank)
 
@@ -124,9 +124,9 @@ def test_a_rank_that_sends_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that waits for them ends in time."""
 
     def rank(group: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True, "time_limit": 1}
+        arguments: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True, "time_limit": 1}
         with cudnn.emulation("sm_90a"):
-            parallel = Exchange(group, 4, 2, 16, **given)
+            parallel = Exchange(group, 4, 2, 16, **arguments)
             indices = torch.tensor([[0, 2]] * 3, dtype=torch.int32)  # an expert of each
             received = parallel.dispatch(torch.ones(3, 16).bfloat16(), indices, torch.ones(3, 2))
             if group.number:
@@ -221,7 +221,7 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = Threads(1, monkeypatch).groups
-    given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True}
+    arguments: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True}
     changed: Any
     for changed, words in (
         ({"experts": 0}, "experts: got 0; allowed: multiples of 1 ranks"),
@@ -233,17 +233,17 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": torch.float64}, "dtype: got torch.float64; allowed: torch.bfloat16, torch.float16, torch.float32"),
     ):
         with pytest.raises(ValueError, match=f"Exchange: {words}"):
-            Exchange(**{"group": group, "experts": 8, "top_k": 2, "hidden": 16, **given, **changed})
+            Exchange(**{"group": group, "experts": 8, "top_k": 2, "hidden": 16, **arguments, **changed})
     for wrong, words in ((None, "got no initialised torch.distributed"), (-100, "got -100")):
         allowed = f"group: {words}; allowed: a process group of torch.distributed that this rank belongs to, or a"
         with pytest.raises(TypeError, match=f"^Exchange: {allowed}"):
-            Exchange(wrong, 8, 2, 16, **given)
+            Exchange(wrong, 8, 2, 16, **arguments)
     with pytest.raises(TypeError, match=r"^MoE: group: got -100; "):
         cudnn.nn.MoE(64, 32, 4, 2, group=-100)
     x, up, down = (torch.zeros(shape).bfloat16() for shape in ((5, 64), (1, 64, 64), (1, 64, 32)))
     with pytest.raises(TypeError, match=r"^moe_mlp: group: got 3; "):
         cudnn.ops.moe_mlp(x, (torch.zeros(5, 1).long(), torch.ones(5, 1)), up, down, group=3)
-    parallel = Exchange(group, 8, 2, 16, **given)
+    parallel = Exchange(group, 8, 2, 16, **arguments)
     x, indices, weights = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
     for changed, words in (
         (

@@ -115,8 +115,8 @@ def formula(c: Case, t: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def ours(c: Case, t: dict[str, Any], **options: Any) -> torch.Tensor:
     biases = (t.get("up_bias"), t.get("down_bias"))
-    given = (t["x"], (c.indices, t["weights"]), t["up"], t["down"])
-    return moe_mlp(*given, *biases, activation=c.activation, glu_layout=c.glu_layout, **options)
+    arguments = (t["x"], (c.indices, t["weights"]), t["up"], t["down"])
+    return moe_mlp(*arguments, *biases, activation=c.activation, glu_layout=c.glu_layout, **options)
 
 
 def results(c: Case, run: Callable[..., torch.Tensor], t: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -245,7 +245,7 @@ def test_e4m3_copies_are_rewritten_after_all_streams_have_read_them(monkeypatch:
 
     def current(name: int) -> None:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(name))
-        monkeypatch.setattr(quantizing.launch, "raw_stream", lambda given, index: name)
+        monkeypatch.setattr(quantizing.launch, "raw_stream", lambda arguments, index: name)
 
     memory: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", record_stream=lambda x: None)
     cached = quantizing._Cached((), (memory, memory), done=SimpleNamespace(record=lambda x: None))
@@ -480,10 +480,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changed", "words"), REFUSED)
 def test_refusals(changed: dict[str, Any], words: str) -> None:
     c = case()
-    given = {**c.tensors, "activation": c.activation, **changed}
-    x, weights, up, down = (given.pop(name) for name in ("x", "weights", "up", "down"))
+    arguments = {**c.tensors, "activation": c.activation, **changed}
+    x, weights, up, down = (arguments.pop(name) for name in ("x", "weights", "up", "down"))
     with pytest.raises(ValueError, match=f"^moe_mlp: .*{words}"):
-        moe_mlp(x, given.pop("routing", (c.indices, weights)), up, down, **given)
+        moe_mlp(x, arguments.pop("routing", (c.indices, weights)), up, down, **arguments)
 
 
 def test_a_routing_of_other_experts() -> None:
@@ -537,9 +537,9 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     assert torch.equal(of_router, actual[3])
     shapes: list[Any] = []
     seen: list[Any] = [
-        lambda: layer.router.register_forward_hook(lambda module, given, logits: shapes.append(logits.shape)),
-        lambda: layer.router.register_forward_pre_hook(lambda module, given: shapes.append(given[0].shape)),
-        lambda: register_module_forward_hook(lambda module, given, y: shapes.append(module is layer.router)),
+        lambda: layer.router.register_forward_hook(lambda module, arguments, logits: shapes.append(logits.shape)),
+        lambda: layer.router.register_forward_pre_hook(lambda module, arguments: shapes.append(arguments[0].shape)),
+        lambda: register_module_forward_hook(lambda module, arguments, y: shapes.append(module is layer.router)),
     ]
     for hook, called in zip(seen, [(50, 4), (50, 64), True], strict=True):
         with hook():
@@ -733,8 +733,8 @@ def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            actual, given = function(*args, **(kwargs or {})), memory([args, kwargs])
-            made.extend(x for x in tree_leaves(actual) if not memory(x) <= given)
+            actual, arguments = function(*args, **(kwargs or {})), memory([args, kwargs])
+            made.extend(x for x in tree_leaves(actual) if not memory(x) <= arguments)
             return actual
 
     weights = torch.randn(2, 128, 128).bfloat16()
@@ -782,9 +782,9 @@ def test_addresses_that_another_stream_reads_are_recorded(monkeypatch: pytest.Mo
 def test_indices_that_32_bits_cannot_hold_are_dropped() -> None:
     x, up, down = torch.randn(8, 64), torch.randn(4, 128, 64) / 8, torch.randn(4, 64, 64) / 8
     indices, weights = torch.randint(4, (8, 2)), torch.rand(8, 2)
-    given = [tensor.bfloat16() for tensor in (up, down)]
+    arguments = [tensor.bfloat16() for tensor in (up, down)]
     results = []
     for lost in (-1, 4, 2**32 + 1, -(2**32) + 1):
         indices[3, 0] = lost
-        results.append(cudnn.ops.moe_mlp(x.bfloat16(), (indices, weights), *given))
+        results.append(cudnn.ops.moe_mlp(x.bfloat16(), (indices, weights), *arguments))
     assert all(torch.equal(results[0], other) for other in results[1:])

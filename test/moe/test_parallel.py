@@ -72,14 +72,14 @@ def same_as_alone(
     parts = (mine, mine, *[own] * (len(alone) - 2))
     for _ in range(2):
         here = [t.detach()[part].clone().requires_grad_() for t, part in zip(alone, parts, strict=True)]
-        given: list[Any] = [list(t.unbind(0)) if lists else t for t in here[2:4]]
-        actual = moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group)
+        arguments: list[Any] = [list(t.unbind(0)) if lists else t for t in here[2:4]]
+        actual = moe_mlp(here[0], (indices[mine], here[1]), *arguments, *here[4:], group=group)
         actual.backward(gradient[mine])
         close(actual, y[mine])
         for one, other, part in zip(here, alone, parts, strict=True):
             close(one.grad, other.grad[part])
     with torch.no_grad():
-        close(moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group), y[mine])
+        close(moe_mlp(here[0], (indices[mine], here[1]), *arguments, *here[4:], group=group), y[mine])
 
 
 def in_autocast(rank: int, ranks: int) -> None:
@@ -101,11 +101,11 @@ def main_grads(rank: int, ranks: int) -> None:
     share = EXPERTS // ranks
     up, down = (w[rank * share :][:share].clone().requires_grad_() for w in parameters(False))
     sums = torch.ones(up.shape), torch.ones(down.shape)
-    given: dict[str, Any] = {"group": dist.group.WORLD}
-    moe_mlp(x, (indices, scores), up, down, main_grads=sums, **given).backward(gradient)
+    arguments: dict[str, Any] = {"group": dist.group.WORLD}
+    moe_mlp(x, (indices, scores), up, down, main_grads=sums, **arguments).backward(gradient)
     assert up.grad is None
     assert down.grad is None
-    moe_mlp(x, (indices, scores), up, down, **given).backward(gradient)
+    moe_mlp(x, (indices, scores), up, down, **arguments).backward(gradient)
     for total, weight in zip(sums, (up, down), strict=True):
         nearly(total - 1, weight.grad)
 
@@ -253,9 +253,9 @@ def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(("arch", "ranks"), [("sm_90a", 2), ("sm_100a", 2), ("sm_90a", 4)])
 def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(here: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": 8, "device": "cpu", "symmetric": True}
+        arguments: dict[str, Any] = {"max_tokens": 8, "device": "cpu", "symmetric": True}
         with cudnn.emulation(arch, races=ranks == 2):
-            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **given)
+            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **arguments)
             same_as_alone(here.number, ranks, group, most=7, bias=ranks == 4)
 
     Threads(ranks, monkeypatch).run(rank)
@@ -266,13 +266,19 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """More (token, k) slots of a rank's experts than ``max_rows``."""
 
     def rank(here: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": 8, "max_rows": 4, "device": "cpu", "symmetric": True, "time_limit": 20}
+        arguments: dict[str, Any] = {
+            "max_tokens": 8,
+            "max_rows": 4,
+            "device": "cpu",
+            "symmetric": True,
+            "time_limit": 20,
+        }
         x, _, weights, _ = tokens(here.number, 3)
         indices = torch.full(weights.shape, -1)
         indices[:, 0] = 1  # those of both ranks are on the first
         up, down = (w[4 * here.number :][:4] for w in parameters(False))
         with cudnn.emulation("sm_90a"):
-            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **given)
+            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **arguments)
             moe_mlp(x, (indices, weights), up, down, group=group)
 
     ranks = Threads(2, monkeypatch)

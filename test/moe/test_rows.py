@@ -177,9 +177,9 @@ def test_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch, grad: bool, rule:
         made.append(StorageWeakRef(logits.untyped_storage()))
         return routed(logits, *rest)
 
-    def computes(*given: Any) -> Any:
+    def computes(*arguments: Any) -> Any:
         alive.append(not made[0].expired())
-        return forward(*given)
+        return forward(*arguments)
 
     monkeypatch.setattr(modules, "routed", routes)
     monkeypatch.setattr(expert_layer, "forward", computes)

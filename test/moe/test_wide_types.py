@@ -86,10 +86,10 @@ def test_gradients_of_what_combines(weighted: bool) -> None:
         rows = x[gather_idx[: offsets[-1]].long()].square()
         return moe.combine(rows, scatter_idx, weights if weighted else None)
 
-    given = [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, HIDDEN), (3, 2))]
-    assert gradcheck(layer, given)
+    arguments = [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, HIDDEN), (3, 2))]
+    assert gradcheck(layer, arguments)
     with cudnn.emulation("sm_90a"), pytest.raises(ValueError, match=r"^combine: type of rows: got torch\.float64;"):
-        layer(*given)
+        layer(*arguments)
 
 
 def test_a_router_tells_apart_what_float32_does_not() -> None:
@@ -121,9 +121,9 @@ def test_gradients_of_the_module(options: dict[str, Any]) -> None:
 def test_float32_is_float64_but_for_rounding() -> None:
     """Results and gradients, of the operator and with gradients added to others, which are float32."""
     indices, actual = torch.randint(EXPERTS, (40, 2)), []
-    given = operands(tokens=40)
+    arguments = operands(tokens=40)
     for dtype in (F64, F32):
-        x, up, down, up_bias, down_bias, weights = (t.detach().to(dtype).requires_grad_() for t in given)
+        x, up, down, up_bias, down_bias, weights = (t.detach().to(dtype).requires_grad_() for t in arguments)
         sums = [torch.ones(w.shape) for w in (up, down)]
         for main_grads in (None, (sums[0], sums[1])):
             y = moe_mlp(x, (indices, weights), up, down, up_bias, down_bias, main_grads=main_grads)

@@ -108,10 +108,10 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    error, words, given = REFUSED[name]
+    error, words, inputs = REFUSED[name]
     x, weight, bias, _ = operands()
     with pytest.raises(error, match=f"^causal_conv1d: .*{words}"):
-        causal_conv1d(**({"x": x, "weight": weight, "bias": bias} | given))
+        causal_conv1d(**({"x": x, "weight": weight, "bias": bias} | inputs))
 
 
 # What runs on a GPU.

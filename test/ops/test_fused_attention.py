@@ -119,12 +119,12 @@ def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = drawn()
     calls: list[Any] = []
-    monkeypatch.setattr(fused, "attend", lambda *given, **others: calls.append(given) or given[:1])
+    monkeypatch.setattr(fused, "attend", lambda *inputs, **others: calls.append(inputs) or inputs[:1])
     for faster in (True, False):
-        monkeypatch.setattr(fused, "is_faster", lambda *given, faster=faster: faster)
+        monkeypatch.setattr(fused, "is_faster", lambda *inputs, faster=faster: faster)
         attention(q, k, v, enable_gqa=True)
         attention(q, k, v, enable_gqa=True, backend="cudnn")
-    monkeypatch.setattr(fused, "is_faster", lambda *given: True)
+    monkeypatch.setattr(fused, "is_faster", lambda *inputs: True)
     attention(q, k, v, enable_gqa=True, left_bound=3)  # not timed
     attention(q, k, v, enable_gqa=True, is_causal=True)  # from the top left
     attention(q, k, v, enable_gqa=True, right_bound=3, diagonal_alignment=BOTTOM_RIGHT)
@@ -161,9 +161,9 @@ def by_mask(
     if is_causal or right_bound != -1:
         seen &= torch.arange(keys) <= place + max(right_bound, 0)
 
-    def attend(*given: torch.Tensor) -> torch.Tensor:
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
         bias = torch.zeros(rows, keys).masked_fill(~seen, -torch.inf).masked_fill(~seen.any(1, keepdim=True), 0)
-        actual = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=bias, enable_gqa=True)
+        actual = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=True)
         return actual * seen.any(1, keepdim=True)
 
     return [x.bfloat16() for x in with_gradients(attend, [x.float() for x in tensors])]

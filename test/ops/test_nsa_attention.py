@@ -115,7 +115,7 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (done.append(name), function(*given))[1]
+        return lambda *inputs: (done.append(name), function(*inputs))[1]
 
     for name in names:
         monkeypatch.setattr(nsa, name, noted(name, getattr(nsa, name)))
@@ -137,8 +137,8 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
     monkeypatch.setattr(nsa, "selection_takes_gates", lambda *_: True)
-    monkeypatch.setattr(nsa, "nsa_gated_selection", noted("both", lambda *given: given[3]))
-    monkeypatch.setattr(nsa, "gated_selection", noted("both, and selection's", lambda *given: given[8]))
+    monkeypatch.setattr(nsa, "nsa_gated_selection", noted("both", lambda *inputs: inputs[3]))
+    monkeypatch.setattr(nsa, "gated_selection", noted("both, and selection's", lambda *inputs: inputs[8]))
     assert run(call) == [*one, "both"]
     leaves(call)
     assert run(call) == [*one, "both, and selection's"]
@@ -167,8 +167,8 @@ def test_gradients_of_sequences_of_one_row(packed: bool) -> None:
     """cuDNN has none of one row and one key."""
     call, options = tensors((1, 1, 1), stride=1), {**OPTIONS, "compress_stride": 1}
     of, expected = leaves(call), dense(call, options=options)
-    given = {**call, "max_seqlen": 1} if packed else batched(call, 3)
-    out = nsa_attention(**given, **options)
+    inputs = {**call, "max_seqlen": 1} if packed else batched(call, 3)
+    out = nsa_attention(**inputs, **options)
     actual = out if packed else out.transpose(1, 2).flatten(0, 1)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(actual)
@@ -196,10 +196,10 @@ def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None
     call = batched(call, batch) if batch else call
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
     weights, actual = torch.randn(call["query"].shape), []
-    for given, where in ((moved(call, arch), arch), (wide, "")):
-        of = leaves(given)
+    for inputs, where in ((moved(call, arch), arch), (wide, "")):
+        of = leaves(inputs)
         with within(where, races=False):
-            out = nsa_attention(**given, **{**OPTIONS_16, "compress_stride": stride})
+            out = nsa_attention(**inputs, **{**OPTIONS_16, "compress_stride": stride})
             actual.append(torch.autograd.grad((out * weights.to(out.device)).sum(), of))
     for mine, other in zip(*actual, strict=True):
         assert mine.dtype is torch.float16
@@ -211,10 +211,10 @@ def test_tensors_at_odd_addresses_are_copied() -> None:
     call, actual = batched(tensors((32, 32), (2, 1), 64, torch.float16, 8), 2), []
     apart = {name: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for name, x in call.items()}
     with cudnn.emulation("sm_90a"):
-        for given in (call, apart):
-            of = leaves(given)
-            inferred = nsa_attention(**{n: x.detach() for n, x in given.items()}, **OPTIONS_16)
-            out = nsa_attention(**given, **OPTIONS_16)
+        for inputs in (call, apart):
+            of = leaves(inputs)
+            inferred = nsa_attention(**{n: x.detach() for n, x in inputs.items()}, **OPTIONS_16)
+            out = nsa_attention(**inputs, **OPTIONS_16)
             actual.append([inferred, out, *torch.autograd.grad(out.float().sin().sum(), of)])
     torch.testing.assert_close(*actual)
 
@@ -250,13 +250,13 @@ def test_numeric_gradients_of_the_parts() -> None:
         (nsa_gates, [q, q.flip(0), q.roll(1, 0), gates], []),
     ]
     for part, of, rest in parts:
-        given = [x.detach().clone().requires_grad_() for x in of]
+        inputs = [x.detach().clone().requires_grad_() for x in of]
 
         def attend(*x: torch.Tensor, part: Any = part, rest: list[Any] = rest) -> torch.Tensor:
             actual = part(*x, *rest)
             return actual[0] if isinstance(actual, tuple) else actual
 
-        assert torch.autograd.gradcheck(attend, given, fast_mode=True)
+        assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
 def test_numeric_gradients() -> None:
@@ -265,8 +265,8 @@ def test_numeric_gradients() -> None:
     names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
     rest = {name: x for name, x in call.items() if name not in names}
 
-    def attend(*given: torch.Tensor) -> torch.Tensor:
-        return nsa_attention(**dict(zip(names, given, strict=True)), **rest, block_indices=lists, **OPTIONS)
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(**dict(zip(names, inputs, strict=True)), **rest, block_indices=lists, **OPTIONS)
 
     assert torch.autograd.gradcheck(attend, leaves(call), fast_mode=True)
 
@@ -277,18 +277,18 @@ def test_numeric_gradients() -> None:
 )
 def test_gates_by_the_kernel(heads: int, d: int, dtype: torch.dtype, gates: torch.dtype) -> None:
     branches = [torch.randn(13, heads, d).to(dtype) for _ in range(3)]
-    given = [x.requires_grad_() for x in (*branches, torch.rand(13, heads, 3).to(gates))]
-    wide = [x.detach().double().requires_grad_() for x in given]
+    inputs = [x.requires_grad_() for x in (*branches, torch.rand(13, heads, 3).to(gates))]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
     d_out = torch.randn(13, heads, d).to(dtype)
     with cudnn.emulation("sm_90a", races=True):
-        actual = nsa_gates(*given)
-        gradients = torch.autograd.grad(actual, given, d_out)
+        actual = nsa_gates(*inputs)
+        gradients = torch.autograd.grad(actual, inputs, d_out)
     expected = sum(x * g[..., None] for x, g in zip(wide[:3], wide[3].unbind(-1), strict=True))
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(actual.double(), expected, atol=eps, rtol=eps)
     for mine, other in zip(gradients, torch.autograd.grad(expected, wide, d_out.double()), strict=True):
         torch.testing.assert_close(mine.double(), other, atol=1e-4, rtol=eps)
-    torch.library.opcheck(nsa_gates, [x.detach() for x in given])
+    torch.library.opcheck(nsa_gates, [x.detach() for x in inputs])
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", GPU])
@@ -301,7 +301,7 @@ def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call["lists"] = torch.randint(-1, 2, (110, 2, 3)).int()
     expected, done = nsa_selection(*(call[x] for x in ("query", "key", "value", "lists", "cu_seqlens")), 0.1, 64), []
     q, k, v, lists, ends = (moved(call, arch)[x] for x in ("query", "key", "value", "lists", "cu_seqlens"))
-    monkeypatch.setattr(kv_outer, "run", lambda *given: (done.append(given[-2:]), run(*given)))
+    monkeypatch.setattr(kv_outer, "run", lambda *inputs: (done.append(inputs[-2:]), run(*inputs)))
     with within(arch, races=False):
         nsa_selection(q[:99], k[:99], v[:99], lists[:99], ends.clamp(max=99), 0.1, 64)
         assert not done
@@ -336,7 +336,7 @@ def test_branches_with_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kv_outer, "MIN_ROWS", {1: 100})
     monkeypatch.setattr(kv_outer, "HEADS", ((64, 64),))
     attend = kv_outer.attend
-    monkeypatch.setattr(kv_outer, "attend", lambda *given: (done.append(1), attend(*given)))
+    monkeypatch.setattr(kv_outer, "attend", lambda *inputs: (done.append(1), attend(*inputs)))
     with cudnn.emulation(arch):
         inferred = nsa_attention(**call, **options)
         leaves(call)
@@ -349,15 +349,15 @@ def test_branches_with_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyP
 def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the type of the branches, which autocast gave them, not that of the caller's tensors."""
     taken: list[Any] = []
-    monkeypatch.setattr(gates_module, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
+    monkeypatch.setattr(gates_module, "run", lambda _, kind, *inputs: taken.append([kind.dtype, *inputs[:6]]))
     q, k, v = (torch.zeros(8, heads, 64).half() for heads in (2, 1, 1))
     branch, gates = torch.zeros(8, 2, 64).bfloat16(), torch.zeros(8, 2, 3).half()
     lists, ends = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int()
     with cudnn.emulation("sm_90a"), torch.autocast("cpu", torch.bfloat16):
         out = nsa.nsa_gated_selection(q, k, v, branch, gates, lists, ends, None, 0.1, 16, 5, 8)
-    ((kind, *given),) = taken
+    ((kind, *inputs),) = taken
     assert kind == "bfloat16"
-    assert {x.dtype for x in (out, *given)} == {torch.bfloat16}
+    assert {x.dtype for x in (out, *inputs)} == {torch.bfloat16}
 
 
 def test_mixed_types_under_autocast() -> None:
@@ -430,12 +430,12 @@ def test_compilers_know_how_gradients_lie_in_memory(dtype: torch.dtype) -> None:
     one = ops.nsa_compression(q, ck, cv, ends, small, 0.5)
     two = ops.nsa_selection(q, k, v, lists, ends, 0.5, 16)
     three = ops.nsa_window(q, k, v, None, 0.5, WINDOW, 32)
-    given = [*one, *two, *three, lists, ends, small, None, 0.5, 16, WINDOW, 32]
+    inputs = [*one, *two, *three, lists, ends, small, None, 0.5, 16, WINDOW, 32]
     for operator, arguments in (
         (ops.nsa_compression_bwd, [one[0], q, ck, cv, *one, ends, small, 0.5]),
         (ops.nsa_selection_bwd, [two[0], q, k, v, *two, lists, ends, 0.5, 16]),
         (ops.nsa_window_bwd, [three[0], q, k, v, *three, None, 0.5, WINDOW, 32]),
-        (ops.nsa_branches_bwd, [one[0], q, k, v, ck, cv, gates, *given]),
+        (ops.nsa_branches_bwd, [one[0], q, k, v, ck, cv, gates, *inputs]),
     ):
         torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
 
@@ -482,11 +482,11 @@ def test_fewer_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_nothing_to_attend(batch: int, rows: int, small: int, dtype: torch.dtype) -> None:
     shapes = [(4, rows, 64), *[(2, rows, 64)] * 2, *[(2, small, 64)] * 2, (4, rows, 3)]
-    given = [torch.ones(batch, *shape, dtype=dtype).requires_grad_() for shape in shapes]
-    out = nsa_attention(*given, **{**OPTIONS, "block_size": 16})
-    assert out.shape == given[0].shape
-    gradients = torch.autograd.grad(out, given, torch.ones_like(out))
-    assert all(x.shape == y.shape and not y.any() for x, y in zip(given, gradients, strict=True))
+    inputs = [torch.ones(batch, *shape, dtype=dtype).requires_grad_() for shape in shapes]
+    out = nsa_attention(*inputs, **{**OPTIONS, "block_size": 16})
+    assert out.shape == inputs[0].shape
+    gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert all(x.shape == y.shape and not y.any() for x, y in zip(inputs, gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -534,14 +534,14 @@ def test_rows_behind_the_last_sequence(dtype: torch.dtype) -> None:
     rest = {name: x for name, x in call.items() if name not in names}
     longer = [torch.cat([call[n], call[n].new_full((9, *call[n].shape[1:]), torch.nan)]) for n in names]
 
-    def passes(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        out = nsa_attention(**dict(zip(names, given, strict=True)), **rest, **options)
+    def passes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = nsa_attention(**dict(zip(names, inputs, strict=True)), **rest, **options)
         with torch.no_grad():
-            again = nsa_attention(**dict(zip(names, given, strict=True)), **rest, **options)
-        return [out, again, *torch.autograd.grad(out, given, torch.ones_like(out))]
+            again = nsa_attention(**dict(zip(names, inputs, strict=True)), **rest, **options)
+        return [out, again, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
     alone = [call[name] for name in names]
-    expected, actual = (passes([x.detach().requires_grad_() for x in given]) for given in (alone, longer))
+    expected, actual = (passes([x.detach().requires_grad_() for x in inputs]) for inputs in (alone, longer))
     for one, other in zip(expected, actual, strict=True):
         torch.testing.assert_close(other[: len(one)], one)
         assert len(other) == len(one) + 9

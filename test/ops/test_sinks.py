@@ -35,12 +35,14 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tens
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name: str) -> None:
-    given = tensors(F64)
-    actual = scaled_dot_product_attention(*given[:3], enable_gqa=True, sinks=given[3], **CASES[name])
-    expected = formula(*given, **CASES[name])
+    arguments = tensors(F64)
+    actual = scaled_dot_product_attention(*arguments[:3], enable_gqa=True, sinks=arguments[3], **CASES[name])
+    expected = formula(*arguments, **CASES[name])
     torch.testing.assert_close(actual, expected)
     weights = torch.randn(actual.shape, dtype=F64)
-    pairs = zip(torch.autograd.grad(actual, given, weights), torch.autograd.grad(expected, given, weights), strict=True)
+    pairs = zip(
+        torch.autograd.grad(actual, arguments, weights), torch.autograd.grad(expected, arguments, weights), strict=True
+    )
     for one, other in pairs:
         torch.testing.assert_close(one, other)
 
@@ -48,8 +50,8 @@ def test_results_and_gradients(name: str) -> None:
 def test_vmap() -> None:
     many = [torch.stack([x.detach(), 2 * x.detach()]).requires_grad_() for x in tensors(F64)]
 
-    def step(*given: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(*given[:3], is_causal=True, enable_gqa=True, sinks=given[3])
+    def step(*arguments: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(*arguments[:3], is_causal=True, enable_gqa=True, sinks=arguments[3])
 
     actual, expected = torch.vmap(step)(*many), torch.stack([step(*(x[i] for x in many)) for i in range(2)])
     torch.testing.assert_close(actual, expected)

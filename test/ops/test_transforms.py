@@ -54,15 +54,15 @@ def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: 
     with torch.no_grad():
         assert not operator(x, weight, bias, "silu").requires_grad
     negated = torch.randn(2, 8, 20, dtype=torch.complex64).conj().imag
-    for given in (negated, x.as_subclass(Other), x.to("meta")):
+    for inputs in (negated, x.as_subclass(Other), x.to("meta")):
         with pytest.raises(SeenError):
-            operator(given, weight, bias, "silu")
+            operator(inputs, weight, bias, "silu")
     around = [TorchDispatchMode(), BaseTorchFunctionMode(), torch.autocast("cpu", dtype=BF16)]
     for context in (*around, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])):
         with pytest.raises(SeenError), context:
             operator(x, weight, bias, "silu")
     with pytest.raises(SeenError), warnings.catch_warnings(action="ignore"):
-        torch.jit.trace(lambda *given: operator(*given, "silu"), tuple(leaf.detach() for leaf in leaves))
+        torch.jit.trace(lambda *inputs: operator(*inputs, "silu"), tuple(leaf.detach() for leaf in leaves))
     with pytest.raises(SeenError):
         torch.vmap(lambda x: operator(x, weight, bias, "silu"))(x[None])
     (once,) = torch.autograd.grad(operator(*leaves, "silu").sum(), [x], create_graph=True)
@@ -184,8 +184,8 @@ def numbers(mode: str, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable
     _, peer, tensors = experts(dtype)
     place = torch.randperm(16).int().view(1, 16, 1)
     index = {"token_index": place // 2, "token_ks": place % 2, "top_k": 2} if mode == "scatter" else {}
-    given = {"first_token_offset": FIRST, "mode": mode, "token_index": place} | index
-    return functools.partial(moe_grouped_matmul, **given), peer, tensors
+    inputs = {"first_token_offset": FIRST, "mode": mode, "token_index": place} | index
+    return functools.partial(moe_grouped_matmul, **inputs), peer, tensors
 
 
 COMPILED = [
@@ -205,8 +205,8 @@ def test_compiled(make: Any, dynamic: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    given = [*tensors, torch.randn_like(layer(*tensors))]
-    for one, other in zip(with_gradients(compiled, given), with_gradients(layer, given), strict=True):
+    inputs = [*tensors, torch.randn_like(layer(*tensors))]
+    for one, other in zip(with_gradients(compiled, inputs), with_gradients(layer, inputs), strict=True):
         assert torch.equal(one, other)
 
 
@@ -215,19 +215,19 @@ def test_compiled(make: Any, dynamic: bool) -> None:
 
 @CASE
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("given", [F32, BF16, F16, F64])
-def test_autocast_as_pytorch(make: Any, given: torch.dtype, dtype: torch.dtype) -> None:
-    if (make, given) == (convolution, F64):
-        given = F32  # it has no float64
-    ours, peer, tensors = make(given)
+@pytest.mark.parametrize("inputs", [F32, BF16, F16, F64])
+def test_autocast_as_pytorch(make: Any, inputs: torch.dtype, dtype: torch.dtype) -> None:
+    if (make, inputs) == (convolution, F64):
+        inputs = F32  # it has no float64
+    ours, peer, tensors = make(inputs)
     leaves = [x.requires_grad_() for x in tensors]
     with torch.autocast("cpu", dtype=dtype):
         actual, expected = ours(*leaves), peer(*leaves)
-    assert actual.dtype == expected.dtype == (F64 if given is F64 else dtype)
+    assert actual.dtype == expected.dtype == (F64 if inputs is F64 else dtype)
     torch.testing.assert_close(actual, expected, atol=5e-2, rtol=5e-2)
     gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (actual, expected)]
     for one, other in zip(*gradients, strict=True):
-        assert one.dtype == given
+        assert one.dtype == inputs
         torch.testing.assert_close(one, other, atol=0.2, rtol=5e-2)
 
 
@@ -333,13 +333,13 @@ def test_vmap_of_lengths(name: str, own: bool) -> None:
     lengths = {key: x for key, x in keywords.items() if isinstance(x, torch.Tensor)}
     rest = {key: x for key, x in keywords.items() if key not in lengths}
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(q, k, v, **dict(zip(lengths, given, strict=True)), **rest)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, **dict(zip(lengths, inputs, strict=True)), **rest)
 
-    given = [torch.stack([x, x, x]) if own else x for x in lengths.values()]
+    inputs = [torch.stack([x, x, x]) if own else x for x in lengths.values()]
     if own and "cumulative_seq_len_q" not in lengths:
-        given = [x - torch.arange(3).view(-1, 1, 1, 1, 1) for x in given]  # others for each
-    mapped(attend, q, k, v, *given, dims=(0, 0, 0, *[0 if own else None] * len(given)))
+        inputs = [x - torch.arange(3).view(-1, 1, 1, 1, 1) for x in inputs]  # others for each
+    mapped(attend, q, k, v, *inputs, dims=(0, 0, 0, *[0 if own else None] * len(inputs)))
 
 
 @VMAP
