@@ -551,7 +551,7 @@ def test_rows_of_experts_with_factors_of_sums(arch: str) -> None:
 
 def test_factors_of_sums_and_results_in_two_buffers() -> None:
     """The library's tile, with four k tiles: they and the results leave less than a kilobyte."""
-    x, weights = (kernel_inputs.configuration((), E4M3, scale="float32", vector=128).given(name) for name in "ab")
+    x, weights = (kernel_inputs.configuration((), E4M3, scale="float32", vector=128).source_operand(name) for name in "ab")
     c = heuristics.configure(GemmProblem(x, weights, (StoreTile("d", "bfloat16"),), VarlenM(), 256, 512))
     assert (c.tile, c.epi_stages) == ((128, 256, 128), 2)
     ends = [130, 130, 300]

@@ -432,73 +432,78 @@ def describe(
     ``factors``: the per-tensor scales of fp8 tensors, by the names of the call's arguments.
     """
     device = data["q"].device
-    made = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)
+    described = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)
     rows = [problem.rows(entry) for entry in range(problem.b)]
     columns = [problem.columns(entry) for entry in range(problem.b)]
     backward = "Stats" in data
     arguments: dict[str, Any] = {**problem.options, **options, "name": "attention", "attn_scale": problem.scale}
     if scale is not None:
         arguments["attn_scale"] = graph.tensor_like(scale, "scale")
-        made.inputs[arguments["attn_scale"]] = scale
-    arguments["q"] = made.rows("q", data["q"], rows)
+        described.inputs[arguments["attn_scale"]] = scale
+    arguments["q"] = described.rows("q", data["q"], rows)
     for name in "kv":
         if problem.page:
-            arguments |= made.pages(name, data[name], columns)
+            arguments |= described.pages(name, data[name], columns)
         else:
-            arguments[name] = made.rows(name, data[name], columns)
+            arguments[name] = described.rows(name, data[name], columns)
     if problem.page:
         arguments["paged_attention_max_seq_len_kv"] = problem.s_kv
-    arguments |= {name: made.tensor(name, value.to(made.device)) for name, value in (factors or {}).items()}
-    arguments |= {name: made.tensor(name, data[name]) for name in ("bias", "block_mask") if name in data}
+    arguments |= {name: described.tensor(name, value.to(described.device)) for name, value in (factors or {}).items()}
+    arguments |= {name: described.tensor(name, data[name]) for name in ("bias", "block_mask") if name in data}
     if problem.lengths_q:
-        lengths = problem.lengths(str(made.device))
-        arguments |= {"use_padding_mask": True, **{name: made.tensor(name, value) for name, value in lengths.items()}}
+        lengths = problem.lengths(str(described.device))
+        arguments |= {
+            "use_padding_mask": True,
+            **{name: described.tensor(name, value) for name, value in lengths.items()},
+        }
     if problem.sink:
-        arguments["sink_token"] = made.tensor("sink", data["sink"])
+        arguments["sink_token"] = described.tensor("sink", data["sink"])
     if problem.own_mask:
         numbers = (1 / (1 - OWN_DROPOUT), 1 - OWN_DROPOUT)[: 1 + backward]
-        scales = (made.tensor("factor", torch.full((1, 1, 1, 1), x, device=made.device)) for x in numbers)
-        arguments["dropout"] = (made.tensor("mask", data["mask"]), *scales)
+        scales = (described.tensor("factor", torch.full((1, 1, 1, 1), x, device=described.device)) for x in numbers)
+        arguments["dropout"] = (described.tensor("mask", data["mask"]), *scales)
     elif problem.dropout:
         seeds = (
-            made.tensor(name, torch.full((1, 1, 1, 1), value, device=made.device))
+            described.tensor(name, torch.full((1, 1, 1, 1), value, device=described.device))
             for name, value in (("seed", 1234567), ("offset", 89))
         )
         arguments["dropout"] = (problem.dropout, *seeds)
         if not (backward and factors):
-            arguments["rng_dump"] = made.output("RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT)
+            arguments["rng_dump"] = described.output(
+                "RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT
+            )
     if problem.modifier:
         make, value = MODIFIERS[problem.modifier]
-        modifier = make(made.number(value))
+        modifier = make(described.number(value))
         arguments["score_mod"] = modifier.forward
         if backward:
             arguments["score_mod_bprop"] = modifier.backward
     if backward:
         if problem.bias:
-            arguments["dBias"] = made.output("dBias", data["bias"].shape, data["bias"].dtype)
+            arguments["dBias"] = described.output("dBias", data["bias"].shape, data["bias"].dtype)
         if problem.sink:
-            arguments["dSink_token"] = made.output("dSink", data["sink"].shape, FLOAT)
+            arguments["dSink_token"] = described.output("dSink", data["sink"].shape, FLOAT)
         given = (("o", "O"), ("dO", "dO"), ("stats", "Stats"))
-        arguments |= {name: made.rows(name, data[port], rows) for name, port in given}
+        arguments |= {name: described.rows(name, data[port], rows) for name, port in given}
         call = graph.sdpa_fp8_backward if factors else graph.sdpa_backward
         gradients = call(**arguments)
         for name, gradient in zip("qkv", gradients[:3], strict=True):
-            made.give(f"d{name.upper()}", gradient, data[name].shape, rows if name == "q" else columns)
-        made.give_largest(gradients[3:], "dQ", "dK", "dV", "dP")
+            described.give(f"d{name.upper()}", gradient, data[name].shape, rows if name == "q" else columns)
+        described.give_largest(gradients[3:], "dQ", "dK", "dV", "dP")
     else:
         shape = [problem.b, problem.h_q, problem.s_q, 1]
         if problem.statistics:
             arguments |= {
-                "score_max": made.output("Max", shape, FLOAT),
-                "score_sum_exp": made.output("Sum_exp", shape, FLOAT),
+                "score_max": described.output("Max", shape, FLOAT),
+                "score_sum_exp": described.output("Sum_exp", shape, FLOAT),
             }
         o, statistics, *largest = (graph.sdpa_fp8 if factors else graph.sdpa)(**arguments, generate_stats=stats)
         assert o is not None
-        made.give("O", o, [*shape[:3], problem.d_v], rows)
+        described.give("O", o, [*shape[:3], problem.d_v], rows)
         if statistics is not None:
-            made.give("Stats", statistics, shape, rows)
-        made.give_largest(largest, "S", "O")
-    return made
+            described.give("Stats", statistics, shape, rows)
+        described.give_largest(largest, "S", "O")
+    return described
 
 
 def backward_data(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -130,8 +130,8 @@ def attend_selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, times: to
     return attend(q, k, v, times > 0, scale=scale, bias=times.clamp(min=1).to(q).log())._replace(largest=once.largest)
 
 
-def with_gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+def with_gradients(function: Callable[..., torch.Tensor], arguments: list[torch.Tensor]) -> list[torch.Tensor]:
     """The function's result on all tensors but the last, and the gradients of its product with the last."""
-    leaves = [x.detach().requires_grad_() for x in given[:-1]]
+    leaves = [x.detach().requires_grad_() for x in arguments[:-1]]
     result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, given[-1].to(result.dtype))]
+    return [result.detach(), *torch.autograd.grad(result, leaves, arguments[-1].to(result.dtype))]

@@ -135,27 +135,27 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
         GemmProblem(*rows, (StoreTile("c", "bfloat16"),), Dense(), 1024, 4096),
     )
     for name, epilogue in epilogues():
-        for kind, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
-            if OPERANDS[kind][0].scale and (tile[1] % 128 or traits_of(epilogue).two_pass_multiple):
+        for operand, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
+            if OPERANDS[operand][0].scale and (tile[1] % 128 or traits_of(epilogue).two_pass_multiple):
                 continue  # the latter are refused
             first = (tile[0] // 128, 1)
             for cluster in CLUSTERS:
                 if cluster[0] % first[0]:
                     continue
-                usual = cluster == first and tile in USUAL_TILES and kind in USUAL_OPERANDS
-                if usual or (name == SHAPED and (kind in ("bfloat16", "NVFP4") or cluster == first)):
-                    problem = GemmProblem(*OPERANDS[kind], epilogue, Dense(), 4096, 4096, tile, cluster)
+                usual = cluster == first and tile in USUAL_TILES and operand in USUAL_OPERANDS
+                if usual or (name == SHAPED and (operand in ("bfloat16", "NVFP4") or cluster == first)):
+                    problem = GemmProblem(*OPERANDS[operand], epilogue, Dense(), 4096, 4096, tile, cluster)
                     shape = f"{tile[0]} x {tile[1]}, cluster {cluster[0]} x {cluster[1]}"
-                    yield BLACKWELL, f"{kind}: {name}, {shape}", problem
+                    yield BLACKWELL, f"{operand}: {name}, {shape}", problem
 
 
 def configurations() -> dict[str, dict[str, GemmConfiguration]]:
     """By architecture, by name."""
-    found: dict[str, dict[str, GemmConfiguration]] = {HOPPER: {}, BLACKWELL: {}}
+    by_arch: dict[str, dict[str, GemmConfiguration]] = {HOPPER: {}, BLACKWELL: {}}
     choose = {HOPPER: sm90.configure, BLACKWELL: sm100.configure}
     for arch, name, problem in problems():
-        found[arch][name] = choose[arch](problem)
-    return found
+        by_arch[arch][name] = choose[arch](problem)
+    return by_arch
 
 
 def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
     kernel = module.Gemm(configuration)
     compiled = compile_kernel(arch, kernel, *fakes.arguments(configuration))
     c = configuration
-    found = {
+    values = {
         "tile": "x".join(map(str, c.tile)) + (" ping-pong" if c.pingpong else ""),
         "registers": compiled.registers,
         "stack": compiled.stack,
@@ -177,9 +177,9 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
         "shared": kernel.stages() * kernel.stage_bytes() + kernel.epilogue.bytes() + kernel.overhead,
     }
     if arch == BLACKWELL:
-        found["accumulators"] = kernel.acc_stages
-        found["columns"] = kernel.acc_stages * c.tile[1] + kernel.scale_factor_columns()
-    return found
+        values["accumulators"] = kernel.acc_stages
+        values["columns"] = kernel.acc_stages * c.tile[1] + kernel.scale_factor_columns()
+    return values
 
 
 def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) -> list[str]:
