@@ -158,7 +158,7 @@ def test_another_device_is_made_current_where_it_is_not(
 
 def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch would copy it, and results would be lost."""
-    monkeypatch.setattr(fused_engine.torch, "as_tensor", lambda x, device: torch.empty(16, dtype=torch.uint8))
+    monkeypatch.setattr(fused_engine.torch, "as_tensor", lambda x, device, dtype: torch.empty(16, dtype=torch.uint8))
     with pytest.raises(ValueError, match="memory of another device at 0x1000; allowed: memory of device 1"):
         fused_engine.memory(0x1000, 16, 1)
 

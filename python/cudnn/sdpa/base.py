@@ -237,8 +237,8 @@ class Attention(OverHeads):
             allowed = "False where no sequence has more than one row of q, which sees all keys anyway"
             raise self.error("is_causal", True, allowed)
 
-    def check_call(self, cum_seqlen_q: Any, cum_seqlen_k: Any) -> None:
-        """Raises where offsets are missing, or not wanted."""
+    def check_cu_seqlens(self, cum_seqlen_q: Any, cum_seqlen_k: Any) -> None:
+        """Raises if cu_seqlens are missing for varlen sequences, or passed for dense ones."""
         if (cum_seqlen_q is not None, cum_seqlen_k is not None) != (self.packed, self.packed):
             allowed = "given, for varlen sequences" if self.packed else "None, for (b, h, s, d)"
             raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)

@@ -135,7 +135,7 @@ class SdpaBackward(Gradients, Attention):
         current_stream: Any = None,
     ) -> None:
         """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
-        self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        self.check_cu_seqlens(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         self.run(tensors, (checked_scale(self, scale_softmax, positive=False), None, None, None), current_stream, None)

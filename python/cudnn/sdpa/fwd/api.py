@@ -230,7 +230,7 @@ class SdpaForward(Attention):
         descale_v_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
-        self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        self.check_cu_seqlens(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
         tensors = (*tensors, seqlen_k_tensor, page_table_tensor, descale_q_tensor, descale_k_tensor, descale_v_tensor)
