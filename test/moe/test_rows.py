@@ -150,7 +150,7 @@ def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.Monkey
         tables.pop("gone", None)  # by the other thread
         return True
 
-    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired, cdata=0), place=0)}
+    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired, cdata=0), offset=0)}
     monkeypatch.setattr(pointer_arrays, "_TABLES", tables)
     weight = torch.ones(2)
     assert int(pointer_arrays.pointers([weight])) == weight.data_ptr()
