@@ -23,7 +23,7 @@ class Arguments:
     ``empty``: there is nothing to compute.
     """
 
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     options: Mapping[str, Any]
     allocated: Mapping[str, Any]
     key: tuple[Any, ...]
