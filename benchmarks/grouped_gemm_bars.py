@@ -66,7 +66,7 @@ class Ours:
 
     def tensors(self, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and results by name."""
-        inputs = program.inputs(self.api, self.shape, device, self.operand_type, drawn_on=device)
+        inputs = program.inputs(self.api, self.shape, device, self.operand_type, generated_on=device)
         inputs = {name: x for name, x in inputs.items() if name not in self.without}
         if self.transposed:
             inputs["b"] = inputs["b"].permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -84,7 +84,7 @@ class Ours:
 
     def offsets(self, inputs: Mapping[str, Any]) -> Any:
         """The tensor with the end row of each expert."""
-        return next(inputs[spec.name] for spec in self.api.tensors if spec.draw == "ends")
+        return next(inputs[spec.name] for spec in self.api.tensors if spec.init == "ends")
 
     def object(self, tensors: Mapping[str, Any], **options: Any) -> Any:
         """An object of the API for tensors with these shapes and types."""

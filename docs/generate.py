@@ -1,4 +1,4 @@
-"""Writes what comes from the code, tables of the documentation and stubs: `python docs/generate.py`, in the root.
+"""Generates tables of the documentation and stubs: `python docs/generate.py`, in the root.
 
 A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fails while a page is out of date.
 """
@@ -19,7 +19,7 @@ from cudnn.pygraph.node import NodeList
 from cudnn.pygraph.subgraph import SubGraph
 
 _DOCS = Path(__file__).parent
-_PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COMMON = ("self", "compute_data_type", "name")
 
 
@@ -32,11 +32,11 @@ def _families() -> Iterator[type]:
 
 def _methods(family: type) -> dict[Callable[..., Any], list[str]]:
     """The public methods of a family with all their names."""
-    found: dict[Callable[..., Any], list[str]] = {}
+    by_method: dict[Callable[..., Any], list[str]] = {}
     for name, value in vars(family).items():
         if inspect.isfunction(value) and not name.startswith("_"):
-            found.setdefault(value, []).append(name)
-    return found
+            by_method.setdefault(value, []).append(name)
+    return by_method
 
 
 def _first_paragraph(text: str | None) -> str:
@@ -102,8 +102,8 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def render(page: str) -> str:
-    """The page with its tables made anew."""
-    return _PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n\n{place[3]}", page)
+    """The page with regenerated tables."""
+    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)
 
 
 def pages() -> list[Path]:
@@ -112,7 +112,7 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
-    import stubs  # beside this file
+    import stubs  # next to this file
 
     stubs.write()
     for path in pages():

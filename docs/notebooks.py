@@ -1,4 +1,4 @@
-"""A hook of MkDocs: notebooks become pages of the site, and lie beside these as files to download."""
+"""A hook of MkDocs: notebooks become pages of the site, and are also files to download."""
 
 from __future__ import annotations
 

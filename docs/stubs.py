@@ -23,10 +23,10 @@ from torch import Tensor, dtype
 '''
 
 
-def _named(name: str, kind: str, default: Any) -> str:
+def _named(name: str, parameter_kind: str, default: Any) -> str:
     if default is inspect.Parameter.empty:
-        return f"{name}: {kind}"
-    return f"{name}: {kind} = {json.dumps(default) if isinstance(default, str) else repr(default)}"
+        return f"{name}: {parameter_kind}"
+    return f"{name}: {parameter_kind} = {json.dumps(default) if isinstance(default, str) else repr(default)}"
 
 
 def operators() -> str:
@@ -40,7 +40,7 @@ def _operator(name: str) -> str:
     signature, names = operator.signature_of(api, function)
     shown = [_named(name, types[names[name]], p.default) for name, p in signature.parameters.items()]
     result = f"tuple[{', '.join(['Tensor'] * len(api.returns))}]"
-    about = f"{', '.join(api.returns)}; what there is not has no elements. See :class:`cudnn.{api.__name__}`."
+    about = f"{', '.join(api.returns)}; absent results have no elements. See :class:`cudnn.{api.__name__}`."
     about = _wrapped(f'"""{api.title}: {about}"""')
     return "\n".join([f"def {name}(", *(f"    {each}," for each in shown), f") -> {result}:", *about, ""])
 

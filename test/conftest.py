@@ -1,4 +1,4 @@
-"""Loads the stub driver where there is none, before anything can load libcudnn; skips what a machine cannot run."""
+"""Loads the stub driver without a GPU, before anything loads libcudnn; skips tests that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def other_devices(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of tests with many cases for each device: those of the other device, h200 and b200 in turn."""
+    """Of tests with many cases for each device: those of the other device, alternating h200 and b200."""
     found = collections.defaultdict[str, list[tuple[str, str, pytest.Item]]](list)
     for item in items:
         call = getattr(item, "callspec", None)
@@ -88,7 +88,8 @@ def other_devices(items: list[pytest.Item]) -> set[pytest.Item]:
 def described(device: str, version: int) -> DeviceProperties:
     """A device described to cuDNN, on a machine without a GPU.
 
-    Beside a real device cuDNN loads what it builds for the described one into the driver, which refuses or crashes.
+    With a real device present, cuDNN loads what it builds for the described one into the driver, which refuses or
+    crashes.
     """
     if handle.gpu_available():
         pytest.skip("a GPU is here: plans for described devices are built on machines without one")
@@ -101,7 +102,7 @@ _candidates = library._candidates
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where there is no GPU, only tests that ask for libcudnn find it: the others must pass on machines without it."""
+    """Without a GPU, only tests that request libcudnn find it: the others must pass on machines without it."""
     if library._library is not None:
         _FOUND[:] = [library._library]
     asks = handle.gpu_available() or "libcudnn" in getattr(item, "fixturenames", ())
@@ -111,7 +112,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Every test draws the same numbers each time."""
+    """Every test generates the same random numbers each time."""
     import torch
 
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ _warned_lock = threading.Lock()
 
 
 def warn_experimental_api_once(logger: logging.Logger, name: str) -> None:
-    """Warns, once per name and process, that an API may still change. For APIs of others: ours say so in their docs."""
+    """Warns, once per name and process, that an API may still change. For APIs of other packages: ours document it."""
     with _warned_lock:
         if name in _warned:
             return
@@ -63,9 +63,9 @@ def check_tensor(where: str, name: str, tensor: Any) -> None:
         if not torch.compiler.is_compiling():  # which traces no more than strided tensors
             check_strided(where, f"{name} tensor", tensor)
         return
-    kind = type(tensor)
-    cure = f"pass torch.from_numpy({name})" if kind.__module__ == "numpy" else ""
-    got = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    type_ = type(tensor)
+    cure = f"pass torch.from_numpy({name})" if type_.__module__ == "numpy" else ""
+    got = f"{type_.__module__}.{type_.__qualname__}".removeprefix("builtins.")
     raise refused(TypeError, where, f"{name} tensor", got, "a torch.Tensor", cure)
 
 
@@ -190,7 +190,7 @@ class TensorDesc:
         result = self._like(self._stand_in().as_strided(size, stride, storage_offset))
         if _extent(result) > _extent(self):
             raise RuntimeError(
-                f"TensorDesc: as_strided: got {tuple(size)} with strides {tuple(stride)}; allowed: what lies within "
+                f"TensorDesc: as_strided: got {tuple(size)} with strides {tuple(stride)}; allowed: a range within "
                 f"{self.shape} with strides {self.stride}."
             )
         return result
@@ -201,8 +201,8 @@ def same_stride(shape: Sequence[int], stride: Sequence[int], other: Sequence[int
     return 0 in shape or all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
 
 
-def lies_apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether no two elements share memory. Of some that interleave it may say so wrongly."""
+def is_non_overlapping(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether no two elements share memory. False also for some interleaved layouts without shared memory."""
     reach = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1):
         if step < reach:
@@ -214,8 +214,7 @@ def lies_apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def overlapping(x: Any, y: Any) -> bool:
     """Whether two tensors of a device share memory.
 
-    Parts of rows that lie beside each other in one tensor do not; of tensors that interleave in other ways it may say
-    so wrongly.
+    Column slices of one tensor do not. The result may be True for other interleaved tensors that share no memory.
     """
     if x.numel() == 0 or y.numel() == 0:
         return False
@@ -270,7 +269,7 @@ class APIBase(ABC):
 
     @abstractmethod
     def check_support(self) -> bool:
-        """True, or an exception that says what is not supported and what would be."""
+        """True if the operation is supported; else an exception names what is not supported and what is allowed."""
 
     @abstractmethod
     def compile(self) -> None:
@@ -296,8 +295,8 @@ class APIBase(ABC):
 
     def __repr__(self) -> str:
         descs = {name: desc for name, desc in vars(self).get("descs", {}).items() if desc is not None}
-        kinds = (f"{name} {str(x.dtype).removeprefix('torch.')} {x.shape}" for name, x in descs.items())
-        return f"<cudnn.{type(self).__name__}: {', '.join(kinds)}>"
+        descriptions = (f"{name} {str(x.dtype).removeprefix('torch.')} {x.shape}" for name, x in descs.items())
+        return f"<cudnn.{type(self).__name__}: {', '.join(descriptions)}>"
 
     @classmethod
     def _title(cls) -> str:
@@ -305,7 +304,7 @@ class APIBase(ABC):
         return cls.__name__.removesuffix("Sm100")
 
     @classmethod
-    def check_needed(cls, **tensors: Any) -> None:
+    def check_required(cls, **tensors: Any) -> None:
         """Raises unless these, which a constructor or wrapper looks at before all else is checked, are tensors."""
         for name, tensor in tensors.items():
             if tensor is None:
@@ -313,7 +312,7 @@ class APIBase(ABC):
             check_tensor(cls._title(), name, tensor)
 
     @classmethod
-    def kinds_of(cls, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+    def tensor_key(cls, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a wrapper's objects depend on: types, devices, shapes and strides of the tensors that are given."""
         try:
             return tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors.values())

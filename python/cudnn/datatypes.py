@@ -38,8 +38,8 @@ _TABLE: dict[data_type, _Row] = {
     data_type.INT8x32: _Row("", (-1, 0), 256),
     data_type.FP8_E5M3: _Row("", (-1, 0), 8),
 }
-_FROM_TORCH_NAME = {"torch." + row.torch_name: kind for kind, row in _TABLE.items() if row.torch_name}
-_FROM_DLPACK = {row.dlpack: kind for kind, row in _TABLE.items() if row.dlpack[1]}
+_FROM_TORCH_NAME = {"torch." + row.torch_name: value for value, row in _TABLE.items() if row.torch_name}
+_FROM_DLPACK = {row.dlpack: value for value, row in _TABLE.items() if row.dlpack[1]}
 
 FLOAT8 = frozenset({data_type.FP8_E4M3, data_type.FP8_E5M2})
 
@@ -92,14 +92,14 @@ def _convert_to_cutlass_data_type(dtype: object, interpret_uint8_as_fp4x2: bool 
         ValueError: the CuTe DSL has no such type.
         ImportError: the CuTe DSL is not installed.
     """
-    if any(dtype is known for known in _cutlass_types().values()):
+    if any(dtype is cutlass_type for cutlass_type in _cutlass_types().values()):
         return dtype
-    given = _cudnn_to_torch_data_type(dtype) if isinstance(dtype, data_type) else dtype
-    found = _torch_to_cutlass_data_type(given, interpret_uint8_as_fp4x2)
-    if found is None:
+    torch_dtype = _cudnn_to_torch_data_type(dtype) if isinstance(dtype, data_type) else dtype
+    converted = _torch_to_cutlass_data_type(torch_dtype, interpret_uint8_as_fp4x2)
+    if converted is None:
         allowed = ", ".join(f"torch.{name}" for name in _cutlass_types())
         raise refused(ValueError, "data type for the CuTe DSL", "dtype", repr(dtype), allowed)
-    return found
+    return converted
 
 
 def _is_torch_tensor(obj: object) -> TypeGuard[Any]:
@@ -113,9 +113,9 @@ def _torch_to_cudnn_data_type(dtype: object) -> data_type | None:
     return _FROM_TORCH_NAME.get(str(dtype))
 
 
-def _cudnn_to_torch_data_type(kind: data_type) -> Any:
+def _cudnn_to_torch_data_type(dtype: data_type) -> Any:
     """The ``torch.dtype`` of a ``data_type``, None if this PyTorch has none."""
-    row = _TABLE.get(kind)
+    row = _TABLE.get(dtype)
     return getattr(torch, row.torch_name, None) if row is not None and row.torch_name else None
 
 
@@ -124,14 +124,14 @@ def dlpack_to_data_type(code: int, bits: int) -> data_type:
     return _FROM_DLPACK.get((code, bits), data_type.NOT_SET)
 
 
-def element_bits(kind: data_type) -> int:
+def element_bits(dtype: data_type) -> int:
     """Bits that one element takes in memory."""
-    return _TABLE[kind].bits
+    return _TABLE[dtype].bits
 
 
-def element_bytes(kind: data_type) -> int:
+def element_bytes(dtype: data_type) -> int:
     """What divides the address of every element's first byte."""
-    return max(1, element_bits(kind) // 8)
+    return max(1, element_bits(dtype) // 8)
 
 
 def library_type(value: object) -> data_type:
@@ -140,12 +140,12 @@ def library_type(value: object) -> data_type:
         return value
     if value is None:
         return data_type.NOT_SET
-    kind = _torch_to_cudnn_data_type(value)
-    if kind is None:
+    converted = _torch_to_cudnn_data_type(value)
+    if converted is None:
         raise ValueError(
             f"data type: got {value!r}; allowed: a cudnn.data_type or one of {', '.join(sorted(_FROM_TORCH_NAME))}."
         )
-    return kind
+    return converted
 
 
 _library_type = library_type

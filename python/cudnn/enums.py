@@ -179,7 +179,7 @@ class resample_mode(Enumeration):  # noqa: N801
 
 
 class padding_mode(Enumeration):  # noqa: N801
-    """What stands around an image: zeros, negative infinity, or its nearest element."""
+    """Padding of an image: zeros, negative infinity, or its nearest element."""
 
     ZERO_PAD = 0
     NEG_INF_PAD = 1

@@ -19,7 +19,7 @@ _REDUCED_SUMS = (
 
 
 class _Settings:
-    """The settings as they were before the first of the blocks that are open now, in any thread."""
+    """The settings before the first open block of any thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -30,7 +30,7 @@ class _Settings:
     def enter(self) -> None:
         with self.lock:
             if not self.open:
-                self.precisions = _own_precisions()
+                self.precisions = _explicit_precisions()
                 self.reduced_sums = {name: getattr(torch.backends.cuda.matmul, name) for name in _REDUCED_SUMS}
                 for operation in _OPERATIONS:
                     _set(operation, "ieee")
@@ -53,12 +53,12 @@ _settings = _Settings()
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """A block, or a function that is decorated with it, in which float32 products and convolutions are those of
-    float32, not of TF32 or bfloat16, and in which sums of 16-bit products are not rounded in between.
+    """A block, or a function that is decorated with it, in which float32 GEMMs and convolutions use
+    float32, not TF32 or bfloat16, and in which 16-bit GEMMs accumulate in float32.
 
     PyTorch's settings belong to the process. The last block that closes, of all threads, restores what the first one
-    found; a setting that another thread changes meanwhile is lost. Of the older and the newer names of a setting, both
-    say afterwards what they said before.
+    found; a setting that another thread changes meanwhile is lost. Both the older and the newer
+    name of a setting have their values of before afterwards.
     """
     _settings.enter()
     try:
@@ -67,7 +67,7 @@ def full_precision() -> Iterator[None]:
         _settings.leave()
 
 
-def _own_precisions() -> dict[tuple[str, str], str]:
+def _explicit_precisions() -> dict[tuple[str, str], str]:
     """What is set for each operation itself: ``"none"`` where it follows its backend, or that the setting for all."""
     before: dict[tuple[str, str], str] = {}
     try:

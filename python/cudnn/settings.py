@@ -20,7 +20,7 @@ class Setting(Generic[T]):
     """One environment variable. ``get()`` reads it now: a change takes effect at the next call."""
 
     name: str
-    kind: str
+    type_name: str
     parse: Callable[[str], T]
     default: T
     meaning: str
@@ -38,7 +38,7 @@ class Setting(Generic[T]):
             return self.parse(text)
         except ValueError:
             raise ValueError(
-                f"environment variable {self.name}: got {text!r}; allowed: {self.kind}. "
+                f"environment variable {self.name}: got {text!r}; allowed: {self.type_name}. "
                 f"To fix it, unset it (default: {self.default!r}) or correct it."
             ) from None
 
@@ -243,7 +243,7 @@ def markdown_table() -> str:
     for setting in SETTINGS:
         default = int(setting.default) if isinstance(setting.default, bool) else setting.default
         shown = "not set" if default in ((), "") else f"`{default}`"
-        rows.append(f"| `{setting.name}` | {setting.kind} | {shown} | {setting.meaning} |")
+        rows.append(f"| `{setting.name}` | {setting.type_name} | {shown} | {setting.meaning} |")
     return "\n".join(["| variable | value | default | meaning |", "|---|---|---|---|", *rows])
 
 

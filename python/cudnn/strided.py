@@ -1,4 +1,4 @@
-"""What kernels need of a tensor beside shape, strides and type: memory that holds the values that the tensor shows.
+"""Checks that the memory of a tensor holds its values: no lazy (negative, conjugate), nested, sparse or fake tensors.
 
 A negative or conjugate view shows other values than its memory has. Functions copy such inputs and refuse such outputs.
 Tensors without strides or without memory are refused, and so are outputs that are read-only.
@@ -19,7 +19,7 @@ _PACKED = "pass packed sequences, nested.values() with cu_seqlens (ragged offset
 
 def check_strided(where: str, what: str, tensor: Any) -> None:
     """Raises TypeError for a tensor of PyTorch without strides: nested, sparse, quantized, of MKL-DNN, distributed."""
-    if not _is_torch_tensor(tensor) or _is_usual(tensor):
+    if not _is_torch_tensor(tensor) or _is_plain(tensor):
         return
     got, cure = "", ""
     if tensor.is_nested:
@@ -39,7 +39,7 @@ def check_memory(where: str, what: str, tensor: Any) -> None:
 
     That is one of the meta device, a fake one, one that a transform of ``torch.func`` wraps, or another class's.
     """
-    if not _is_torch_tensor(tensor) or _is_usual(tensor):
+    if not _is_torch_tensor(tensor) or _is_plain(tensor):
         return
     check_strided(where, what, tensor)
     got, cure = "", ""
@@ -53,8 +53,8 @@ def check_memory(where: str, what: str, tensor: Any) -> None:
         raise refused(ValueError, where, what, got, "tensors with memory", cure)
 
 
-def _is_usual(tensor: Any) -> bool:
-    """Whether a tensor of PyTorch has memory and strides: at a glance, of those that most calls have."""
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor is a plain strided torch.Tensor with memory: the fast path of most calls."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not torch._C._has_storage(tensor):
         return False
     return not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)  # sparse ones have no storage
@@ -76,7 +76,7 @@ def resolved(tensor: Any) -> Any:
         return tensor
     if tensor.is_conj():
         return tensor.detach().resolve_conj()
-    memory = torch._neg_view(tensor.detach())  # twice negative: what lies in memory
+    memory = torch._neg_view(tensor.detach())  # twice negative: the values in memory
     reach = sum((size - 1) * step for size, step in zip(memory.shape, memory.stride(), strict=True))
     values = memory.as_strided((reach + 1 if memory.numel() else 0,), (1,)).neg()  # strides may lead to elements twice
     return values.as_strided(tensor.shape, tensor.stride())
@@ -110,7 +110,7 @@ def check_output(where: str, what: str, array: Any) -> None:
 
 
 def readable(array: Any) -> Any:
-    """An input that DLPack exports: a read-only NumPy array as a view whose flag says otherwise, others as they are.
+    """An input that DLPack exports: a read-only NumPy array as a writable view, others as they are.
 
     Nothing writes to it. The caller keeps ``array`` alive.
     """

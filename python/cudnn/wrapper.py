@@ -517,9 +517,9 @@ class Graph(Operations):
         """A copy of the tensor with this uid; raises RuntimeError if no tensor has it."""
         return self._built().query_tensor_attributes_of_uid(uid)
 
-    def explain(self, narrow: bool = True) -> Explanation:
+    def explain(self, minimize: bool = True, *, narrow: bool | None = None) -> Explanation:
         """As ``pygraph.explain``, also after a ``with`` block whose build failed."""
-        return (self._described or self._built()).explain(narrow)
+        return (self._described or self._built()).explain(minimize, narrow=narrow)
 
     def __repr__(self) -> str:
         return "<cudnn.Graph, not built>" if self._graph is None else repr(self._graph)

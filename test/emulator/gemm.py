@@ -10,14 +10,14 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 import ptx_emulator
-from support import gemms
-from support.gemm_families import case, check, execute, slack
+from support import oracle
+from support.api_cases import case, check, execute, slack
 
 BLOCK_SCALED = {
-    "mxfp8": {"dtype": gemms.E4M3, "scale": gemms.E8M0, "vector": 32},
-    "mxfp8 e5m2": {"dtype": gemms.E5M2, "scale": gemms.E8M0, "vector": 32},
-    "mxfp4": {"dtype": gemms.FP4, "scale": gemms.E8M0, "vector": 32},
-    "nvfp4": {"dtype": gemms.FP4, "scale": gemms.E4M3, "vector": 16},
+    "mxfp8": {"dtype": oracle.E4M3, "scale": oracle.E8M0, "vector": 32},
+    "mxfp8 e5m2": {"dtype": oracle.E5M2, "scale": oracle.E8M0, "vector": 32},
+    "mxfp4": {"dtype": oracle.FP4, "scale": oracle.E8M0, "vector": 32},
+    "nvfp4": {"dtype": oracle.FP4, "scale": oracle.E4M3, "vector": 16},
 }
 FP8 = {torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2}
 _compiled: dict[str, Any] = {}  # the same kernel for all tests of a process

@@ -12,21 +12,21 @@ from cudnn_kernels.epilogue import StoreTile
 from emulator.gemm import block_scaled
 from ptx_emulator import EmulatorError, matrix, mma, tcgen05, tensormap, tma
 from ptx_emulator.sync import Sync
-from support import gemm
+from support import kernel_inputs
 
 
 def product(arch: str, cluster: int, **options: Any) -> None:
-    c = gemm.configuration((StoreTile("d", "bfloat16"),), cluster=(cluster, 1), epi_tile_n=32, **options)
-    given, expected, _ = gemm.run(arch, c, 256, 64, 128)
+    c = kernel_inputs.configuration((StoreTile("d", "bfloat16"),), cluster=(cluster, 1), epi_tile_n=32, **options)
+    given, expected, _ = kernel_inputs.run(arch, c, 256, 64, 128)
     assert torch.equal(given["d"], expected["d"])
 
 
 def hopper(cluster: int = 1) -> None:
-    product(gemm.HOPPER, cluster, tile=(64, 64), pingpong=True)
+    product(kernel_inputs.HOPPER, cluster, tile=(64, 64), pingpong=True)
 
 
 def blackwell() -> None:
-    product(gemm.BLACKWELL, 2, tile=(256, 64))
+    product(kernel_inputs.BLACKWELL, 2, tile=(256, 64))
 
 
 def unswizzled(address: Any, mode: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 from cudnn_kernels.epilogue import StoreTile
 from emulator import gemm
 from emulator.kernels.blackwell_gemm import BlackwellGemm
-from support import gemm as library
+from support import kernel_inputs as library
 from support.selection import brief
 
 bf16, f16, f32, e4m3, e5m2, i8 = (

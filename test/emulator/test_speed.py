@@ -12,7 +12,7 @@ import pytest
 
 import ptx_emulator
 from cudnn_kernels.epilogue import StoreTile
-from support import gemm
+from support import kernel_inputs
 
 SLACK = 3
 CALLS = 100_000
@@ -20,27 +20,27 @@ CALLS = 100_000
 
 def timed(arch: str, size: int) -> Callable[[bool, int], float]:
     """Seconds of a GEMM of bf16: the fastest of some runs."""
-    c = gemm.configuration((StoreTile("d", "bfloat16"),))
-    kernel = gemm.compiled(arch, c)
-    tensors = gemm.operands(c, size, size, size, 1) | gemm.arguments(c.epilogue, size, size, 1)
+    c = kernel_inputs.configuration((StoreTile("d", "bfloat16"),))
+    kernel = kernel_inputs.compiled(arch, c)
+    tensors = kernel_inputs.operands(c, size, size, size, 1) | kernel_inputs.arguments(c.epilogue, size, size, 1)
 
     def seconds(races: bool, runs: int) -> float:
         found = []
         for _ in range(runs):
             start = time.process_time()
             with ptx_emulator.emulate(arch, races=races):
-                gemm.call(kernel, c, tensors, 132)
+                kernel_inputs.call(kernel, c, tensors, 132)
             found.append(time.process_time() - start)
         return min(found)
 
     return seconds
 
 
-@pytest.mark.parametrize("arch", gemm.ARCHES)
+@pytest.mark.parametrize("arch", kernel_inputs.ARCHES)
 def test_256_cubed_makes_few_calls_and_with_races_not_twice_as_many(arch: str) -> None:
-    c = gemm.configuration((StoreTile("d", "bfloat16"),))
-    kernel = gemm.compiled(arch, c)
-    tensors = gemm.operands(c, 256, 256, 256, 1) | gemm.arguments(c.epilogue, 256, 256, 1)
+    c = kernel_inputs.configuration((StoreTile("d", "bfloat16"),))
+    kernel = kernel_inputs.compiled(arch, c)
+    tensors = kernel_inputs.operands(c, 256, 256, 256, 1) | kernel_inputs.arguments(c.epilogue, 256, 256, 1)
 
     def calls(races: bool) -> int:
         count, before = 0, sys.getprofile()
@@ -50,10 +50,10 @@ def test_256_cubed_makes_few_calls_and_with_races_not_twice_as_many(arch: str) -
             count += event in ("call", "c_call")
 
         with ptx_emulator.emulate(arch, races=races):
-            gemm.call(kernel, c, tensors, 132)  # what the first launch prepares
+            kernel_inputs.call(kernel, c, tensors, 132)  # what the first launch prepares
             sys.setprofile(profile)
             try:
-                gemm.call(kernel, c, tensors, 132)
+                kernel_inputs.call(kernel, c, tensors, 132)
             finally:
                 sys.setprofile(before)
         return count
@@ -64,7 +64,7 @@ def test_256_cubed_makes_few_calls_and_with_races_not_twice_as_many(arch: str) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", gemm.ARCHES)
+@pytest.mark.parametrize("arch", kernel_inputs.ARCHES)
 def test_256_cubed_takes_a_fifth_of_a_second_and_five_times_that_with_races(arch: str) -> None:
     seconds = timed(arch, 256)
     plain = seconds(False, 3)
@@ -73,6 +73,6 @@ def test_256_cubed_takes_a_fifth_of_a_second_and_five_times_that_with_races(arch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", gemm.ARCHES)
+@pytest.mark.parametrize("arch", kernel_inputs.ARCHES)
 def test_1024_cubed_takes_five_seconds(arch: str) -> None:
     assert timed(arch, 1024)(False, 1) < SLACK * 5

@@ -13,9 +13,9 @@ import torch
 
 import cudnn
 from cudnn.runtime import launch
-from support import gemms
-from support.gemm_families import NAMES, case, check, execute
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32
+from support import oracle
+from support.api_cases import NAMES, case, check, execute
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32
 from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -26,14 +26,14 @@ def within(where: str) -> Any:
 
 
 def few_bits(where: str) -> bool:
-    """Whether products of 8 bits are added up with 13 bits there."""
+    """Whether 8-bit MMAs accumulate with 13 bits there."""
     return where == "sm_90a" or (where == "gpu" and launch.device_architecture(0) == "sm_90a")
 
 
-def far_off(found: torch.Tensor, expected: torch.Tensor) -> int:
+def far_off(actual: torch.Tensor, expected: torch.Tensor) -> int:
     """How many values miss a tolerance of 0.01, and 0.009 of the value."""
-    expected = expected.to(found.dtype).double()
-    return int(((found.double() - expected).abs() > 0.01 + 0.009 * expected.abs()).sum())
+    expected = expected.to(actual.dtype).double()
+    return int(((actual.double() - expected).abs() > 0.01 + 0.009 * expected.abs()).sum())
 
 
 @pytest.mark.parametrize("where", brief(WHERE, 0, 1, 3))
@@ -45,8 +45,8 @@ def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
     misses = {}
     for accurate in (False, True):
         with within(where):
-            found = cudnn.gemm_swiglu_wrapper(a, b, ab12_dtype=F32, c_dtype=F16, accurate=accurate)
-        misses[accurate] = far_off(found["ab12_tensor"], z), far_off(found["c_tensor"], gemms.swiglu(z))
+            actual = cudnn.gemm_swiglu_wrapper(a, b, ab12_dtype=F32, c_dtype=F16, accurate=accurate)
+        misses[accurate] = far_off(actual["ab12_tensor"], z), far_off(actual["c_tensor"], oracle.swiglu(z))
     assert misses[True] == (0, 0)
     assert (misses[False] == (0, 0)) is not few_bits(where)
 
@@ -68,20 +68,20 @@ def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
 )
 def test_accurate_results(where: str, name: str, dtype: Any, majors: str, scale: Any) -> None:
     """As near as those of operands of 16 bits; without, the error is up to 50 times as large."""
-    given = {"dtype": dtype, "majors": majors, "l": 2, "amax": True, "scale": scale}
-    problem = case(name, 80, 192, 144, **given, device="cuda" if where == "gpu" else "cpu")
+    arguments = {"dtype": dtype, "majors": majors, "l": 2, "amax": True, "scale": scale}
+    problem = case(name, 80, 192, 144, **arguments, device="cuda" if where == "gpu" else "cpu")
     report = execute(problem, where, accurate=True)
     check(problem, slack=2e-5)
     if where == "sm_90a":
-        assert len(report.launches) == 2  # both operands widened, the product
+        assert len(report.launches) == 2  # both operands widened, the GEMM
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_changes(name: str) -> None:
-    """Operands of 8 bits without factors on Hopper, nothing else; it is part of what tells kernels apart."""
+    """Only 8-bit operands without scale factors on Hopper; it is part of the kernel's configuration."""
 
-    def plan(arch: str, accurate: bool, **given: Any) -> tuple[Any, int]:
-        problem = case(name, device="meta", **given)
+    def plan(arch: str, accurate: bool, **arguments: Any) -> tuple[Any, int]:
+        problem = case(name, device="meta", **arguments)
         gemm = problem.operation(arch=arch, accurate=accurate)
         return gemm.plan(arch, gemm.sizes(gemm.descs)).configuration, gemm.workspace_size()
 
@@ -90,13 +90,13 @@ def test_what_it_changes(name: str) -> None:
         assert plain != accurate
         assert accurate.a.dtype == "bfloat16"
         assert size == 2 * (128 + 256) * 128
-    for arch, given in (
+    for arch, arguments in (
         ("sm_100a", {"dtype": E4M3}),
         ("sm_90a", {"dtype": BF16}),
         ("sm_90a", {"dtype": F32}),
         ("sm_90a", {"dtype": E4M3, "scale": E8M0}),
     ):
-        assert plan(arch, True, **given) == plan(arch, False, **given)
+        assert plan(arch, True, **arguments) == plan(arch, False, **arguments)
 
 
 @pytest.mark.parametrize("name", brief(NAMES, 1))
@@ -111,13 +111,13 @@ def test_wrapper_and_operator(name: str) -> None:
         name, {"c_dtype": F32} if name == "gemm_srelu" else {"d_dtype": F32}
     )
     family.cache.clear()
-    found = {}
+    actual = {}
     with cudnn.emulation("sm_90a"):
         for accurate in (False, True):
-            given = {f"{key}_tensor": tensor for key, tensor in inputs.items()}
-            first = family.wrapper(**given, **types, accurate=accurate)[0]
-            found[accurate] = first
+            arguments = {f"{key}_tensor": tensor for key, tensor in inputs.items()}
+            first = family.wrapper(**arguments, **types, accurate=accurate)[0]
+            actual[accurate] = first
             assert torch.equal(getattr(cudnn.ops, name)(**inputs, **types, accurate=accurate)[0], first)
     assert len(family.cache) == 2
-    assert not torch.equal(found[False], found[True])
+    assert not torch.equal(actual[False], actual[True])
     family.cache.clear()

@@ -34,7 +34,7 @@ class Seen:
     constructed: dict[str, Any]
     tensors: tuple[Any, ...]
     scalars: tuple[Any, ...]
-    made: FusedAPI
+    operation: FusedAPI
 
 
 @pytest.fixture(scope="module", params=registry.compiled())
@@ -46,15 +46,15 @@ def seen(request: pytest.FixtureRequest) -> Seen:
 
 def of_program(name: str, patch: pytest.MonkeyPatch) -> Seen:
     """What the program of an API calls."""
-    found: dict[str, Any] = constructions(patch)
+    actual: dict[str, Any] = constructions(patch)
     prepare, run = wrapper.prepare, FusedAPI.run_on_cpu
 
     def prepared(api: Any, arguments: Any) -> Any:
-        found["wrapped"] = dict(arguments)
+        actual["wrapped"] = dict(arguments)
         return prepare(api, arguments)
 
     def ran(self: FusedAPI, tensors: Any, scalars: Any, *rest: Any) -> None:
-        found.update(made=self, tensors=tensors, scalars=scalars)
+        actual.update(operation=self, tensors=tensors, scalars=scalars)
         run(self, tensors, scalars, *rest)
 
     patch.setattr(wrapper, "prepare", prepared)
@@ -63,37 +63,37 @@ def of_program(name: str, patch: pytest.MonkeyPatch) -> Seen:
     api.objects.clear()
     program.make(program.shape, "cpu").call()
     parameters = inspect.signature(registry.wrapper(name)).parameters
-    found["wrapped"] = {key: x for key, x in found["wrapped"].items() if key in parameters}
-    return Seen(api, **found)
+    actual["wrapped"] = {key: x for key, x in actual["wrapped"].items() if key in parameters}
+    return Seen(api, **actual)
 
 
 def of_zeros(name: str, patch: pytest.MonkeyPatch) -> Seen:
     """Those that share a folder have no programs: zeros in tensors like those that are compiled for ahead of time."""
-    found, usual = constructions(patch), registry.usual(name)
-    _, shape = usual.objects.__self__.example  # type: ignore[attr-defined]
-    api: Any = type(next(iter(usual.objects(usual.dtypes[0], shape, usual.architectures[0]))))
-    given = {
+    actual, preset = constructions(patch), registry.aot_preset(name)
+    _, shape = preset.objects.__self__.example  # type: ignore[attr-defined]
+    api: Any = type(next(iter(preset.objects(preset.dtypes[0], shape, preset.architectures[0]))))
+    kwargs = {
         key: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_() if isinstance(x, torch.Tensor) else x
-        for key, x in found["constructed"].items()
+        for key, x in actual["constructed"].items()
     }
-    given["arch"] = None
-    made = api(**given)
-    made.compile()
-    tensors = tuple(given.get(f"sample_{key}") for key in made.names)
-    return Seen(api, {}, given, tensors, (None,) * len(made.scalars), made)
+    kwargs["arch"] = None
+    operation = api(**kwargs)
+    operation.compile()
+    tensors = tuple(kwargs.get(f"sample_{key}") for key in operation.names)
+    return Seen(api, {}, kwargs, tensors, (None,) * len(operation.scalars), operation)
 
 
 def constructions(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the constructor called last was given."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     initialise = FusedAPI.__init__
 
-    def constructed(self: FusedAPI, given: Any) -> None:
-        found["constructed"] = {key: given[key] for key in inspect.signature(type(self)).parameters}
-        initialise(self, given)
+    def constructed(self: FusedAPI, kwargs: Any) -> None:
+        actual["constructed"] = {key: kwargs[key] for key in inspect.signature(type(self)).parameters}
+        initialise(self, kwargs)
 
     patch.setattr(FusedAPI, "__init__", constructed)
-    return found
+    return actual
 
 
 def refused(call: Callable[[], Any], *names: str) -> str:
@@ -128,7 +128,7 @@ def spoiled(tensor: torch.Tensor, written: bool) -> Iterator[tuple[str, Any]]:
 
 
 def shifted(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
-    """The same at an address that is no multiple of so many bytes."""
+    """A copy at an address that is no multiple of this number of bytes."""
     size = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
     memory = torch.zeros(size + 2 * alignment, dtype=torch.uint8)
     start = (tensor.itemsize - memory.data_ptr()) % alignment
@@ -139,15 +139,15 @@ def test_tensors_of_a_call(seen: Seen) -> None:
     faults = {}
     for i, name in enumerate(seen.made.names):
         tensor, spec = seen.tensors[i], seen.api.spec(name)
-        given: list[tuple[str, Any]] = [("a string", "x")]
+        kwargs: list[tuple[str, Any]] = [("a string", "x")]
         if tensor is not None:
-            given = [*spoiled(tensor, spec.written), ("None", None)]
+            kwargs = [*spoiled(tensor, spec.written), ("None", None)]
             if tensor.itemsize < spec.layout.alignment:
-                given.append(("its address", shifted(tensor, spec.layout.alignment)))
-        for kind, wrong in given:
+                kwargs.append(("its address", shifted(tensor, spec.layout.alignment)))
+        for kind, wrong in kwargs:
             names = (name, *RELATED.get(name, ()), *["device"] * (kind == "meta"))
             tensors = (*seen.tensors[:i], wrong, *seen.tensors[i + 1 :])
-            faults[name, kind] = refused(lambda given=tensors: seen.made.run(given, seen.scalars, None, None), *names)
+            faults[name, kind] = refused(lambda kwargs=tensors: seen.made.run(kwargs, seen.scalars, None, None), *names)
     assert {key: words for key, words in faults.items() if words} == {}
 
 
@@ -160,9 +160,9 @@ def test_numbers_of_a_call(seen: Seen) -> None:
             faults[name, str(wrong)] = refused(lambda s=scalars: seen.made.run(seen.tensors, s, None, None), name)
     for name, place in (("stream", 0), ("workspace", 1)):
         for wrong in ("x", 1.5, torch.ones(1)):
-            given = [None, None]
-            given[place] = wrong  # type: ignore[call-overload]
-            faults[name, str(wrong)] = refused(lambda g=given: seen.made.run(seen.tensors, seen.scalars, *g), name)
+            kwargs = [None, None]
+            kwargs[place] = wrong  # type: ignore[call-overload]
+            faults[name, str(wrong)] = refused(lambda g=kwargs: seen.made.run(seen.tensors, seen.scalars, *g), name)
     assert {key: words for key, words in faults.items() if words} == {}
 
 
@@ -174,7 +174,7 @@ WRONG = {
     "dtype": ("float16", 16, []),
     "tuple[int, int]": ("xy", 128, (128,), (128.0, 128), []),
 }
-"""By annotation; None too, where it does not say so."""
+"""By annotation; None too, unless the annotation allows it."""
 
 
 def options(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
@@ -190,8 +190,8 @@ def test_options_of_a_constructor(seen: Seen) -> None:
     def build(**more: Any) -> None:
         seen.api(**{**seen.constructed, **more}).check_support()
 
-    given = options(seen.api)
-    faults = {(name, str(x)): refused(lambda name=name, x=x: build(**{name: x}), name) for name, x in given}
+    kwargs = options(seen.api)
+    faults = {(name, str(x)): refused(lambda name=name, x=x: build(**{name: x}), name) for name, x in kwargs}
     assert {key: words for key, words in faults.items() if words} == {}
 
 

@@ -1,4 +1,4 @@
-"""Types of the CuTe DSL for PyTorch's, as programs with kernels of their own ask for them."""
+"""Types of the CuTe DSL for PyTorch's, as programs with custom kernels query them."""
 
 from __future__ import annotations
 

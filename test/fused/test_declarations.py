@@ -20,10 +20,10 @@ from cudnn import demo_cases
 from cudnn.demo_cases import dense
 from cudnn.demo_cases.gemm_variants import Variant
 from cudnn.fused import registry
-from cudnn.fused.dense import blank
+from cudnn.fused.dense import empty_tensors
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
-from support.gemm_families import BY_NAME
+from support.api_cases import BY_NAME
 from support.pages import transformer_engine_calls
 from support.selection import in_turn, within
 
@@ -61,7 +61,7 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
     assert set(api.names) == declared
     handed: list[Any] = []
     arguments = {p: p for p in inspect.signature(api.execute).parameters if p != "self"}
-    stand_in = type("StandIn", (), {"run": lambda self, *given: handed.extend(given)})()
+    stand_in = type("StandIn", (), {"run": lambda self, *kwargs: handed.extend(kwargs)})()
     api.execute(stand_in, **arguments)  # type: ignore[arg-type]
     tensors, scalars, stream, *_ = handed
     assert tensors == tuple(api.parameters[key] for key in api.names)
@@ -78,10 +78,10 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_have_the_arguments_of_their_wrappers(name: str) -> None:
     """As ``help`` and editors show them, but for hints and streams."""
-    mine = inspect.signature(getattr(cudnn.ops, name)).parameters
+    ours = inspect.signature(getattr(cudnn.ops, name)).parameters
     theirs = {p.removesuffix("_tensor"): x for p, x in inspect.signature(registry.wrapper(name)).parameters.items()}
-    assert next(iter(mine)) == next(iter(theirs))
-    assert {p: x.default for p, x in mine.items()} == {p: theirs[p].default for p in mine}
+    assert next(iter(ours)) == next(iter(theirs))
+    assert {p: x.default for p, x in ours.items()} == {p: theirs[p].default for p in ours}
 
 
 def known_signatures() -> dict[str, str]:
@@ -95,15 +95,15 @@ def test_signatures_that_existing_programs_know() -> None:
     assert len(known_signatures()) > 37
     for path, arguments in known_signatures().items():
         function: Any = functools.reduce(getattr, path.split("."), cudnn)
-        mine = {p.name: p.kind for p in inspect.signature(function).parameters.values() if p.name != "self"}
+        ours = {p.name: p.kind for p in inspect.signature(function).parameters.values() if p.name != "self"}
         positional, _, named = arguments.partition("*")
-        order = [name for name, kind in mine.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
+        order = [name for name, kind in ours.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
         assert order[: len(positional.split())] == positional.split(), path
-        assert {*named.split()} <= {*mine}, path
+        assert {*named.split()} <= {*ours}, path
 
 
 def test_calls_of_transformer_engine() -> None:
-    """What its page says that it passes is known to ours and to the other frontend's functions."""
+    """The arguments on its page exist in this library's and the other frontend's functions."""
     calls = transformer_engine_calls()
     assert len(calls) == 8
     for name, keywords in calls.items():
@@ -116,8 +116,8 @@ def test_calls_of_transformer_engine() -> None:
     [("gemm_amax", 128, 32), ("gemm_swiglu", 128, 16), ("gemm_srelu", 256, 16), ("gemm_dsrelu", 256, 16)],
 )
 def test_defaults_that_existing_programs_know(name: str, tile: int, vector: int) -> None:
-    found = {key: p.default for key, p in inspect.signature(registry.find(name)).parameters.items()}
-    assert (found["mma_tiler_mn"], found["sf_vec_size"], found["acc_dtype"]) == ((tile, tile), vector, torch.float32)
+    actual = {key: p.default for key, p in inspect.signature(registry.find(name)).parameters.items()}
+    assert (actual["mma_tiler_mn"], actual["sf_vec_size"], actual["acc_dtype"]) == ((tile, tile), vector, torch.float32)
 
 
 _ROWS = "d_row d_col dprob dbias amax sfd_row sfd_col"
@@ -232,9 +232,9 @@ def test_results_and_defaults_that_existing_programs_know(name: str) -> None:
     api, activation = registry.find(name), "dswiglu" if "_dglu" in name or "_dswiglu" in name else "swiglu"
     assert api.returns == tuple(RESULTS[name].split())
     for function in (api, registry.wrapper(name)):
-        found = {key: p.default for key, p in inspect.signature(function).parameters.items()}
-        known = {key: value for key, value in (DEFAULTS | {"act_func": activation}).items() if key in found}
-        assert {key: found[key] for key in known} == known
+        actual = {key: p.default for key, p in inspect.signature(function).parameters.items()}
+        known = {key: value for key, value in (DEFAULTS | {"act_func": activation}).items() if key in actual}
+        assert {key: actual[key] for key in known} == known
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -245,7 +245,7 @@ def test_a_declaration_is_short(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "given"),
+    ("arch", "kwargs"),
     in_turn(
         [
             {"dtype": "float8_e4m3fn", "scale": "float8_e8m0fnu", "vector": 32, "shape": (128, 128, 128, 1)},
@@ -258,8 +258,8 @@ def test_a_declaration_is_short(name: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full if x in BY_NAME else []) for x in NEW])
-def test_new_gemms(name: str, given: dict[str, Any], arch: str) -> None:
-    problem = dense.make(Variant(name, **{"shape": (72, 128, 64, 2), **given}), "cpu")
+def test_new_gemms(name: str, kwargs: dict[str, Any], arch: str) -> None:
+    problem = dense.make(Variant(name, **{"shape": (72, 128, 64, 2), **kwargs}), "cpu")
     if arch == "reference":
         results = problem.call()
     else:
@@ -281,7 +281,7 @@ def test_geglu_is_what_it_says() -> None:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The heads (m, heads, rotary) rotated, in float64, as products of complex numbers."""
+    """The heads (m, heads, rotary) rotated, in float64, by complex multiplication."""
     pairs = x.unflatten(2, (-1, 2)) if interleaved else x.unflatten(2, (2, -1)).mT
     turned = torch.view_as_complex(pairs.double().contiguous()) * torch.complex(cos.double(), sin.double()).unsqueeze(1)
     pairs = torch.view_as_real(turned)
@@ -301,9 +301,9 @@ def test_rope_is_what_it_says(head: int, rotary: int, interleaved: bool, where: 
     positions = torch.randint(0, 9, (40,), dtype=torch.int32)
     positions[3], positions[5] = -1, 9
     options = {"head_size": head, "rotary_size": rotary, "rotated_begin": head, "rotated_end": 3 * head}
-    given = [x.cuda() if where == "gpu" else x for x in (a, b, cos, sin, positions)]
+    kwargs = [x.cuda() if where == "gpu" else x for x in (a, b, cos, sin, positions)]
     with within(where):
-        c, _ = cudnn.gemm_rope_wrapper(*given, **options, interleaved=interleaved, c_dtype=torch.float32)
+        c, _ = cudnn.gemm_rope_wrapper(*kwargs, **options, interleaved=interleaved, c_dtype=torch.float32)
     expected = (a[..., 0].double() @ b[..., 0].double().T).unflatten(1, (4, head))
     rows = positions.long().clamp(0, 8)
     expected[:, 1:3, :rotary] = rotated(expected[:, 1:3, :rotary], cos[rows], sin[rows], interleaved)
@@ -338,22 +338,22 @@ def test_gradients_of_rope(interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kwargs", "message"),
     [
         ({"rotary_size": 24}, r"head_size and rotary_size: got \(128, 24\); allowed: multiples of 16"),
         ({"head_size": 80, "rotary_size": 96}, r"got \(80, 96\); allowed: multiples of 16, rotary_size up to 256 and"),
-        ({"head_size": 256, "rotary_size": 128}, "columns of the product: got 384; allowed: multiples of head_size"),
+        ({"head_size": 256, "rotary_size": 128}, "n: got 384; allowed: multiples of head_size"),
         ({"rotated_begin": 64}, r"rotated_begin and rotated_end: got \(64, 384\); allowed: multiples of 128"),
         ({"rotated_end": 512}, r"got \(0, 512\); allowed: multiples of 128, in order, up to 384"),
         ({"rows": 41}, "rows of cos and sin: got 41; allowed: 40, those of a. To fix it, pass positions"),
     ],
 )
-def test_what_rope_refuses(given: dict[str, Any], message: str) -> None:
-    half = given.get("rotary_size", 128) // 2
-    cos = sin = torch.randn(given.pop("rows", 40), half)
+def test_what_rope_refuses(kwargs: dict[str, Any], message: str) -> None:
+    half = kwargs.get("rotary_size", 128) // 2
+    cos = sin = torch.randn(kwargs.pop("rows", 40), half)
     a, b = torch.randn(40, 64, 1), torch.randn(384, 64, 1)
     with pytest.raises(ValueError, match=message):
-        cudnn.gemm_rope_wrapper(a, b, cos, sin, **given)
+        cudnn.gemm_rope_wrapper(a, b, cos, sin, **kwargs)
 
 
 def test_rope_of_wide_halves_of_8_bits() -> None:
@@ -378,7 +378,7 @@ def test_programs_see_wrong_results(name: str) -> None:
 def test_every_short_type_has_usual_tensors(name: str) -> None:
     api: Any = registry.find(name)
     for kind in OPERAND_TYPES.values():
-        tensors = blank(api, (128, 128, 128, 1), kind, "meta")
+        tensors = empty_tensors(api, (128, 128, 128, 1), kind, "meta")
         options = {"sf_vec_size": kind.vector} if kind.scale else {}
         assert api(**api.samples(tensors), **options, arch="sm_90a").check_support()
 

@@ -42,8 +42,8 @@ def test_eight_threads_emulate_at_once() -> None:
         return problems[number].compare(results), [launch.kernel for launch in report.launches], seen
 
     with ThreadPoolExecutor(len(THREADS)) as pool:
-        found = list(pool.map(run, range(len(THREADS))))
-    for (_, arch, _), (comparisons, launched, seen) in zip(THREADS, found, strict=True):
+        actual = list(pool.map(run, range(len(THREADS))))
+    for (_, arch, _), (comparisons, launched, seen) in zip(THREADS, actual, strict=True):
         assert len(launched) == 1
         assert seen == arch
         assert all(each.passed for each in comparisons)

@@ -11,14 +11,14 @@ import torch
 
 import cudnn
 from support import grouped
-from support.gemms import BF16, E4M3, E8M0, F32
+from support.oracle import BF16, E4M3, E8M0, F32
 from support.selection import WHERE, within
 
 TILES = ((256, 256), None, 16, False, 256, False)  # mma_tiler_mn ... discrete_col_sfd
 
 
 def inputs(p: grouped.Problem, names: str) -> list[Any]:
-    return [p.given.get(name) for name in names.split()]
+    return [p.inputs.get(name) for name in names.split()]
 
 
 @pytest.mark.parametrize("family", ["grouped_gemm", "discrete_grouped_gemm"])
@@ -66,11 +66,11 @@ def test_the_older_tail_of_positional_arguments(
 ) -> None:
     """use_dynamic_sched and current_stream came before what later versions put between them."""
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", semantics)
-    given = {"prob": F32, "c": BF16, "dprob": F32, "beta": F32} if "ds" in name else {}
-    p = grouped.problem(name, inputs=given)
-    p.given["dprob"] = torch.zeros(200, 1, 1)
+    arguments = {"prob": F32, "c": BF16, "dprob": F32, "beta": F32} if "ds" in name else {}
+    p = grouped.problem(name, inputs=arguments)
+    p.inputs["dprob"] = torch.zeros(200, 1, 1)
     grouped.run(p, "reference")
-    values = p.given | p.options
+    values = p.inputs | p.options
     wrapper = getattr(cudnn, f"{name}_wrapper_sm100")
     placed = wrapper(*(values.get(key) for key in before.split()), *between, True, stream)
     key = "d_row_tensor" if "ds" in name else "d_tensor"
@@ -78,15 +78,15 @@ def test_the_older_tail_of_positional_arguments(
 
 
 def test_the_older_order_of_a_call_of_dsrelu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces came before addresses later; without them, amax came where factors are now."""
+    """Workspaces came before addresses later; without them, amax came in the place of scale factors."""
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
     p = grouped.problem("grouped_gemm_dsrelu", inputs={"prob": F32, "c": BF16, "dprob": F32})
     grouped.run(p, "reference")
     d, amax = torch.empty(200, 128, 1).bfloat16(), torch.full((3, 1), -torch.inf)
     a, b, c, sfa, sfb, *rest = inputs(p, "a b c sfa sfb padded_offsets alpha prob dprob")
-    made = cudnn.GroupedGemmDsreluSm100(a, b, c, d, None, sfa, sfb, *rest, sample_amax=amax)
-    made.compile()
-    made.execute(a, c, d, None, sfa, *rest, b, sfb, None, None, None, None, None, amax, None, None)
+    operation = cudnn.GroupedGemmDsreluSm100(a, b, c, d, None, sfa, sfb, *rest, sample_amax=amax)
+    operation.compile()
+    operation.execute(a, c, d, None, sfa, *rest, b, sfb, None, None, None, None, None, amax, None, None)
     assert torch.equal(d, p.results["d_row_tensor"])
     assert torch.equal(amax, p.results["amax_tensor"])
 
@@ -95,7 +95,7 @@ def test_positional_arguments_that_fit_two_versions(monkeypatch: pytest.MonkeyPa
     """A number is a clamp or a stream: the version whose meaning the call has tells which."""
     p = grouped.problem("grouped_gemm_srelu", inputs={"prob": F32})
     before = inputs(p, "a b sfa sfb padded_offsets alpha bias b_ptrs sfb_ptrs n b_dtype")
-    before += ["k", None, p.given["prob"], F32, BF16, BF16, "n", *TILES, False]
+    before += ["k", None, p.inputs["prob"], F32, BF16, BF16, "n", *TILES, False]
     (_, plain, *_), (_, clamped, *_) = (cudnn.grouped_gemm_srelu_wrapper_sm100(*before, *x) for x in ((), (1,)))
     assert not torch.equal(plain, clamped)
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
@@ -107,30 +107,30 @@ def test_a_result_that_is_not_written_may_be_another() -> None:
     p = grouped.problem("grouped_gemm_glu", "nvfp4", (256, 512), inputs={"prob": F32})
     grouped.run(p, "reference")
     c, d = torch.empty(512, 128, 1).bfloat16(), torch.empty(512, 64, 1).bfloat16()
-    a, prob, weights = p.given["a"], p.given["prob"], inputs(p, "b sfb")
+    a, prob, weights = p.inputs["a"], p.inputs["prob"], inputs(p, "b sfb")
     about = inputs(p, "sfa padded_offsets alpha")
-    made = cudnn.GroupedGemmGluSm100(a, c, d, *about, d, *weights, sample_prob=prob)
-    made.compile()
-    made.execute(a, c, d, *about, *weights, d_col_tensor=d, prob_tensor=prob)
+    operation = cudnn.GroupedGemmGluSm100(a, c, d, *about, d, *weights, sample_prob=prob)
+    operation.compile()
+    operation.execute(a, c, d, *about, *weights, d_col_tensor=d, prob_tensor=prob)
     assert torch.equal(d, p.results["d_tensor"])
     with pytest.raises(ValueError, match="c tensor: got memory that d uses too"):
-        made.execute(a, c, c[:, :64], *about, *weights, d_col_tensor=d, prob_tensor=prob)
+        operation.execute(a, c, c[:, :64], *about, *weights, d_col_tensor=d, prob_tensor=prob)
 
 
 def test_a_scheduler_counter_goes_with_weights_in_a_tensor() -> None:
     """Behind addresses it was ignored."""
     p = grouped.problem("grouped_gemm_quant", "mxfp8", (256, 512), inputs={"norm_const": F32})
-    given = {"a_tensor": p.given["a"], "sfa_tensor": p.given["sfa"], "padded_offsets": p.given["padded_offsets"]}
-    given |= {"alpha_tensor": p.given["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
+    arguments = {"a_tensor": p.inputs["a"], "sfa_tensor": p.inputs["sfa"], "padded_offsets": p.inputs["padded_offsets"]}
+    arguments |= {"alpha_tensor": p.inputs["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
     counter = torch.zeros(1, dtype=torch.int32)
-    places, factors = (torch.tensor([p.given[name].data_ptr()] * 2) for name in ("b", "sfb"))
-    dense = {"b_tensor": p.given["b"], "sfb_tensor": p.given["sfb"]}
-    cudnn.grouped_gemm_quant_wrapper_sm100(**given, **dense, scheduler_counter_tensor=counter)
+    places, factors = (torch.tensor([p.inputs[name].data_ptr()] * 2) for name in ("b", "sfb"))
+    dense = {"b_tensor": p.inputs["b"], "sfb_tensor": p.inputs["sfb"]}
+    cudnn.grouped_gemm_quant_wrapper_sm100(**arguments, **dense, scheduler_counter_tensor=counter)
     discrete = {"b_ptrs": places, "sfb_ptrs": factors, "n": 128, "b_dtype": E4M3}
     with pytest.raises(
         ValueError, match=r"scheduler_counter tensor: got a tensor; allowed: None, but for .* in a tensor"
     ):
-        cudnn.grouped_gemm_quant_wrapper_sm100(**given, **discrete, scheduler_counter_tensor=counter)
+        cudnn.grouped_gemm_quant_wrapper_sm100(**arguments, **discrete, scheduler_counter_tensor=counter)
 
 
 def gradient_inputs() -> tuple[torch.Tensor, ...]:
@@ -146,7 +146,7 @@ def test_gradients_whose_columns_are_contiguous(where: str) -> None:
     a, b = torch.randn(64, 192, device=device).bfloat16(), torch.randn(192, 96, device=device).bfloat16()
     ends = torch.tensor([64, 64, 192], dtype=torch.int32, device=device)
     rows, columns = torch.ones(3, 64, 96, device=device), torch.ones(3, 96, 64, device=device).mT
-    given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": None, "sfb_tensor": None, "offsets_tensor": ends}
+    arguments = {"a_tensor": a, "b_tensor": b, "sfa_tensor": None, "sfb_tensor": None, "offsets_tensor": ends}
     expected = torch.stack(
         [a[:, :64].float() @ b[:64].float(), torch.zeros_like(rows[0]), a[:, 64:].float() @ b[64:].float()]
     )
@@ -154,14 +154,14 @@ def test_gradients_whose_columns_are_contiguous(where: str) -> None:
         for added in (False, True):
             for out in (rows, columns):
                 (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper_sm100(
-                    **given, wgrad_tensor=out, wgrad_dtype=F32, accumulate_on_output=added
+                    **arguments, wgrad_tensor=out, wgrad_dtype=F32, accumulate_on_output=added
                 )
                 assert wgrad is out
                 torch.testing.assert_close(out, (1 + added) * expected, rtol=1e-4, atol=1e-4)
-    made = cudnn.GroupedGemmWgradSm100(
+    operation = cudnn.GroupedGemmWgradSm100(
         a, b, None, None, ends, columns, arch="sm_100a" if where == "sm_100a" else "sm_90a"
     )
-    assert made.check_support()
+    assert operation.check_support()
 
 
 def test_one_experts_gradient_whose_columns_are_contiguous() -> None:
@@ -184,7 +184,7 @@ def test_one_experts_gradient_whose_columns_are_contiguous() -> None:
 )
 def test_the_sample_of_a_gradient_behind_an_address(expert: torch.Tensor, error: str | None) -> None:
     """Other strides were ignored: gradients were written as if they were contiguous."""
-    made = cudnn.GroupedGemmWgradSm100(
+    operation = cudnn.GroupedGemmWgradSm100(
         *gradient_inputs(),
         sample_wgrad_expert=expert,
         num_experts=2,
@@ -193,16 +193,16 @@ def test_the_sample_of_a_gradient_behind_an_address(expert: torch.Tensor, error:
         sf_vec_size=32,
     )
     if error is None:
-        assert made.check_support()
+        assert operation.check_support()
         return
     with pytest.raises(ValueError, match=error):
-        made.check_support()
+        operation.check_support()
 
 
 @pytest.mark.parametrize("scratch", [torch.zeros(8).byte(), torch.zeros(2048).char(), torch.zeros(4096).byte()[::2]])
 def test_a_descriptor_workspace_that_is_none(scratch: torch.Tensor) -> None:
     """Ours use none, but a program that runs here has to run with kernels that do."""
-    given = gradient_inputs()
-    cudnn.grouped_gemm_wgrad_wrapper_sm100(*given, sf_vec_size=32, descriptor_workspace=torch.zeros(1024).byte())
+    arguments = gradient_inputs()
+    cudnn.grouped_gemm_wgrad_wrapper_sm100(*arguments, sf_vec_size=32, descriptor_workspace=torch.zeros(1024).byte())
     with pytest.raises(ValueError, match=r"descriptor_workspace: got .* allowed: at least 1024 bytes, torch.uint8"):
-        cudnn.grouped_gemm_wgrad_wrapper_sm100(*given, sf_vec_size=32, descriptor_workspace=scratch)
+        cudnn.grouped_gemm_wgrad_wrapper_sm100(*arguments, sf_vec_size=32, descriptor_workspace=scratch)

@@ -10,9 +10,9 @@ import torch
 
 from cudnn.runtime import launch
 from cudnn_kernels.signature import bind
-from support import gemms
-from support.gemm_families import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import BY_NAME, FAMILIES, NAMES, Case, Family, case, check, options
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.recorded import OnGpu, Recorded
 from support.selection import ARCHES, in_turn
 
@@ -73,7 +73,7 @@ def test_bytes_are_four_bit_elements(family: Family) -> None:
     check(problem)
 
 
-# What is refused, with the words that say so.
+# Refused calls, with their messages.
 
 
 def change(problem: Case, **tensors: Any) -> Case:
@@ -204,17 +204,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
 ]
 
 
-@pytest.mark.parametrize(("given", "tensors", "more", "error", "words"), REFUSED)
+@pytest.mark.parametrize(("kwargs", "tensors", "more", "error", "words"), REFUSED)
 def test_what_is_not_supported_is_refused(
     family: Family,
     arch: str,
-    given: dict[str, Any],
+    kwargs: dict[str, Any],
     tensors: dict[str, Any],
     more: dict[str, Any],
     error: Any,
     words: str,
 ) -> None:
-    problem = change(case(family.name, **{"device": "meta", **given}), **tensors)
+    problem = change(case(family.name, **{"device": "meta", **kwargs}), **tensors)
     with pytest.raises(error, match=f"{family.cls.__name__}: {words}"):
         problem.operation(**{"arch": arch, **more}).check_support()
 
@@ -298,8 +298,8 @@ def test_compilation_for_a_chip_that_is_not_here(family: Family, arch: str) -> N
 
 
 def test_workspace(family: Family) -> None:
-    """Operands that Hopper's tensor cores do not read are written anew: bytes, rounded up to 256 each."""
-    for given, size in (
+    """Operands that Hopper's tensor cores cannot read are converted in the workspace: bytes, rounded up to 256 each."""
+    for kwargs, size in (
         ({"dtype": BF16, "majors": "mnn"}, 0),
         ({"dtype": E4M3}, 0),
         ({"dtype": E4M3, "majors": "mkn"}, 128 * 128),
@@ -310,7 +310,7 @@ def test_workspace(family: Family) -> None:
         ({"dtype": FP4, "scale": E8M0, "l": 2}, (128 + 256) * 128 * 2 * 2),
         ({"dtype": F32, "majors": "mkn", "m": 4, "k": 5 * 4}, 512),  # 4 rows of 80 bytes
     ):
-        problem = case(family.name, device="meta", **given)
+        problem = case(family.name, device="meta", **kwargs)
         assert problem.operation(arch="sm_90a").workspace_size() == size
         assert problem.operation(arch="sm_100a").workspace_size() == 0
     assert case(family.name, dtype=FP4, scale=E8M0).operation().workspace_size() == 0  # on the CPU
@@ -321,11 +321,11 @@ def test_workspace(family: Family) -> None:
     [
         ({"a": torch.empty(128, 64, 1).bfloat16()}, "tensor shape mismatch"),
         (
-            {"a": gemms.plain(128, 128, dtype=F16).tensor},
+            {"a": oracle.plain(128, 128, dtype=F16).tensor},
             "a tensor dtype mismatch: expected torch.bfloat16, got torch.f",
         ),
         (
-            {"a": gemms.plain(128, 128, major="mn").tensor},
+            {"a": oracle.plain(128, 128, major="mn").tensor},
             "a tensor stride mismatch: expected k-major, got|expected k-major",
         ),
         ({"a": torch.empty(128, 256, 1).bfloat16()[:, ::2]}, "a tensor stride mismatch"),
@@ -372,16 +372,16 @@ def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.M
 
 def call(problem: Case, **more: Any) -> Any:
     family, tensors = problem.family, problem.tensors
-    given = {f"{name}_tensor": tensors[name] for name in ("a", "b", "sfa", "sfb", *family.extra)}
-    return family.wrapper(**given, **{**options(problem), **more})
+    kwargs = {f"{name}_tensor": tensors[name] for name in ("a", "b", "sfa", "sfb", *family.extra)}
+    return family.wrapper(**kwargs, **{**options(problem), **more})
 
 
-def check_found(problem: Case, found: Any) -> list[str]:
+def check_found(problem: Case, actual: Any) -> list[str]:
     """Which results there are, after a look at their numbers."""
     family = problem.family
-    assert list(found.keys()) == [f"{name}_tensor" for name in family.results]
-    names = [name for name in family.results if found[f"{name}_tensor"] is not None]
-    problem.tensors |= {name: found[f"{name}_tensor"] for name in names}
+    assert list(actual.keys()) == [f"{name}_tensor" for name in family.results]
+    names = [name for name in family.results if actual[f"{name}_tensor"] is not None]
+    problem.tensors |= {name: actual[f"{name}_tensor"] for name in names}
     check(problem)
     return names
 
@@ -398,37 +398,37 @@ TYPES: dict[str, dict[str, Any]] = {
 def test_wrapper(family: Family, major: str) -> None:
     problem = case(family.name, majors=f"kk{major}")
     word = "d_major" if family.name == "gemm_dsrelu" else "c_major"
-    given = dict(problem.tensors)
-    found = call(problem, **{word: major}, **TYPES[family.name])
+    kwargs = dict(problem.tensors)
+    actual = call(problem, **{word: major}, **TYPES[family.name])
     names = {
         "gemm_amax": ["c", "amax"],
         "gemm_swiglu": ["ab12", "c"],
         "gemm_srelu": ["c", "d"],
         "gemm_dsrelu": ["d", "dprob"],
     }
-    assert check_found(problem, found) == names[family.name]
+    assert check_found(problem, actual) == names[family.name]
     for name in names[family.name]:
         if name == "amax":
-            assert found["amax_tensor"].shape == (1, 1, 1)
-        elif given[name] is not None:
-            assert found[f"{name}_tensor"].stride() == given[name].stride()
+            assert actual["amax_tensor"].shape == (1, 1, 1)
+        elif kwargs[name] is not None:
+            assert actual[f"{name}_tensor"].stride() == kwargs[name].stride()
     with pytest.raises(ValueError, match=f"{family.name}_wrapper: {word}: got 'k'; allowed: 'm' or 'n'"):
         call(problem, **{word: "k"})
 
 
 def test_wrapper_of_four_bit_operands(family: Family) -> None:
     problem = case(family.name, dtype=FP4, scale=E4M3)
-    found = call(problem, **TYPES[family.name])
-    assert "amax" in check_found(problem, found)
-    assert found["amax_tensor"].shape == ((1, 1, 1) if family.name in ("gemm_amax", "gemm_swiglu") else (1,))
+    actual = call(problem, **TYPES[family.name])
+    assert "amax" in check_found(problem, actual)
+    assert actual["amax_tensor"].shape == ((1, 1, 1) if family.name in ("gemm_amax", "gemm_swiglu") else (1,))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
 def test_wrapper_of_quantised_results(name: str) -> None:
     problem = case(name, out=E4M3, majors="kkn")
     types = {"gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": E4M3}}.get(name, {"d_dtype": E4M3})
-    found = call(problem, norm_const_tensor=problem.tensors["norm_const"], **types)
-    assert problem.family.quantized in check_found(problem, found)
+    actual = call(problem, norm_const_tensor=problem.tensors["norm_const"], **types)
+    assert problem.family.quantized in check_found(problem, actual)
     with pytest.raises(ValueError, match="norm_const tensors: got None"):
         call(problem, **types)
 
@@ -461,8 +461,8 @@ def test_the_wrapper_compiles_once(family: Family, monkeypatch: pytest.MonkeyPat
     assert compiles(first, taller, other) == (1, 1)
     calls.clear()
     family.cache.clear()
-    for given in ({"majors": "kkn"}, {"majors": "mkn"}, {"majors": "knn"}, {"dtype": F16}, {"dtype": F16}):
-        call(case(family.name, **given))
+    for kwargs in ({"majors": "kkn"}, {"majors": "mkn"}, {"majors": "knn"}, {"dtype": F16}, {"dtype": F16}):
+        call(case(family.name, **kwargs))
     assert calls.count("compile") == len(family.cache) == 4
     family.cache.clear()
 
@@ -527,9 +527,9 @@ def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> 
     tensors = on_gpu(problem)
     size = gemm.workspace_size()
     workspace = torch.empty(size + 100, dtype=torch.uint8)
-    for given in (workspace, workspace, None):
+    for kwargs in (workspace, workspace, None):
         kernels.calls.clear()
-        gemm.execute(**tensors, workspace_tensor=given)
+        gemm.execute(**tensors, workspace_tensor=kwargs)
         ((name, arguments),) = kernels.calls
         bound = bind(gemm.kernels()[0][1].slots(), arguments)
         assert all(bound[key] is tensors[f"{key}_tensor"] for key in ("a", "b", "sfa", "sfb"))
@@ -540,7 +540,7 @@ def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> 
             continue
         used = bound["workspace"]
         assert used.dtype == torch.uint8
-        assert used is given if given is not None else used.numel() == size
+        assert used is kwargs if kwargs is not None else used.numel() == size
 
 
 def test_tile_and_cluster_are_followed_on_blackwell(family: Family) -> None:
@@ -634,9 +634,9 @@ def test_a_tensor_without_a_sample_starts_no_kernel(family: Family, kernels: Rec
     gemm = compiled(problem)
     gemm.execute(**on_gpu(problem))
     kernels.calls.clear()
-    for given in (on_gpu(problem), on_gpu(case(family.name, 0))):
+    for kwargs in (on_gpu(problem), on_gpu(case(family.name, 0))):
         with pytest.raises(ValueError, match="sfa tensor: got a tensor; allowed: None, as the sample"):
-            gemm.execute(**{**given, "sfa_tensor": OnGpu(torch.empty(1))})
+            gemm.execute(**{**kwargs, "sfa_tensor": OnGpu(torch.empty(1))})
     assert kernels.calls == []
 
 
@@ -649,9 +649,9 @@ def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Rec
 
 
 def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.runtime.call import say
+    from cudnn.runtime.call import warn_once
 
-    say.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         compiled(case(family.name, dtype=FP4, scale=E8M0))
     compiled(case(family.name))

@@ -38,7 +38,7 @@ def angles(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scaled(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, bits of their factors, and values."""
+    """Codes, bits of their scale factors, and values."""
     codes, factors = few(rows, k).to(E4M3), torch.randint(125, 130, (rows, k // 32), dtype=torch.uint8)
     return codes, factors, codes.double() * torch.exp2(factors.double() - 127).repeat_interleave(32, 1)
 
@@ -53,7 +53,7 @@ def rotated(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def quantised(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and bits of the factors of the last dimension's blocks."""
+    """Codes, and bits of the scale factors of the last dimension's blocks."""
     mantissa, exponent = (blocks.abs().amax(-1) / 448).frexp()
     byte = (exponent - (mantissa == 0.5).int() + 127).clamp(0, 254)
     byte = byte.masked_fill(mantissa == 0, 0)
@@ -72,12 +72,12 @@ def check(results: Any, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     assert torch.equal(results["out_fp8_col"].float(), codes.permute(0, 3, 1, 2).flatten(0, 1).float())
 
 
-def called(where: str, *given: torch.Tensor, **options: Any) -> Any:
+def called(where: str, *kwargs: torch.Tensor, **options: Any) -> Any:
     """The wrapper's results there, on the CPU."""
     device = "cuda" if where == "gpu" else "cpu"
     named = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     with within(where):
-        results = wrapper(*(x.to(device) for x in given), **named)
+        results = wrapper(*(x.to(device) for x in kwargs), **named)
     return TupleDict({name: x.cpu() for name, x in results.items()})
 
 
@@ -102,12 +102,12 @@ def test_bfloat16(where: str, w_out_in: bool) -> None:
 
 @pytest.mark.parametrize(("where", "w_out_in"), [*brief(CASES, 0, 1, 2), *GPU])
 def test_mxfp8(where: str, w_out_in: bool) -> None:
-    """Three blocks along k: the factors' atoms are not full."""
+    """Three blocks along k: the atoms of scale factors are not full."""
     tokens, n, k = 128, 2 * 192, 96
     (x, x_scale, a), (w, w_scale, b), (cos, sin) = scaled(tokens, k), scaled(n, k), angles(tokens)
-    given = (w, w_scale) if w_out_in else (w.t().contiguous(), w_scale.t().contiguous())
-    scales = {"x_scale": x_scale, "w_scale": given[1]}
-    results = called(where, x, given[0], cos, sin, **scales, w_out_in=w_out_in, stream=0)
+    kwargs = (w, w_scale) if w_out_in else (w.t().contiguous(), w_scale.t().contiguous())
+    scales = {"x_scale": x_scale, "w_scale": kwargs[1]}
+    results = called(where, x, kwargs[0], cos, sin, **scales, w_out_in=w_out_in, stream=0)
     check(results, a @ b.t(), cos, sin)
 
 
@@ -115,9 +115,9 @@ def test_mxfp8(where: str, w_out_in: bool) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("arch", WHERE[1:])
 def test_no_register_is_spilled(arch: str, kind: str) -> None:
-    made = ARCHITECTURES[arch]
-    c = ProjectionConfiguration.of(made.configure(problem(kind, True, 24576, 1536)))
-    module, kernel = made.source(c).split(":")
+    operation = ARCHITECTURES[arch]
+    c = ProjectionConfiguration.of(operation.configure(problem(kind, True, 24576, 1536)))
+    module, kernel = operation.source(c).split(":")
     compiled = compile_kernel(arch, getattr(importlib.import_module(module), kernel)(c), *fakes.arguments(c))
     assert compiled.stack == 0
     assert compiled.registers <= 255
@@ -131,8 +131,8 @@ def test_names_and_order() -> None:
     inputs = {bf16: ["x", "w", "cos", "sin"], mxfp8: ["x_code", "x_scale", "w_code", "w_scale", "cos", "sin"]}
     for cls, first in inputs.items():
         tensors = [*first, *RESULTS]
-        made = list(inspect.signature(cls).parameters)
-        assert made[: len(tensors)] == [f"sample_{name}" for name in tensors]
+        operation = list(inspect.signature(cls).parameters)
+        assert operation[: len(tensors)] == [f"sample_{name}" for name in tensors]
         assert list(inspect.signature(cls.execute).parameters)[1:] == [*tensors, "current_stream"]
     assert inspect.signature(bf16).parameters["w_out_in"].default is False
 
@@ -189,10 +189,10 @@ def test_objects_are_kept() -> None:
 
 
 def test_reference_is_not_rounded() -> None:
-    given = samples()
-    given["x"] = torch.randn(128, 64).bfloat16()
-    q = (given["x"].double() @ given["w"].double().t()).unflatten(1, (2, 192))
-    found = gemm_proj_rope_mxfp8_reference(**given, w_out_in=True)
-    torch.testing.assert_close(found.double(), rotated(q, given["cos"], given["sin"]), rtol=1e-5, atol=1e-5)
-    turned = gemm_proj_rope_mxfp8_reference(given["x"], given["w"].t(), given["cos"], given["sin"])
-    assert torch.equal(found, turned)
+    kwargs = samples()
+    kwargs["x"] = torch.randn(128, 64).bfloat16()
+    q = (kwargs["x"].double() @ kwargs["w"].double().t()).unflatten(1, (2, 192))
+    actual = gemm_proj_rope_mxfp8_reference(**kwargs, w_out_in=True)
+    torch.testing.assert_close(actual.double(), rotated(q, kwargs["cos"], kwargs["sin"]), rtol=1e-5, atol=1e-5)
+    turned = gemm_proj_rope_mxfp8_reference(kwargs["x"], kwargs["w"].t(), kwargs["cos"], kwargs["sin"])
+    assert torch.equal(actual, turned)

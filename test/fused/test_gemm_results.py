@@ -22,8 +22,8 @@ from cudnn.demo_cases.gemm_variants import Variant, sample, variants
 from cudnn.fused import host
 from cudnn.runtime import launch
 from cudnn_kernels import architecture
-from support.gemm_families import BY_NAME, FAMILIES, case, check, execute, of_variant, slack
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.api_cases import BY_NAME, FAMILIES, case, check, execute, of_variant, slack
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES, WHERE, brief, in_turn, selected
 
 pytest.importorskip("ptx_emulator")
@@ -128,13 +128,13 @@ SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHES]
 
 @pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
 def test_factors_that_are_powers_of_two(where: str) -> None:
-    """The next ones above the usual factors, and elements that go with them."""
-    found = []
+    """Scale factors just above the usual ones, and matching elements."""
+    actual = []
     problem = case("gemm_srelu", out=E4M3, vector=128, n=208, device="cuda" if where == "gpu" else "cpu")
     for chosen in (False, True):
         execute(problem, where, power_of_two_scales=chosen)
-        found.append((problem.tensors["d"].float(), problem.tensors["sfd"].clone()))
-    (d, factors), (again, powers) = found
+        actual.append((problem.tensors["d"].float(), problem.tensors["sfd"].clone()))
+    (d, factors), (again, powers) = actual
     mantissa, exponent = factors.frexp()
     assert torch.equal(powers, torch.ones_like(powers).ldexp(exponent - (mantissa == 0.5).int()))
     d, again = (x * s.repeat_interleave(128, 1)[:, :208] for x, s in ((d, factors), (again, powers)))
@@ -160,13 +160,13 @@ def test_quantised_results(where: str, name: str, out: Any, given: dict[str, Any
 def matrix() -> list[Any]:
     """Places and variants; those that only ``--full`` runs are marked."""
     gpu = launch.device_architecture(0) if torch.cuda.is_available() else "sm_90a"
-    found = []
+    actual = []
     for where, arch, count in (("reference", "sm_90a", 40), ("sm_90a", "sm_90a", 1), ("sm_100a", "sm_100a", 1)):
         usual = set(sample(arch, count))
-        found += [(where, v, [] if v in usual else [pytest.mark.full]) for v in variants(arch)]
+        actual += [(where, v, [] if v in usual else [pytest.mark.full]) for v in variants(arch)]
     usual = set(sample(gpu, 40))
-    found += [("gpu", v, [pytest.mark.gpu, *([] if v in usual else [pytest.mark.full])]) for v in variants(gpu)]
-    known = [row for row in found if row[1].api in BY_NAME]  # declared later: in test_declarations, test_selftest
+    actual += [("gpu", v, [pytest.mark.gpu, *([] if v in usual else [pytest.mark.full])]) for v in variants(gpu)]
+    known = [row for row in actual if row[1].api in BY_NAME]  # declared later: in test_declarations, test_selftest
     return selected([pytest.param(where, v, marks=marks, id=f"{where}: {v}") for where, v, marks in known])
 
 
@@ -181,7 +181,7 @@ CLUSTERS = [(m, n) for m in (1, 2, 4) for n in (1, 2, 4) if m * n <= 8]
 
 
 def drawn(draw: random.Random) -> tuple[Any, dict[str, Any]]:
-    """A problem that its API takes, and options; others are drawn again. Sizes reach beyond tiles and clusters."""
+    """A problem that its API takes, and options; others are generated again. Sizes reach beyond tiles and clusters."""
 
     def size(most: int, *steps: int) -> int:
         step = draw.choice(steps)
@@ -234,7 +234,7 @@ def test_random_problems(where: str, seed: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("share", range(8))  # for as many processes
+@pytest.mark.parametrize("share", range(8))  # for the same number of processes
 @pytest.mark.parametrize("where", [WHERE[0], *ARCHES])
 @settings(max_examples=6, **{**BRIEFLY, "derandomize": False})
 @given(seed=st.integers(0, 2**32 - 1))
@@ -243,7 +243,7 @@ def test_many_random_problems(where: str, share: int, seed: int) -> None:
 
 
 def test_every_variant_has_room_for_two_k_tiles(pytestconfig: pytest.Config) -> None:
-    """In Blackwell's shared memory, beside what its epilogue stages; with 32 bits on both sides too. One in five."""
+    """In Blackwell's shared memory, with its epilogue's staging buffers; with 32 bits in both too. One in five."""
     from cudnn_kernels.sm100.gemm import Gemm
 
     every = [v for v in variants("sm_100a") if v.api in BY_NAME]
@@ -273,7 +273,7 @@ def test_every_variant_has_room_for_two_k_tiles(pytestconfig: pytest.Config) -> 
 def test_one_cluster_takes_many_tiles(
     arch: str, name: str, tile: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many multiprocessors as one cluster needs; on sm_100a the caller's, on sm_90a one of two CTAs."""
+    """The SMs of one cluster; on sm_100a the caller's, on sm_90a one of two CTAs."""
     size = 2 if arch == "sm_90a" else cluster[0] * cluster[1]
     few = replace(architecture.ARCHITECTURES[arch], num_sms=size)
     monkeypatch.setattr(host, "ARCHITECTURES", {**architecture.ARCHITECTURES, arch: few})

@@ -1,4 +1,4 @@
-"""What GEMM + amax, + squared ReLU and its backward pass have of their own: types, rules and operators."""
+"""GEMM + amax, + squared ReLU and its backward pass: their specific types, rules and operators."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import cudnn
-from support import gemms
-from support.gemm_families import case, check
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import case, check
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES
 
 BOTH = ("gemm_srelu", "gemm_dsrelu")
@@ -26,9 +26,9 @@ FLOATS, BYTES = (F16, BF16, F32), (E4M3, E5M2)
     ],
 )
 def test_result_types(name: str, side: Any, out: Any) -> None:
-    given = {} if name == "gemm_amax" else {"side": side, "amax": True}
+    kwargs = {} if name == "gemm_amax" else {"side": side, "amax": True}
     alpha = {} if name == "gemm_amax" else {"alpha": 0.1}
-    problem = case(name, 32, 64, 32, out=out, **given)
+    problem = case(name, 32, 64, 32, out=out, **kwargs)
     problem.operation()(**problem.arguments(), **alpha)
     check(problem, **alpha)
 
@@ -40,12 +40,12 @@ def test_four_bit_results(kind: Any) -> None:
     problem.tensors["c"] = torch.empty_strided((64, 32, 1), (32, 1, 2048), dtype=torch.uint8).view(kind)
     problem.operation()(**problem.arguments())
     bytes_ = problem.tensors["c"].view(torch.uint8)[..., 0]
-    found = gemms.fp4_values(torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(1))
-    z = gemms.matmul(problem.a, problem.b)[..., 0]
-    grid = gemms.fp4_values(torch.arange(8, dtype=torch.uint8))
+    actual = oracle.fp4_values(torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(1))
+    z = oracle.matmul(problem.a, problem.b)[..., 0]
+    grid = oracle.fp4_values(torch.arange(8, dtype=torch.uint8))
     nearest = (z.abs().clamp(max=6).unsqueeze(-1) - grid).abs().amin(-1)
-    assert bool(((found.abs() - z.abs().clamp(max=6)).abs() <= nearest + 1e-4).all())
-    assert bool(((found == 0) | (found.sign() == z.sign())).all())
+    assert bool(((actual.abs() - z.abs().clamp(max=6)).abs() <= nearest + 1e-4).all())
+    assert bool(((actual == 0) | (actual.sign() == z.sign())).all())
     assert float(problem.tensors["amax"]) == pytest.approx(float(z.abs().max()), rel=1e-5)
 
 
@@ -119,26 +119,26 @@ REFUSED = [("gemm_amax", *row) for row in AMAX] + [(name, *row) for name in BOTH
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("name", "given", "more", "error", "words"), REFUSED)
-def test_refused(arch: str, name: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
-    problem = case(name, device="meta", **given)
+@pytest.mark.parametrize(("name", "kwargs", "more", "error", "words"), REFUSED)
+def test_refused(arch: str, name: str, kwargs: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+    problem = case(name, device="meta", **kwargs)
     with pytest.raises(error, match=f"{problem.family.cls.__name__}: .*{words}"):
         problem.operation(**{"arch": arch, **more}).check_support()
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_four_bit_results_are_of_four_bit_operands_and_n_major(arch: str) -> None:
-    given = {"scale": E8M0, "vector": 32, "device": "meta"}
-    assert case("gemm_amax", dtype=FP4, out=FP4, **given).operation(arch=arch).check_support()
+    kwargs = {"scale": E8M0, "vector": 32, "device": "meta"}
+    assert case("gemm_amax", dtype=FP4, out=FP4, **kwargs).operation(arch=arch).check_support()
     problem = case("gemm_amax", out=FP4, device="meta")
     words = "c tensor dtype: got float4_e2m1fn_x2; allowed: other types, for operands of bfloat16"
     with pytest.raises(ValueError, match=words):
         problem.operation(arch=arch).check_support()
-    problem = case("gemm_amax", dtype=FP4, **given)
+    problem = case("gemm_amax", dtype=FP4, **kwargs)
     problem.tensors["c"] = torch.empty_strided((64, 256, 1), (1, 64, 16384), dtype=torch.uint8, device="meta").view(FP4)
     with pytest.raises(ValueError, match="c tensor, packed: got m-major; allowed: n-major"):
         problem.operation(arch=arch).check_support()
-    problem = case("gemm_amax", dtype=FP4, **given)
+    problem = case("gemm_amax", dtype=FP4, **kwargs)
     problem.tensors["a"] = torch.empty_strided((64, 128, 1), (1, 64, 8192), dtype=torch.uint8, device="meta").view(FP4)
     with pytest.raises(ValueError, match="a tensor, packed: got m-major; allowed: k-major"):
         problem.operation(arch=arch).check_support()
@@ -161,7 +161,7 @@ def test_c_and_d_have_one_major(name: str) -> None:
 
 def test_c_of_the_backward_pass_has_no_8_bits() -> None:
     problem = case("gemm_dsrelu", side=BF16)
-    problem.tensors["c"] = gemms.strided(torch.randn(128, 256, 1).to(E4M3), "k")
+    problem.tensors["c"] = oracle.strided(torch.randn(128, 256, 1).to(E4M3), "k")
     with pytest.raises(ValueError, match="c tensor dtype mismatch: expected torch"):
         problem.operation().check_support()
 
@@ -190,21 +190,21 @@ def test_default_tile_and_cluster(name: str) -> None:
 )
 def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) -> None:
     rows = (40, 64, 40) if name == "gemm_dsrelu" else (40, 64)
-    tensors: list[Any] = [gemms.plain(count, 64, 2).tensor for count in rows]
+    tensors: list[Any] = [oracle.plain(count, 64, 2).tensor for count in rows]
     tensors += [None, None, torch.rand(40, 1, 2)] if name in BOTH else []
     named = {"c_dtype": BF16} if name == "gemm_amax" else {}
     operator = getattr(cudnn.ops, name)
     expected = getattr(cudnn, f"{name}_wrapper")(*tensors, *numbers, **named)
     for tensor, other in zip(getattr(torch.ops.cudnn, name)(*tensors, *numbers, **named), expected, strict=True):
         assert torch.equal(tensor, other) if other is not None else tensor.numel() == 0
-    for given in (numbers, *more):
-        torch.library.opcheck(operator, (*tensors, *given))
+    for kwargs in (numbers, *more):
+        torch.library.opcheck(operator, (*tensors, *kwargs))
     compiled = torch.compile(lambda a: operator(a, *tensors[1:])[1] + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(tensors[0]), operator(*tensors)[1] + 1)
 
 
 def test_operator_of_four_bit_operands() -> None:
-    s = gemms.scaled(128, 64, 1, FP4, E4M3, 16)
+    s = oracle.scaled(128, 64, 1, FP4, E4M3, 16)
     arguments = (s.tensor, s.tensor.clone(), s.scales, s.scales, "m", BF16, 16)
     compiled = torch.compile(
         lambda *x: cudnn.ops.gemm_amax(*x, *arguments[4:])[1] * 2, backend="aot_eager", fullgraph=True

@@ -23,8 +23,8 @@ from cudnn.gemm import (
     unpack_scales,
 )
 from cudnn.gemm.scales import compute_block_scales
-from support import block_scales, gemms
-from support.gemms import E4M3, E5M2, E8M0, F32, FP4
+from support import block_scales, oracle
+from support.oracle import E4M3, E5M2, E8M0, F32, FP4
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 20), st.integers(1, 3))
 
@@ -38,7 +38,7 @@ def test_atoms(size: tuple[int, int, int]) -> None:
     assert packed.shape == scale_shape(mn, blocks * 32, l, 32) == (32, 4, -(-mn // 128), 4, -(-blocks // 4), l)
     rk, rm = packed.shape[4], packed.shape[2]
     assert packed.stride() == (16, 4, 512 * rk, 1, 512, 512 * rk * rm)
-    assert torch.equal(packed.view(torch.uint8), gemms.in_atoms(factors))
+    assert torch.equal(packed.view(torch.uint8), oracle.in_atoms(factors))
     assert torch.equal(unpack_scales(packed, mn, blocks).view(torch.uint8), factors)
     # The offset in bytes, as the layout's definition has it.
     r, j, i = mn - 1, blocks - 1, l - 1
@@ -55,7 +55,7 @@ def test_empty_scales_are_zero_bytes() -> None:
 def test_four_bit_values() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes[::2] + 16 * codes[1::2]).view(1, 8, 1)
-    assert unpack_float4(packed).flatten().tolist() == gemms.fp4_values(codes).tolist()
+    assert unpack_float4(packed).flatten().tolist() == oracle.fp4_values(codes).tolist()
     assert unpack_float4(packed.view(FP4)).shape == (1, 16, 1)
 
 
@@ -63,12 +63,12 @@ def test_four_bit_values() -> None:
 def test_rounding_to_four_bits(values: list[float]) -> None:
     """To the nearest of all 16 values; of two that are equally near, to the one with an even code."""
     x = torch.tensor(values, dtype=torch.float32).view(1, -1, 1)
-    found = unpack_float4(pack_float4(x)).flatten()
-    table = gemms.fp4_values(torch.arange(8, dtype=torch.uint8))
+    actual = unpack_float4(pack_float4(x)).flatten()
+    table = oracle.fp4_values(torch.arange(8, dtype=torch.uint8))
     distance = (x.double().abs().view(-1, 1) - table).abs()
     nearest = [min(range(8), key=lambda code: (float(row[code]), code % 2)) for row in distance]
-    assert torch.equal(found.abs().double(), table[nearest])
-    assert torch.equal(torch.signbit(found), torch.signbit(x.flatten()))
+    assert torch.equal(actual.abs().double(), table[nearest])
+    assert torch.equal(torch.signbit(actual), torch.signbit(x.flatten()))
 
 
 @pytest.mark.parametrize("size", [(5, 64, 1), (1, 64, 2), (5, 64, 3), (1, 32, 1)])
@@ -92,7 +92,7 @@ def test_packed_layout_is_k_major_whatever_the_source() -> None:
 @given(st.floats(0, 2.0**127, width=32))
 def test_e8m0_rounds_up(value: float) -> None:
     x = torch.tensor([value])
-    assert torch.equal(round_scales(x, E8M0).view(torch.uint8), gemms.e8m0_code_above(x.double()))
+    assert torch.equal(round_scales(x, E8M0).view(torch.uint8), oracle.e8m0_code_above(x.double()))
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_quantize_rows(dtype: torch.dtype, limit: float, scale: torch.dtype, vec
     x[1, :vector] = 0
     q, factors = quantize_rows(x, dtype, scale, vector, torch.tensor([norm]))
     blocks = -(-n // vector)
-    codes = gemms.from_atoms(factors, m, blocks)
+    codes = oracle.from_atoms(factors, m, blocks)
     for row in range(m):
         for block in range(blocks):
             part = x[row, block * vector : (block + 1) * vector].double()
             largest = part.abs().amax(0) * norm / limit
             code = codes[row, block]
-            value = gemms.e8m0_values(code) if scale == E8M0 else code.view(E4M3).double()
+            value = oracle.e8m0_values(code) if scale == E8M0 else code.view(E4M3).double()
             if scale == E8M0:
                 assert bool(((value >= largest * (1 - 1e-6)) & (value < 2 * largest + 2.0**-126)).all())
             else:
@@ -206,10 +206,10 @@ def test_quantize_rows(dtype: torch.dtype, limit: float, scale: torch.dtype, vec
     step = {E4M3: 1 / 8, E5M2: 1 / 4, FP4: 1 / 2}[dtype]  # twice the relative spacing, for scales that were rounded
     block_max = torch.nn.functional.pad(x, (0, 0, 0, -n % vector)).unflatten(1, (-1, vector)).abs().amax(2)
     bound = (step * block_max.repeat_interleave(vector, 1)[:, :n]).double()
-    coarse = scale == E4M3 and norm < 1  # factors this small have few bits left
+    coarse = scale == E4M3 and norm < 1  # scale factors this small have few bits left
     assert coarse or bool(((back - x.double()).abs() <= bound + 1e-30).all())
     assert not dequantize(q, factors, vector)[1, :vector].any()
-    assert not gemms.in_atoms(codes).ne(factors.view(torch.uint8)).any()  # padding is 0
+    assert not oracle.in_atoms(codes).ne(factors.view(torch.uint8)).any()  # padding is 0
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -225,8 +225,8 @@ def test_float32_factors_of_128(rows: int, power_of_two: bool) -> None:
     for i, j in [(0, 0), (0, 1), (factors.shape[0] - 1, 3)]:
         block = x[i * rows : (i + 1) * rows, j * 128 : (j + 1) * 128, 1].double()
         exact = float(block.abs().max()) / 448
-        wanted = 2.0 ** math.ceil(math.log2(exact)) if power_of_two and exact else exact
-        assert float(factors[i, j, 1]) == pytest.approx(wanted, rel=0 if power_of_two else 1e-6)
+        requested = 2.0 ** math.ceil(math.log2(exact)) if power_of_two and exact else exact
+        assert float(factors[i, j, 1]) == pytest.approx(requested, rel=0 if power_of_two else 1e-6)
     back = dequantize(q, factors, 128)
     step = (factors * 32).repeat_interleave(rows, 0)[:m].repeat_interleave(128, 1)[:, :n]  # of e4m3 at 448
     assert bool(((back - x).abs() <= 0.5001 * step).all())
@@ -234,10 +234,10 @@ def test_float32_factors_of_128(rows: int, power_of_two: bool) -> None:
 
 def test_dequantize_is_the_inverse_of_the_formats() -> None:
     for a in (
-        gemms.scaled(40, 64, 2, FP4, E8M0, 16),
-        gemms.scaled(40, 64, 2, FP4, E4M3, 16),
-        gemms.scaled(33, 96, 1, E4M3, E8M0, 32),
-        gemms.scaled(33, 96, 1, E5M2, E8M0, 32, major="mn"),
+        oracle.scaled(40, 64, 2, FP4, E8M0, 16),
+        oracle.scaled(40, 64, 2, FP4, E4M3, 16),
+        oracle.scaled(33, 96, 1, E4M3, E8M0, 32),
+        oracle.scaled(33, 96, 1, E5M2, E8M0, 32, major="mn"),
     ):
         assert a.scales is not None
         vector = 32 if a.tensor.dtype in (E4M3, E5M2) else 16

@@ -10,9 +10,9 @@ import torch
 import cudnn
 from cudnn.gemm_swiglu import GemmSwiglu, gemm_swiglu_wrapper
 from cudnn.gemm_swiglu.gradients import swiglu_backward
-from support import gemms
-from support.gemm_families import case, check, options
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import case, check, options
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import ARCHES
 
 
@@ -24,7 +24,7 @@ def operation(problem: Any, **more: Any) -> GemmSwiglu:
 def test_the_gradient_of_the_activation(order: tuple[bool, bool]) -> None:
     z = torch.randn(5, 192, 2, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(5, 96, 2, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(gemms.swiglu(z, *order), z, gradient)
+    (expected,) = torch.autograd.grad(oracle.swiglu(z, *order), z, gradient)
     torch.testing.assert_close(swiglu_backward(z.detach(), gradient, *order), expected)
 
 
@@ -32,9 +32,9 @@ def test_ab12_need_not_be_stored() -> None:
     problem = case("gemm_swiglu", side=None)
     operation(problem, arch=None)(**problem.arguments())
     check(problem)
-    found = gemm_swiglu_wrapper(problem.a.tensor, problem.b.tensor, ab12_dtype=None, c_dtype=BF16)
-    assert found["ab12_tensor"] is None
-    assert torch.equal(found["c_tensor"], problem.tensors["c"])
+    actual = gemm_swiglu_wrapper(problem.a.tensor, problem.b.tensor, ab12_dtype=None, c_dtype=BF16)
+    assert actual["ab12_tensor"] is None
+    assert torch.equal(actual["c_tensor"], problem.tensors["c"])
 
 
 def test_without_ab12_c_is_still_half_as_wide_as_the_product() -> None:
@@ -62,13 +62,13 @@ SUPPORTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("given", "more"), SUPPORTED, ids=str)
-def test_supported(arch: str, given: dict[str, Any], more: dict[str, Any]) -> None:
-    assert operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
+@pytest.mark.parametrize(("kwargs", "more"), SUPPORTED, ids=str)
+def test_supported(arch: str, kwargs: dict[str, Any], more: dict[str, Any]) -> None:
+    assert operation(case("gemm_swiglu", device="meta", **kwargs), arch=arch, **more).check_support()
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({"n": 96}, {}, ValueError, "columns of the product: got 96; allowed: multiples of 64, pairs of 32"),
+    ({"n": 96}, {}, ValueError, "n: got 96; allowed: multiples of 64, pairs of 32"),
     ({"side": E4M3}, {}, NotImplementedError, "ab12 tensor dtype: got float8_e4m3fn; allowed: float32, float16,"),
     ({"out": F32}, {}, ValueError, "c tensor dtype: got float32; allowed: float16, bfloat16, without scale factors"),
     ({}, {"cluster_shape_mn": (2, 2)}, ValueError, r"cluster_shape_mn: got \(2, 2\); allowed: \(1, 1\), for a tile of"),
@@ -99,10 +99,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
-def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+@pytest.mark.parametrize(("kwargs", "more", "error", "words"), REFUSED)
+def test_refused(arch: str, kwargs: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):
-        operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
+        operation(case("gemm_swiglu", device="meta", **kwargs), arch=arch, **more).check_support()
 
 
 def test_halves_of_weights_with_factors_are_whole_atoms() -> None:
@@ -114,28 +114,28 @@ def test_halves_of_weights_with_factors_are_whole_atoms() -> None:
 
 def test_a_later_call_has_halves_of_whole_atoms_too() -> None:
     first, later = (case("gemm_swiglu", dtype=FP4, scale=E8M0, n=n) for n in (512, 384))
-    made = operation(first, arch=None, glu_layout="concatenated")
-    made.compile()
-    given = {parameter: later.tensors.get(name) for name, parameter in made.parameters.items()}
-    made.execute(**given)  # the reference takes them, and so does Hopper
+    created = operation(first, arch=None, glu_layout="concatenated")
+    created.compile()
+    kwargs = {parameter: later.tensors.get(name) for name, parameter in created.parameters.items()}
+    created.execute(**kwargs)  # the reference takes them, and so does Hopper
     with (
         cudnn.emulation("sm_100a"),
         pytest.raises(NotImplementedError, match="on sm_100a: got 384; allowed: multiples of 256, whole atoms"),
     ):
-        made.execute(**given)
+        created.execute(**kwargs)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("kwargs", "words"),
     [
-        ({"n": 80}, "columns of the product: got 80; allowed: multiples of 32, the blocks of ab12"),
+        ({"n": 80}, "n: got 80; allowed: multiples of 32, the blocks of ab12"),
         ({"out": E4M3, "glu_layout": "concatenated"}, "d_ab12 tensor dtype: got .*, for glu_layout='concatenated'"),
         ({"out": E4M3, "dtype": FP4, "scale": E8M0}, "d_ab12 tensor dtype: got .*, for operands of float4"),
         ({"glu_order": "up"}, "glu_order: got 'up'; allowed: 'up_gate' or 'gate_up'"),
     ],
 )
-def test_what_the_backward_pass_refuses(given: dict[str, Any], words: str) -> None:
-    problem = case("gemm_dswiglu", device="meta", **given)
+def test_what_the_backward_pass_refuses(kwargs: dict[str, Any], words: str) -> None:
+    problem = case("gemm_dswiglu", device="meta", **kwargs)
     with pytest.raises(ValueError, match=f"GemmDswiglu: {words}"):
         problem.operation(arch="sm_90a").check_support()
 
@@ -162,24 +162,24 @@ def test_gradients(compiled: bool, halves: bool) -> None:
         return (ab12 * weights[0]).sum() + (c.float() * weights[1]).sum()
 
     function = torch.compile(loss, backend="aot_eager") if compiled else loss
-    a, b = (gemms.plain(size, 32, 2, F32).tensor.requires_grad_() for size in (24, 128))
+    a, b = (oracle.plain(size, 32, 2, F32).tensor.requires_grad_() for size in (24, 128))
     for scales in ((1.0, 1.0), (0.0, 1.0)):
         weights = (scales[0] * torch.randn(24, 128, 2), scales[1] * torch.randn(24, 64, 2).half().float())
-        found = torch.autograd.grad(function(a, b, weights), (a, b))
+        actual = torch.autograd.grad(function(a, b, weights), (a, b))
         wide = [x.detach().double().requires_grad_() for x in (a, b)]
         z = 0.5 * torch.einsum("mkl,nkl->mnl", *wide)
-        activated = gemms.swiglu(z, halves, halves)
+        activated = oracle.swiglu(z, halves, halves)
         expected = torch.autograd.grad((z * weights[0]).sum() + (activated * weights[1]).sum(), wide)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 def test_gradients_of_16_bits_and_of_one_operand() -> None:
     from cudnn.ops import gemm_swiglu
 
-    a, b = gemms.plain(24, 32).tensor.requires_grad_(), gemms.plain(128, 32).tensor
+    a, b = oracle.plain(24, 32).tensor.requires_grad_(), oracle.plain(128, 32).tensor
     gemm_swiglu(a, b, 1.0, "n", BF16, BF16)[1].float().square().sum().backward()
     wide = a.detach().double().requires_grad_()
-    gemms.swiglu(torch.einsum("mkl,nkl->mnl", wide, b.double())).square().sum().backward()
+    oracle.swiglu(torch.einsum("mkl,nkl->mnl", wide, b.double())).square().sum().backward()
     assert a.grad is not None
     assert wide.grad is not None
     assert a.grad.dtype == BF16
@@ -200,7 +200,7 @@ def test_gradients_of_16_bits_and_of_one_operand() -> None:
 def test_no_gradients(arguments: tuple[Any, ...], words: str) -> None:
     from cudnn.ops import gemm_swiglu
 
-    a, b = gemms.plain(24, 32).tensor.requires_grad_(), gemms.plain(128, 32).tensor
+    a, b = oracle.plain(24, 32).tensor.requires_grad_(), oracle.plain(128, 32).tensor
     ab12, c, *_ = gemm_swiglu(a, b, *arguments)
     with pytest.raises(RuntimeError, match=f"cudnn::gemm_swiglu: gradient: {words}"):
         (c if ab12.numel() == 0 else ab12).float().sum().backward()

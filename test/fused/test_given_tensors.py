@@ -12,9 +12,9 @@ import torch
 
 import cudnn
 from cudnn.fused import registry
-from support import gemms
-from support.gemm_families import FAMILIES, NAMES, Case, Family, case, check, execute, options, slack
-from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import FAMILIES, NAMES, Case, Family, case, check, execute, options, slack
+from support.oracle import BF16, E4M3, E8M0, F16, F32, FP4
 from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -27,8 +27,8 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
-def made(name: str, where: str, *size: int, **given: Any) -> Case:
-    return case(name, *size, **given, device="cuda" if where == "gpu" else "cpu")
+def created(name: str, where: str, *size: int, **kwargs: Any) -> Case:
+    return case(name, *size, **kwargs, device="cuda" if where == "gpu" else "cpu")
 
 
 def matrices(problem: Case) -> list[str]:
@@ -36,7 +36,7 @@ def matrices(problem: Case) -> list[str]:
 
 
 def placed(tensor: torch.Tensor, order: tuple[int, ...], more: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values in memory that holds the dimensions in ``order``, rows longer by so many elements; and that memory."""
+    """The values in memory that holds the dimensions in ``order``, with a larger row pitch; and that memory."""
     raw = tensor.view(torch.uint8) if tensor.dtype == FP4 else tensor
     shape = [raw.shape[dim] for dim in order]
     memory = torch.empty([*shape[:-1], shape[-1] + more], dtype=torch.uint8, device=tensor.device).to(raw.dtype)
@@ -52,7 +52,7 @@ def inner(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "inside", "given"),
+    ("where", "name", "inside", "kwargs"),
     in_turn(
         [
             ("gemm_swiglu", False, {"dtype": BF16, "majors": "kkn"}),
@@ -66,9 +66,9 @@ def inner(tensor: torch.Tensor) -> int:
     ),
     ids=str,
 )
-def test_rows_and_matrices_lie_apart(where: str, name: str, given: dict[str, Any], inside: bool) -> None:
+def test_rows_and_matrices_lie_apart(where: str, name: str, kwargs: dict[str, Any], inside: bool) -> None:
     """Rows need only begin at multiples of 16 bytes; the memory between them is not touched."""
-    problem = made(name, where, **{"m": 128, "n": 128, "k": 64, "l": 2, **given})
+    problem = created(name, where, **{"m": 128, "n": 128, "k": 64, "l": 2, **kwargs})
     memories = []
     for key in matrices(problem):
         tensor = problem.tensors[key]
@@ -85,7 +85,7 @@ def test_rows_and_matrices_lie_apart(where: str, name: str, given: dict[str, Any
 @pytest.mark.parametrize(("where", "name"), in_turn(NAMES, 1, places=WHERE))
 def test_strides_of_extents_of_one_may_be_any(where: str, name: str) -> None:
     """``x.unsqueeze(-1)`` is a batch of one."""
-    problem = made(name, where, 128, 128, 64)
+    problem = created(name, where, 128, 128, 64)
     for key, tensor in problem.tensors.items():
         if tensor is not None and tensor.ndim == 3:
             problem.tensors[key] = tensor[..., 0].unsqueeze(-1)
@@ -97,7 +97,7 @@ def test_strides_of_extents_of_one_may_be_any(where: str, name: str) -> None:
 @pytest.mark.parametrize("where", brief(WHERE, 0, 2, 3))
 def test_strides_of_scale_factors_of_one_atom(where: str) -> None:
     """Those of dimensions of size 1: a contiguous tensor of the same memory."""
-    problem = made("gemm_amax", where, 128, 128, 128, dtype=FP4, scale=E8M0, vector=32)
+    problem = created("gemm_amax", where, 128, 128, 128, dtype=FP4, scale=E8M0, vector=32)
     for key in ("sfa", "sfb"):
         factors = problem.tensors[key]
         assert factors.shape == (32, 4, 1, 4, 1, 1)
@@ -108,8 +108,8 @@ def test_strides_of_scale_factors_of_one_atom(where: str) -> None:
 
 @pytest.mark.parametrize("where", brief(WHERE, 0, 1, 3))
 def test_one_operand_for_all_of_a_batch(where: str) -> None:
-    """``expand``: the stride 0, of an operand; results have memory of their own."""
-    problem = made("gemm_amax", where, 128, 128, 64, 3)
+    """``expand``: the stride 0, of an operand; results have separate memory."""
+    problem = created("gemm_amax", where, 128, 128, 64, 3)
     problem.tensors["b"] = problem.tensors["b"][..., :1].expand(-1, -1, 3)
     problem.b.values = problem.b.values[..., :1].expand(-1, -1, 3)
     execute(problem, where)
@@ -124,7 +124,7 @@ def test_one_operand_for_all_of_a_batch(where: str) -> None:
 @pytest.mark.parametrize("where", WHERE)
 def test_one_row(where: str) -> None:
     """Of a longer tensor, so that the stride of its only row is any."""
-    problem = made("gemm_amax", where, 1, 128, 64)
+    problem = created("gemm_amax", where, 1, 128, 64)
     problem.tensors["a"] = torch.cat([problem.tensors["a"]] * 2, dim=1)[:, :64]
     execute(problem, where)
     check(problem, slack=slack(problem))
@@ -135,7 +135,7 @@ def test_one_row(where: str) -> None:
 
 @pytest.mark.parametrize(("where", "name"), in_turn(["gemm_srelu", "gemm_dsrelu"], 1, places=WHERE))
 def test_four_bit_operands_with_results_of_any_major(where: str, name: str) -> None:
-    problem = made(name, where, 128, 128, 128, 2, dtype=FP4, scale=E8M0, majors="kkm")
+    problem = created(name, where, 128, 128, 128, 2, dtype=FP4, scale=E8M0, majors="kkm")
     execute(problem, where)
     check(problem, slack=slack(problem))
 
@@ -196,7 +196,7 @@ REFUSED: list[tuple[Callable[[Case], Case], dict[str, Any], type[Exception], str
 @pytest.mark.parametrize(("changed", "more", "error", "words"), REFUSED, ids=[words[:40] for *_, words in REFUSED])
 def test_what_is_refused(where: str, changed: Any, more: dict[str, Any], error: Any, words: str) -> None:
     """In the same words everywhere; those of the launcher, which numbers arguments, are not seen."""
-    problem = made("gemm_swiglu", where, 128, 128, 64)
+    problem = created("gemm_swiglu", where, 128, 128, 64)
     gemm = problem.operation()
     with cudnn.emulation(where) if where in ARCHES else contextlib.nullcontext():
         gemm.compile()
@@ -219,12 +219,12 @@ def test_what_the_constructors_and_wrappers_refuse(family: Family) -> None:
         TypeError, match=r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass torch.f"
     ):
         family.cls(**{**problem.samples(), "sample_a": array}, **options(problem))
-    given = {key: problem.tensors[key] for key in ("a", "b", "sfa", "sfb", *family.extra)}
+    kwargs = {key: problem.tensors[key] for key in ("a", "b", "sfa", "sfb", *family.extra)}
     for key in ("a", "b"):
         with pytest.raises(
             TypeError, match=rf"{key} tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass"
         ):
-            family.wrapper(**{f"{name}_tensor": tensor for name, tensor in {**given, key: array}.items()})
+            family.wrapper(**{f"{name}_tensor": tensor for name, tensor in {**kwargs, key: array}.items()})
 
 
 def test_two_dimensions_are_refused_with_what_to_do() -> None:
@@ -244,7 +244,7 @@ def test_columns_of_one_tensor_do_not_overlap() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_overlap_is_seen_at_the_first_call_of_a_size(name: str) -> None:
-    problem = made(name, "gpu", 128, 128, 64)
+    problem = created(name, "gpu", 128, 128, 64)
     gemm = problem.operation()
     gemm.compile()
     with pytest.raises(ValueError, match="tensor: got memory that"):
@@ -254,9 +254,9 @@ def test_overlap_is_seen_at_the_first_call_of_a_size(name: str) -> None:
 # In emulation.
 
 
-@pytest.mark.parametrize(("arch", "given"), in_turn([{}, {"dtype": E4M3, "scale": E8M0}], 1), ids=str)
-def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = case("gemm_amax", 128, 128, 96, **given)
+@pytest.mark.parametrize(("arch", "kwargs"), in_turn([{}, {"dtype": E4M3, "scale": E8M0}], 1), ids=str)
+def test_compile_compiles_for_the_emulator(arch: str, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("gemm_amax", 128, 128, 96, **kwargs)
     gemm = problem.operation()
     compiled: list[str] = []
     from cudnn.runtime import kernels
@@ -294,13 +294,13 @@ def test_a_workspace_in_the_emulator() -> None:
 
 @pytest.mark.parametrize(("where", "name"), in_turn(NAMES, 1, places=WHERE))
 def test_nothing_is_recorded_for_autograd(where: str, name: str) -> None:
-    problem = made(name, where, 128, 128, 64)
+    problem = created(name, where, 128, 128, 64)
     tensors = problem.tensors
-    given = {key: tensors[key] for key in ("a", "b", "sfa", "sfb", *problem.family.extra)}
-    given = {key: None if tensor is None else tensor.requires_grad_() for key, tensor in given.items()}
+    kwargs = {key: tensors[key] for key in ("a", "b", "sfa", "sfb", *problem.family.extra)}
+    kwargs = {key: None if tensor is None else tensor.requires_grad_() for key, tensor in kwargs.items()}
     with cudnn.emulation(where) if where in ARCHES else contextlib.nullcontext():
-        found = problem.family.wrapper(**{f"{key}_tensor": tensor for key, tensor in given.items()})
-    for tensor in found:
+        actual = problem.family.wrapper(**{f"{key}_tensor": tensor for key, tensor in kwargs.items()})
+    for tensor in actual:
         assert tensor is None or (tensor.grad_fn is None and not tensor.requires_grad)
     for function in (problem.family.wrapper, getattr(cudnn, f"{name}_wrapper_sm100")):
         assert f"cudnn.ops.{name}" in (function.__doc__ or "")
@@ -312,7 +312,7 @@ def test_nothing_is_recorded_for_autograd(where: str, name: str) -> None:
 def test_the_result_has_the_type_of_the_input_if_asked_for() -> None:
     from cudnn.ops import gemm_swiglu
 
-    a, b = gemms.plain(40, 64, dtype=BF16).tensor, gemms.plain(64, 64, dtype=BF16).tensor
+    a, b = oracle.plain(40, 64, dtype=BF16).tensor, oracle.plain(64, 64, dtype=BF16).tensor
     assert cudnn.gemm_swiglu_wrapper(a, b)["c_tensor"].dtype == F16
     assert cudnn.gemm_swiglu_wrapper(a, b, c_dtype=None)["c_tensor"].dtype == BF16
     arguments = (a, b, 1.0, "n", BF16, None)
@@ -342,17 +342,17 @@ def test_interleaved_weights(l: int) -> None:  # noqa: E741
 def test_halves_of_weights(name: str, order: str) -> None:
     """Taken as they are, or interleaved once: the same results, ab12 in the order of the weights."""
     whole = (torch.randint(-4, 5, (rows, 64, 2)) / 8 for rows in (40, 192))  # sums of their products are exact
-    x, halves = (gemms.strided(each.bfloat16(), "k") for each in whole)
-    wrapper, given = registry.wrapper(name), {"ab12_dtype": F32, "c_dtype": BF16}
-    found = wrapper(x, halves, **given, glu_layout="concatenated", glu_order=order)
+    x, halves = (oracle.strided(each.bfloat16(), "k") for each in whole)
+    wrapper, kwargs = registry.wrapper(name), {"ab12_dtype": F32, "c_dtype": BF16}
+    actual = wrapper(x, halves, **kwargs, glu_layout="concatenated", glu_order=order)
     woven = cudnn.interleave_glu_weights(halves, order=order)
-    expected = wrapper(x, woven, **given)
-    assert torch.equal(found["c_tensor"], expected["c_tensor"])
+    expected = wrapper(x, woven, **kwargs)
+    assert torch.equal(actual["c_tensor"], expected["c_tensor"])
     pairs = expected["ab12_tensor"].unflatten(1, (-1, 2, 32)).unbind(2)
     apart = torch.cat([each.flatten(1, 2) for each in (pairs if order == "up_gate" else pairs[::-1])], 1)
-    assert torch.equal(found["ab12_tensor"], apart)
+    assert torch.equal(actual["ab12_tensor"], apart)
     kept = cudnn.interleave_glu_weights(halves, order=order, gate_first=order == "gate_up")
-    same = wrapper(x, kept, **given, glu_order=order)
+    same = wrapper(x, kept, **kwargs, glu_order=order)
     assert torch.equal(same["c_tensor"], expected["c_tensor"])
 
 

@@ -13,8 +13,8 @@ from cudnn.fused import operator as operator_of
 from cudnn.fused import registry
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
-from support import gemms, grouped
-from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
+from support import grouped, oracle
+from support.oracle import BF16, E4M3, E8M0, F16, F32, FP4
 from support.recorded import OnGpu, Recorded
 
 pytest.importorskip("ptx_emulator")
@@ -333,9 +333,9 @@ def test_a_gradient_rounded_to_the_type_of_operands(where: str) -> None:
     inputs = {"c": BF16, "dprob": F32}
     p = grouped.problem("grouped_gemm_dglu", n=96, inputs=inputs, round_dgrad_to_input_dtype=True)
     for name in ("a", "b"):
-        p.given[name].copy_(torch.randint(-8, 9, p.given[name].shape))
-    p.given["alpha"].fill_(1.0)
-    a, b = p.given["a"].double(), p.given["b"].double()
+        p.inputs[name].copy_(torch.randint(-8, 9, p.inputs[name].shape))
+    p.inputs["alpha"].fill_(1.0)
+    a, b = p.inputs["a"].double(), p.inputs["b"].double()
     for expert, (start, end) in enumerate(zip((0, *p.ends[:-1]), p.ends, strict=True)):
         p.product[start:end] = a[start:end, :, 0] @ b[:, :, expert].T
     assert not torch.equal(p.product, p.product.bfloat16().double())
@@ -375,9 +375,9 @@ def test_experts_first_and_rows_without_a_last_dimension() -> None:
     p = grouped.problem("grouped_gemm_quant", "mxfp8", (256, 512), inputs={"norm_const": F32}, d_dtype=E4M3)
     grouped.run(p, "reference")
     expected = p.results
-    p.given["a"], p.given["b"] = p.given["a"][..., 0], p.given["b"].permute(2, 0, 1)
+    p.inputs["a"], p.inputs["b"] = p.inputs["a"][..., 0], p.inputs["b"].permute(2, 0, 1)
     for name in ("sfa", "sfb"):
-        p.given[name] = p.given[name].permute(5, 2, 4, 0, 1, 3)
+        p.inputs[name] = p.inputs[name].permute(5, 2, 4, 0, 1, 3)
     grouped.run(p, "reference")
     assert p.results["d_tensor"].shape == (512, 128)
     assert torch.equal(p.results["d_tensor"].view(torch.uint8), expected["d_tensor"][..., 0].view(torch.uint8))
@@ -391,17 +391,19 @@ def test_experts_first_and_rows_without_a_last_dimension() -> None:
 
 @pytest.mark.parametrize("name", ["grouped_gemm_srelu", "grouped_gemm_glu"])
 def test_flat_scale_factors_and_bytes_of_one_element(name: str) -> None:
-    """What calls of other libraries have: buffers of factors, and four-bit elements whose bytes count as one."""
+    """What calls of other libraries have: flat buffers of scale factors, and four-bit elements whose bytes count as
+    one.
+    """
     p = grouped.problem(name, "mxfp4", (256, 512), n=192, k=256, inputs={"prob": F32})
     for key in ("sfa", "sfb"):
-        p.given[key] = p.given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1)
+        p.inputs[key] = p.inputs[key].permute(5, 2, 4, 0, 1, 3).reshape(-1)
     grouped.run(p, "reference")
     grouped.check(p)
     with pytest.raises(ValueError, match=r"sfa tensor: got 4095 elements .*; allowed: 4096, contiguous"):
-        cudnn.grouped_gemm_quant_wrapper(p.given["a"], p.given["sfa"][1:], *[None] * 2, p.given["b"], sf_vec_size=32)
+        cudnn.grouped_gemm_quant_wrapper(p.inputs["a"], p.inputs["sfa"][1:], *[None] * 2, p.inputs["b"], sf_vec_size=32)
     p = grouped.problem(name, "mxfp4", (256, 512), n=192, k=256, inputs={"prob": F32})
     for key in ("a", "b"):
-        p.given[key] = grouped.spread(p.given[key])
+        p.inputs[key] = grouped.unpacked_fp4(p.inputs[key])
     grouped.run(p, "reference")
     grouped.check(p)
 
@@ -409,17 +411,19 @@ def test_flat_scale_factors_and_bytes_of_one_element(name: str) -> None:
 def test_a_class_takes_flat_scale_factors_in_any_call() -> None:
     """Whether its samples had them or not."""
     p = grouped.problem("grouped_gemm_quant", "nvfp4", (256,))
-    flat = {key: p.given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
-    found = []
-    for samples in (p.given, p.given | flat):
+    flat = {key: p.inputs[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
+    actual = []
+    for samples in (p.inputs, p.inputs | flat):
         d = torch.empty(256, 128, 1)
-        made = cudnn.GroupedGemmQuant(**registry.find(p.name).samples(samples | {"d": d}))
-        made.compile()
-        for given in (p.given, p.given | flat):
-            made.execute(**{made.parameters[key]: x for key, x in given.items()}, d_tensor=d.fill_(torch.nan))
-            found.append(d.clone())
-    assert all(torch.equal(found[0], other) for other in found)
-    assert bool(found[0].isfinite().all())
+        operation = cudnn.GroupedGemmQuant(**registry.find(p.name).samples(samples | {"d": d}))
+        operation.compile()
+        for arguments in (p.inputs, p.inputs | flat):
+            operation.execute(
+                **{operation.parameters[key]: x for key, x in arguments.items()}, d_tensor=d.fill_(torch.nan)
+            )
+            actual.append(d.clone())
+    assert all(torch.equal(actual[0], other) for other in actual)
+    assert bool(actual[0].isfinite().all())
 
 
 def test_types_of_the_cute_dsl() -> None:
@@ -438,9 +442,9 @@ def test_types_of_the_cute_dsl() -> None:
 
 def test_rows_of_no_expert_are_not_touched() -> None:
     p = grouped.problem("grouped_gemm", ends=(30, 60), m=100)
-    p.given["d"] = torch.full((100, 128, 1), 7.0).bfloat16()
+    p.inputs["d"] = torch.full((100, 128, 1), 7.0).bfloat16()
     grouped.run(p, "reference")
-    assert p.results["d_tensor"] is p.given["d"]
+    assert p.results["d_tensor"] is p.inputs["d"]
     assert bool((p.results["d_tensor"][60:] == 7).all())
     grouped.check(p)
 
@@ -453,8 +457,8 @@ def whole(name: str, *units: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another number of tokens compiles nothing, nor do other n and k unless the environment says so; no tokens make no
-    object.
+    """Another number of tokens compiles nothing, nor do other n and k unless an environment variable requests it; no
+    tokens make no object.
     """
     api, compiled = registry.find(name), []
     compile_ = api.compile
@@ -480,18 +484,18 @@ def test_operators_are_traced(name: str) -> None:
     """Their fake results are like the real ones."""
     more = {"prob": F32, "c": BF16, "beta": F32} if registry.find(name).result[0] == "d_row" else {"prob": F32}
     p = grouped.problem(name, ends=whole(name, 4, 4, 13), inputs=more)
-    operator, known = getattr(cudnn.ops, name), {*p.given, *p.options}
+    operator, known = getattr(cudnn.ops, name), {*p.inputs, *p.options}
     signature = operator_of.signature_of(registry.find(name), registry.wrapper(name))[0].parameters
-    given = {key: p.given.get(key, p.options.get(key)) for key in signature if key in known}
-    real = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | given)
+    arguments = {key: p.inputs.get(key, p.options.get(key)) for key in signature if key in known}
+    real = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | arguments)
     with FakeTensorMode() as mode:
-        given = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in given.items()}
-        fake = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | given)
+        arguments = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+        fake = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | arguments)
     likeness = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (real, fake)]
     assert likeness[0] == likeness[1]
 
 
-# Weights behind addresses.
+# Pointer arrays of weights.
 
 ADDRESSED: list[dict[str, Any]] = [
     {"name": "grouped_gemm", "inputs": {"prob": F32}, "major": "mn"},
@@ -521,8 +525,8 @@ WHERE = [
 def test_weights_behind_addresses(where: str, case: dict[str, Any]) -> None:
     """Of the same values as in a tensor; another call has other addresses."""
     p = grouped.problem(**case, device="cuda" if where == "gpu" else "cpu")
-    if "b" in p.given:
-        grouped.addressed(p)
+    if "b" in p.inputs:
+        grouped.use_pointers(p)
     grouped.run(p, where)
     grouped.check(p)
 
@@ -533,7 +537,7 @@ def test_sizes_of_a_call_with_addresses_only() -> None:
     registry.find(p.name).objects.clear()
     grouped.run(p, "reference")
     (object_,) = registry.find(p.name).objects.values()
-    sizes = object_.sizes_now([p.given.get(name) for name in object_.names])
+    sizes = object_.sizes_now([p.inputs.get(name) for name in object_.names])
     assert {name: sizes[name] for name in ("m", "n", "k", "experts")} == {"m": 512, "n": 128, "k": 128, "experts": 2}
 
 
@@ -554,8 +558,8 @@ def test_what_functions_say_of_themselves() -> None:
 def test_older_positional_order() -> None:
     """acc_dtype came where row_scale is now."""
     p = grouped.problem("grouped_gemm_quant", inputs={"prob": F32})
-    before = [p.given[key] for key in ("a", "sfa", "padded_offsets", "alpha", "b", "sfb")]
-    before += [None, None, None, None, None, "k", None, p.given["prob"]]
+    before = [p.inputs[key] for key in ("a", "sfa", "padded_offsets", "alpha", "b", "sfb")]
+    before += [None, None, None, None, None, "k", None, p.inputs["prob"]]
     old = cudnn.grouped_gemm_quant_wrapper(*before, torch.float32, torch.float32)
     new = cudnn.grouped_gemm_quant_wrapper(*before, None, torch.float32, torch.float32)
     assert old["d_tensor"].dtype == new["d_tensor"].dtype == torch.float32
@@ -582,7 +586,7 @@ def test_older_semantics(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_orders_of_the_hadamard_transform(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positional arguments of both versions, told by where the experts' ends are; the meaning is a version's."""
     p = grouped.problem("grouped_gemm_glu_hadamard", "nvfp4", (256, 512), inputs={"prob": F32})
-    g = p.given
+    g = p.inputs
     newer = [g[key] for key in ("a", "sfa", "padded_offsets", "alpha", "prob", "b", "sfb")]
     older = [g[key] for key in ("a", "b", "sfa", "sfb", "padded_offsets", "alpha", "prob")]
     p.results = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*newer)
@@ -590,8 +594,8 @@ def test_both_orders_of_the_hadamard_transform(monkeypatch: pytest.MonkeyPatch) 
     again = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
     assert all(torch.equal(x, y) for x, y in zip(p.results, again, strict=True))
     c, d = (torch.empty_like(p.results[name]) for name in ("c_tensor", "d_tensor"))
-    given = [g["a"], g["b"], c, d, *older[2:]]
-    cudnn.GroupedGemmGluHadamardSm100(*given)(*given)
+    arguments = [g["a"], g["b"], c, d, *older[2:]]
+    cudnn.GroupedGemmGluHadamardSm100(*arguments)(*arguments)
     assert torch.equal(d, p.results["d_tensor"])
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
     p.results = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
@@ -605,58 +609,63 @@ def test_largest_magnitudes_without_samples() -> None:
     grouped.run(p, "reference")
     names = ("a", "sfa", "padded_offsets", "alpha", "prob", "b")
     results = {"c": torch.empty(208, 128, 1).bfloat16(), "d": torch.empty(208, 64, 1).bfloat16()}
-    made = cudnn.GroupedGemmGluHadamard(
-        **{f"sample_{name}": x for name, x in (p.given | results).items() if name in (*names, *results)}
+    operation = cudnn.GroupedGemmGluHadamard(
+        **{f"sample_{name}": x for name, x in (p.inputs | results).items() if name in (*names, *results)}
     )
-    made.compile()
-    given = {made.parameters[name]: x for name, x in (p.given | results).items() if name in (*names, *results)}
-    made.execute(**given)
-    found = {f"{name}_tensor": torch.zeros(2, 1) for name in ("amax", "post_rht_amax")}
-    made.execute(**given, **found)
+    operation.compile()
+    arguments = {
+        operation.parameters[name]: x for name, x in (p.inputs | results).items() if name in (*names, *results)
+    }
+    operation.execute(**arguments)
+    actual = {f"{name}_tensor": torch.zeros(2, 1) for name in ("amax", "post_rht_amax")}
+    operation.execute(**arguments, **actual)
     assert torch.equal(results["d"], p.results["d_tensor"])
-    assert all(torch.equal(x, p.results[name]) for name, x in found.items())
+    assert all(torch.equal(x, p.results[name]) for name, x in actual.items())
 
 
 @pytest.mark.parametrize(("kind", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])
 def test_a_warm_call_looks_at_every_shape(kind: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at those of scale factors, which stand for many sizes, so that the kernel cannot relate them."""
     api, shape, kernels = cudnn.GroupedGemmQuant, (512, 128, 128, 2), Recorded(monkeypatch)
-    given, sizes = api.blank(shape, kind, "cpu"), api.example_sizes({"m": 512, "n": 128, "k": 128, "experts": 2})
+    arguments, sizes = (
+        api.empty_tensors(shape, kind, "cpu"),
+        api.example_sizes({"m": 512, "n": 128, "k": 128, "experts": 2}),
+    )
     for name, dtype in (("d", E4M3), ("d_col", E4M3), ("sfd_row", E8M0), ("sfd_col", E8M0), ("norm_const", F32)):
-        given[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "cpu")
+        arguments[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "cpu")
     if flat:
-        given |= {name: given[name].new_empty(given[name].numel()) for name in ("sfa", "sfb")}
-    made: Any = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
-    made.compile()
+        arguments |= {name: arguments[name].new_empty(arguments[name].numel()) for name in ("sfa", "sfb")}
+    operation: Any = api(**api.samples(arguments), sf_vec_size=32, arch="sm_90a")
+    operation.compile()
 
     def execute(tensors: dict[str, Any]) -> None:
-        made.execute(**{p: OnGpu(tensors[x]) if x in tensors else None for x, p in api.parameters.items()})
+        operation.execute(**{p: OnGpu(tensors[x]) if x in tensors else None for x, p in api.parameters.items()})
 
-    execute(given)
-    for name, x in given.items():
+    execute(arguments)
+    for name, x in arguments.items():
         with pytest.raises(ValueError, match=r"mismatch|allowed"):
-            execute(given | {name: x.new_empty((*x.shape[:-1], x.shape[-1] + 1))})
-    execute(given)
+            execute(arguments | {name: x.new_empty((*x.shape[:-1], x.shape[-1] + 1))})
+    execute(arguments)
     assert len(kernels.calls) == 2
     kernels.refusing = True
     with pytest.raises(ValueError, match="Mismatched Tensor on argument #0"):
-        execute(given)
+        execute(arguments)
 
 
 def test_the_hadamard_matrix_is_built_in() -> None:
     """The same one may be given; another one only where it is not looked at."""
     p = grouped.problem("grouped_gemm_glu_hadamard", ends=(64,), inputs={"prob": F32})
     names = ("a", "padded_offsets", "alpha", "prob", "b")
-    samples = {f"sample_{name}": p.given[name] for name in names} | {"sample_sfa": None}
+    samples = {f"sample_{name}": p.inputs[name] for name in names} | {"sample_sfa": None}
     samples |= {"sample_c": torch.empty(64, 128, 1).bfloat16(), "sample_d": torch.empty(64, 64, 1).bfloat16()}
     matrix = hadamard_matrix(16, BF16)
-    assert torch.equal(matrix.float(), gemms.signs_of(16))
+    assert torch.equal(matrix.float(), oracle.signs_of(16))
     for other, options in ((matrix, {"use_tmem_post_rht_amax": True}), (-matrix, {}), (matrix, {"semantics": "1.23"})):
         assert cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=other, **options).check_support()
     for options in ({"use_tmem_post_rht_amax": True}, {"semantics": "1.23"}):
-        made = cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=-matrix, **options)
+        operation = cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=-matrix, **options)
         with pytest.raises(NotImplementedError, match="hadamard tensor: got another matrix"):
-            made.check_support()
+            operation.check_support()
     one, other = (cudnn.GroupedGemmGluHadamard(**samples) for _ in range(2))
     one.compile()
     other.compile()
@@ -666,6 +675,6 @@ def test_the_hadamard_matrix_is_built_in() -> None:
 def test_one_expert_with_all_rows() -> None:
     """Offsets are not read: they may hold anything."""
     p = grouped.problem("grouped_gemm_quant", "mxfp4", (256,), use_single_group_runtime_offsets=True)
-    p.given["padded_offsets"].fill_(-5)
+    p.inputs["padded_offsets"].fill_(-5)
     grouped.run(p, "reference")
     grouped.check(p)

@@ -10,9 +10,9 @@ import torch
 
 import cudnn
 from cudnn.fused import registry
-from cudnn.runtime.call import Call, Layout
+from cudnn.runtime.call import Call, CheckedTensors
 from support import grouped
-from support.gemms import BF16, E4M3, F16, F32, FP4
+from support.oracle import BF16, E4M3, F16, F32, FP4
 
 pytest.importorskip("ptx_emulator")
 
@@ -25,7 +25,7 @@ WRONG_ADDRESSES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"b_ptrs": torch.zeros(6, dtype=torch.int64)[::2]}, ValueError, "b_ptrs must be contiguous"),
     ({"b_ptrs": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
     ({"b": torch.zeros(128, 128, 3).bfloat16()}, ValueError, "b_tensor and b_ptrs: got both; allowed: one of them"),
-    ({"n": None}, ValueError, "n and b_dtype: got None and torch.bfloat16; allowed: both, for weights behind b_ptrs"),
+    ({"n": None}, ValueError, "n and b_dtype: got None and torch.bfloat16; allowed: both, with b_ptrs"),
     ({"b_dtype": F16}, ValueError, "b_dtype: got torch.float16; allowed: bfloat16, the type of a"),
 ]
 
@@ -33,9 +33,9 @@ WRONG_ADDRESSES: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("changed", "error", "words"), WRONG_ADDRESSES)
 def test_wrong_addresses(changed: dict[str, Any], error: Any, words: str) -> None:
     p = grouped.problem("grouped_gemm_quant")
-    grouped.addressed(p)
+    grouped.use_pointers(p)
     p.options |= {key: value for key, value in changed.items() if key in p.options}
-    p.given |= {key: value for key, value in changed.items() if key not in p.options}
+    p.inputs |= {key: value for key, value in changed.items() if key not in p.options}
     with pytest.raises(error, match=words):
         grouped.run(p, "reference")
 
@@ -55,12 +55,12 @@ def test_float32_factors_of_a_result_that_are_refused(
     changed: dict[str, Any], options: dict[str, Any], arch: str, error: type[Exception], words: str
 ) -> None:
     api = cudnn.GroupedGemmGlu
-    given = api.blank((256, 256, 128, 2), "fp8_128", "meta")
+    arguments = api.empty_tensors((256, 256, 128, 2), "fp8_128", "meta")
     sizes = api.example_sizes({"m": 256, "n": 256, "k": 128, "experts": 2}) | {"vector": 128}
     for name, dtype in ({"d": E4M3, "sfd_row": F32} | changed).items():
-        given[name] = dtype and api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
+        arguments[name] = dtype and api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
     with pytest.raises(error, match=words):
-        api(**api.samples(given), **{"sf_vec_size": 128} | options, arch=arch).check_support()
+        api(**api.samples(arguments), **{"sf_vec_size": 128} | options, arch=arch).check_support()
 
 
 VALUES = [
@@ -85,45 +85,45 @@ def test_values_that_no_kernel_takes(name: str, changed: dict[str, Any], words: 
     """In the host's memory they are always looked at."""
     p = grouped.problem(name, ends=(64, 64, 208), inputs={"prob": F32})
     grouped.run(p, "reference")
-    p.given |= changed
+    p.inputs |= changed
     with pytest.raises(ValueError, match=words):
         grouped.run(p, "reference")
 
 
 def test_values_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the kernel starts, which is not there."""
-    monkeypatch.setattr("cudnn.runtime.launch.compile_for_emulation", lambda *given: None)
+    monkeypatch.setattr("cudnn.runtime.launch.compile_for_emulation", lambda *arguments: None)
     monkeypatch.setattr(registry.find("grouped_gemm_quant"), "objects", {})
     p = grouped.problem("grouped_gemm_quant", "nvfp4", (256, 512), inputs={"prob": F32})
-    p.given["padded_offsets"][0] = 128
+    p.inputs["padded_offsets"][0] = 128
     with pytest.raises(ValueError, match=r"offsets: got \[128, 512\]; allowed: .* from 0 to 512, multiples of 256"):
         grouped.run(p, "sm_90a")
 
 
 @pytest.mark.parametrize("setting", ["0", "1"])
 def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at where that is asked for, before the kernel starts, whatever dimensions the factors have."""
+    """Values are checked on request, before the kernel starts, for scale factors of any dimensions."""
     ran: list[Any] = []
 
-    def checked(call: Call, *_: Any) -> Layout:
-        if not call.refits:
+    def checked(call: Call, *_: Any) -> CheckedTensors:
+        if not call.canonicalizers:
             raise ValueError("factors are flat")
-        return Layout(lambda *_: False, 0, 132, 0)
+        return CheckedTensors(lambda *_: False, 0, 132, 0)
 
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", setting)
-    monkeypatch.setattr("cudnn.runtime.launch.kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr("cudnn.runtime.launch.kernel", lambda *_: lambda *arguments: ran.append(arguments))
     monkeypatch.setattr(Call, "_check", checked)
     p = grouped.problem("grouped_gemm_quant", "mxfp8", ends=(256, 512), n=64, k=64)
     api: Any = cudnn.GroupedGemmQuant
-    given = {name: p.given.get(name) for name in api.names} | {"d": torch.empty(512, 64, 1).bfloat16()}
-    made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
-    made.compile()
-    given |= {key: given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
+    arguments = {name: p.inputs.get(name) for name in api.names} | {"d": torch.empty(512, 64, 1).bfloat16()}
+    operation = api(**api.samples(arguments), sf_vec_size=32, arch="sm_90a")
+    operation.compile()
+    arguments |= {key: arguments[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
     for ends in ([256, 512], [256, 250], [256, 250]):
-        given["padded_offsets"].copy_(torch.tensor(ends))
+        arguments["padded_offsets"].copy_(torch.tensor(ends))
         wrong = setting == "1" and ends[1] == 250
         with pytest.raises(ValueError, match=r"offsets: got .256, 250") if wrong else contextlib.nullcontext():
-            made.run(tuple(given.values()), (None,) * len(made.scalars), 0, None)
+            operation.run(tuple(arguments.values()), (None,) * len(operation.scalars), 0, None)
     assert len(ran) == (3 if setting == "0" else 1)
 
 
@@ -157,7 +157,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(2).int()}, ValueError, "padded_offsets tensor shape"),
     ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(3)}, ValueError, "padded_offsets tensor dtype"),
     ("grouped_gemm_quant", {}, {"bias": torch.zeros(3, 128)}, ValueError, "bias tensor shape mismatch"),
-    ("grouped_gemm_glu", {"n": 96}, {}, ValueError, "columns of the product: got 96; allowed: multiples of 64"),
+    ("grouped_gemm_glu", {"n": 96}, {}, ValueError, "n: got 96; allowed: multiples of 64"),
     ("grouped_gemm_glu", {"act_func": "relu"}, {}, ValueError, "act_func: got 'relu'"),
     ("grouped_gemm_glu", {"act_func": "situglu", "situ_beta1": 0.0}, {}, ValueError, "situ_beta1: got 0.0"),
     (
@@ -182,7 +182,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
         {"rht_colwise_dtype": FP4, "rht_rowwise_dtype": BF16},
         {"prob": torch.rand(200)},
         NotImplementedError,
-        "float4_e2m1fn_x2, beside one of rows; allowed: float4_e2m1fn_x2",
+        "float4_e2m1fn_x2, with one of rows; allowed: float4_e2m1fn_x2",
     ),
     (
         "grouped_gemm_glu_hadamard_quant",
@@ -202,10 +202,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "changed", "error", "words"), REFUSED)
-def test_what_is_refused(name: str, given: dict[str, Any], changed: dict[str, Any], error: Any, words: str) -> None:
-    p = grouped.problem(name, **given)
-    p.given |= changed
+@pytest.mark.parametrize(("name", "arguments", "changed", "error", "words"), REFUSED)
+def test_what_is_refused(name: str, arguments: dict[str, Any], changed: dict[str, Any], error: Any, words: str) -> None:
+    p = grouped.problem(name, **arguments)
+    p.inputs |= changed
     with pytest.raises(error, match=words):
         grouped.run(p, "reference")
 

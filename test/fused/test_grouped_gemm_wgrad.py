@@ -10,9 +10,9 @@ import torch
 
 import cudnn
 from cudnn.fused.gradients import WGradInputOrder
-from cudnn.fused.grouped import numbered
-from support import gemm, grouped
-from support.gemms import BF16, E4M3, E8M0, F32, FP4
+from cudnn.fused.grouped import gather
+from support import grouped, kernel_inputs
+from support.oracle import BF16, E4M3, E8M0, F32, FP4
 from support.selection import within
 
 pytest.importorskip("ptx_emulator")
@@ -26,15 +26,17 @@ WHERE = [
 
 
 def gradients(ends: tuple[int, ...], tokens: int, indexed: str = "", **more: Any) -> None:
-    """Of ``indexed`` operands, tokens are those of half as many, by number."""
+    """``indexed`` operands gather their tokens from half the number."""
     a, b = torch.randn(tokens, 136).bfloat16(), torch.randn(tokens, 72).bfloat16()
     offsets = torch.tensor(ends, dtype=torch.int32)
-    given = {"a": a, "b": b}
+    arguments = {"a": a, "b": b}
     for name in indexed:
-        given[name], more[f"{name}_index"] = gemm.lines(given[name][..., None], 0)
-        given[name] = given[name][..., 0]
-    a, b = (numbered(x, more.get(f"{name}_index")) for name, x in given.items())
-    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(given["a"].T, given["b"], None, None, offsets, wgrad_dtype=F32, **more)
+        arguments[name], more[f"{name}_index"] = kernel_inputs.gathered(arguments[name][..., None], 0)
+        arguments[name] = arguments[name][..., 0]
+    a, b = (gather(x, more.get(f"{name}_index")) for name, x in arguments.items())
+    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(
+        arguments["a"].T, arguments["b"], None, None, offsets, wgrad_dtype=F32, **more
+    )
     start = 0
     for expert, end in enumerate(ends):
         scale = more["global_scale_a"][expert] * more["global_scale_b"][expert] if "global_scale_a" in more else 1.0
@@ -61,10 +63,10 @@ def test_numbers_of_tokens() -> None:
     with pytest.raises(ValueError, match="a_index tensor: got a tensor, for float8_e4m3fn; allowed: None, but for"):
         grouped.run(p, "reference")
     p = grouped.problem("grouped_gemm", inputs={"a_index": I32, "prob": F32})
-    p.given["a_index"] = p.given["a_index"][1:]
+    p.inputs["a_index"] = p.inputs["a_index"][1:]
     with pytest.raises(ValueError, match=r"prob tensor shape mismatch: expected \(199, 1, 1\)"):
         grouped.run(p, "reference")
-    p.given |= {"a_index": p.given["a_index"][:0], "prob": p.given["prob"][:0]}
+    p.inputs |= {"a_index": p.inputs["a_index"][:0], "prob": p.inputs["prob"][:0]}
     grouped.run(p, "sm_90a")
     assert p.results["d_tensor"].shape == (0, 128, 1)
     x, index = torch.zeros(64, 32).bfloat16(), torch.zeros(64, dtype=torch.int32)
@@ -73,10 +75,10 @@ def test_numbers_of_tokens() -> None:
 
 
 def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:
-    """Operands with scale factors, each expert's of its own; with other tokens after the last one."""
+    """Operands with scale factors, separate for each expert; with other tokens after the last one."""
     m, n, tokens, device = 136, 72, more.pop("offsets_of", ends[-1]) + 128, "cuda" if where == "gpu" else "cpu"
     a, b = (grouped.operand(kind, rows, tokens, 1, device) for rows in (m, n))
-    vector = grouped.KINDS[kind][2]
+    vector = grouped.OPERAND_TYPES[kind][2]
     sfa, sfb = (grouped.by_expert(x.scales, sorted(ends), vector) for x in (a, b))
     names = more.pop("scales_of", () if kind == "mxfp8" else ("global_scale_a", "global_scale_b"))
     scales = {key: torch.rand(len(ends), device=device) + 0.5 for key in names}
@@ -88,9 +90,9 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
     addressed = more.pop("addressed", False)
     out: Any = torch.full((len(ends), m, n), 2.0, device=device)
     out = [x.clone() for x in out] if addressed else out
-    given = {"wgrad_tensor": out}
+    arguments = {"wgrad_tensor": out}
     if addressed:
-        given = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
+        arguments = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
     with within(where):
         cudnn.grouped_gemm_wgrad_wrapper(
             a.tensor[..., 0],
@@ -100,7 +102,7 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
             offsets,
             wgrad_dtype=F32,
             sf_vec_size=vector,
-            **given,
+            **arguments,
             **scales,
             **more,
         )
@@ -115,7 +117,7 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
 
 
 def packed_gradients(where: str, apart: int = 0, **more: Any) -> None:
-    """An object for gradients behind addresses, called with one tensor; its experts' matrices may lie apart."""
+    """An object for pointer arrays of gradients, called with one tensor; its experts' matrices may lie apart."""
     m, n, ends, device = 64, 96, (64, 64, 192), "cuda" if where == "gpu" else "cpu"
     a, b = (torch.randint(-3, 4, (ends[-1], rows), device=device).bfloat16() for rows in (m, n))
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
@@ -129,11 +131,11 @@ def packed_gradients(where: str, apart: int = 0, **more: Any) -> None:
         for _ in range(2):
             wgrad.fill_(2.0)
             operation.execute(a.T, b, None, None, offsets, wgrad_tensor=wgrad)
-        found = wgrad.clone()
+        actual = wgrad.clone()
         wgrad.fill_(2.0)
         addresses = torch.tensor([x.data_ptr() for x in wgrad], device=device)
         operation.execute(a.T, b, None, None, offsets, wgrad_ptrs=addresses)  # addresses still do
-    assert torch.equal(wgrad, found)
+    assert torch.equal(wgrad, actual)
     assert (memory[:, m * n :] == 2.0).all()
     start = 0
     for expert, end in enumerate(ends):
@@ -176,15 +178,15 @@ SCALED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given", SCALED, ids=lambda given: "-".join(map(str, given)) + given["kind"])
+@pytest.mark.parametrize("arguments", SCALED, ids=lambda arguments: "-".join(map(str, arguments)) + arguments["kind"])
 @pytest.mark.parametrize("where", WHERE)
-def test_scaled_weight_gradients(where: str, given: dict[str, Any]) -> None:
-    scaled_gradients(where, **given)
+def test_scaled_weight_gradients(where: str, arguments: dict[str, Any]) -> None:
+    scaled_gradients(where, **arguments)
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_gradients_of_experts_matrices(where: str) -> None:
-    """Of bfloat16: the contiguous tokens of each expert are a matrix of its own; those of b are apart."""
+    """Of bfloat16: the contiguous tokens of each expert are a separate matrix; those of b are strided."""
     device, ends = "cuda" if where == "gpu" else "cpu", (64, 64, 200)
     a, b = torch.randn(136, 208, device=device).bfloat16(), torch.randn(208, 72, device=device).bfloat16()
     parts = torch.cat([x.reshape(-1) for x in a.tensor_split(ends, 1)]).view(a.shape)
@@ -193,8 +195,8 @@ def test_gradients_of_experts_matrices(where: str) -> None:
         (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(
             parts, b, None, None, offsets, wgrad_dtype=F32, input_order="tensor_ragged"
         )
-        for found, start, end in zip(wgrad, (0, *ends[:-1]), ends, strict=True):
-            torch.testing.assert_close(found, a[:, start:end].float() @ b[start:end].float(), rtol=1e-4, atol=1e-4)
+        for actual, start, end in zip(wgrad, (0, *ends[:-1]), ends, strict=True):
+            torch.testing.assert_close(actual, a[:, start:end].float() @ b[start:end].float(), rtol=1e-4, atol=1e-4)
         with pytest.raises(
             NotImplementedError, match=r"input_order: got 'tensor_ragged' .*; allowed: with scale factors or"
         ):
@@ -219,10 +221,10 @@ def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vec
         factors = nothing.to(torch.uint8).as_strided((128, 0), (16, 1)).view(scale)
     if more:
         more = more | {f"global_scale_{name}": torch.zeros(2, device=device) for name in "ab"}
-    given: dict[str, Any] = {"wgrad_dtype": F32, "sf_vec_size": vector, **more}
+    arguments: dict[str, Any] = {"wgrad_dtype": F32, "sf_vec_size": vector, **more}
     behind = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
     with within(where):
-        call = functools.partial(cudnn.grouped_gemm_wgrad_wrapper, a, b, factors, factors, offsets, **given)
+        call = functools.partial(cudnn.grouped_gemm_wgrad_wrapper, a, b, factors, factors, offsets, **arguments)
         for added in (True, False):
             call(**behind, accumulate_on_output=added)
             assert bool((out == 7.0).all()) if added else not out.any()
@@ -233,7 +235,7 @@ def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vec
 
 
 def test_samples_that_tell_where_experts_end() -> None:
-    """Of gradients with scale factors, ends are looked at when an object is made; float4 with factors of 8 bits has
+    """Of gradients with scale factors, ends are looked at when an object is made; float4 with 8-bit scale factors has
     global ones.
     """
     for ends, error in (
@@ -242,7 +244,9 @@ def test_samples_that_tell_where_experts_end() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             scaled_gradients("reference", "nvfp4", ends, offsets_of=192)
-    with pytest.raises(ValueError, match=r"global_scale_a and global_scale_b: got None; allowed: both, for factors of"):
+    with pytest.raises(
+        ValueError, match=r"global_scale_a and global_scale_b: got None; allowed: both, for scale factors"
+    ):
         scaled_gradients("reference", "nvfp4", (64, 192), scales_of=())
     a, factors = torch.zeros(128, 128).to(E4M3), torch.ones(128, 4).to(E8M0)
     with pytest.raises(ValueError, match=r"offsets tensor: got the shape \(1, 2\); allowed: \(e,\)"):

@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels, where things go wrong too, and the system's cache beside the user's."""
+"""The disk cache of compiled kernels, its failure modes, and the system's cache along with the user's."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def held(folder: Path) -> Iterator[int]:
 def test_a_process_that_stands_still_does_not_hold_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_SAY", 0.1)
+    monkeypatch.setattr(cache, "_LOG_AFTER", 0.1)
     monkeypatch.setattr(cache, "_WAIT", 0.3)
     build = Builder()
     assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
@@ -273,10 +273,10 @@ def test_a_process_that_stands_still_does_not_hold_others(
 def test_a_process_that_is_slow_is_waited_for(
     held: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_SAY", 0.1)
+    monkeypatch.setattr(cache, "_LOG_AFTER", 0.1)
 
     class Log:
-        """Lets go as soon as the log says that somebody waits."""
+        """Releases the lock as soon as a waiting process logs."""
 
         def warning(self, *arguments: object) -> None:
             cache.user().write(ENTRY, b"its object")
@@ -348,9 +348,9 @@ def test_a_file_that_vanishes_while_it_is_listed(folder: Path, monkeypatch: pyte
     for entry in entries:
         cache.fetch(entry, Builder())
     files = cache.user().files()
-    found = [next(files)]
+    actual = [next(files)]
     cache.clear()
-    assert len([*found, *files]) == 1
+    assert len([*actual, *files]) == 1
 
 
 # The system's cache.

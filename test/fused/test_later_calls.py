@@ -10,7 +10,7 @@ import torch
 
 import cudnn
 from cudnn import NSA
-from cudnn.fused import objects
+from cudnn.fused import object_cache
 
 Tensors = tuple[Any, ...]
 OFFSETS = torch.tensor([0, 64], dtype=torch.int32)
@@ -63,19 +63,19 @@ def both(hq: int, hk: int, width: int = 64) -> Tensors:
     ],
 )
 def test_other_heads(api: Any, tensors: Callable[..., Tensors], options: dict[str, Any], any_heads: bool) -> None:
-    made = api(*tensors(4, 1), **options)
-    made.compile()
-    made.execute(*tensors(4, 1))
+    operation = api(*tensors(4, 1), **options)
+    operation.compile()
+    operation.execute(*tensors(4, 1))
     if any_heads:
-        made.execute(*tensors(4, 2))
+        operation.execute(*tensors(4, 2))
     message = "heads of q: got 3; allowed: multiples of the 2" if any_heads else "q tensor shape mismatch: expected"
-    given = tensors(3, 2)
-    before = [x if x is None else x.clone() for x in given]
+    arguments = tensors(3, 2)
+    before = [x if x is None else x.clone() for x in arguments]
     with pytest.raises(ValueError, match=message):
-        made.execute(*given)
-    assert all(x is y or torch.equal(x, y) for x, y in zip(given, before, strict=True))
+        operation.execute(*arguments)
+    assert all(x is y or torch.equal(x, y) for x, y in zip(arguments, before, strict=True))
     with pytest.raises(ValueError, match=r"q tensor shape mismatch: expected .*64\), got .*128\)"):
-        made.execute(*tensors(4, 1, 128))
+        operation.execute(*tensors(4, 1, 128))
 
 
 def test_pages_of_another_size() -> None:
@@ -85,16 +85,16 @@ def test_pages_of_another_size() -> None:
     step = rows(2, count=1)
     tensors = {"q_tensor": step, **caches(16), "o_tensor": step.clone(), "lse_tensor": torch.zeros(1, 2, 1)}
     tensors |= {"seqlen_k_tensor": torch.tensor([20]).int(), "page_table_tensor": torch.tensor([[4, 0, 3]]).int()}
-    made = cudnn.SdpaForward(**{f"sample_{name.removesuffix('_tensor')}": x for name, x in tensors.items()})
-    made.compile()
-    made.execute(**tensors)
+    operation = cudnn.SdpaForward(**{f"sample_{name.removesuffix('_tensor')}": x for name, x in tensors.items()})
+    operation.compile()
+    operation.execute(**tensors)
     with pytest.raises(ValueError, match="page_table: got pages of 32 keys; allowed: pages of 16 keys"):
-        made.execute(**tensors | caches(32))
+        operation.execute(**tensors | caches(32))
 
 
 def test_as_many_objects_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of programs whose sequences have ever other lengths. The oldest goes first, and may come again."""
-    monkeypatch.setattr(objects, "MOST", 3)
+    monkeypatch.setattr(object_cache, "MAX_OBJECTS", 3)
     monkeypatch.setattr(cudnn.SdpafwdSm100D256, "objects", {})
     for count in (1, 2, 3, 4, 5, 1):
         q = rows(1, 256, count).transpose(1, 2).contiguous().transpose(1, 2)

@@ -13,7 +13,7 @@ import torch
 
 from cudnn import NSA
 from cudnn.fused import registry
-from cudnn.native_sparse_attention.selection import inverse
+from cudnn.native_sparse_attention.selection import csr_transpose
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa
 from kernels.test_nsa import Choice, Ranking
@@ -35,8 +35,8 @@ def there(where: str, function: Callable[..., Any], **call: Any) -> list[Any]:
         return x.cuda() if where == "gpu" and isinstance(x, torch.Tensor) else x
 
     with within(where):
-        found = function(**{name: moved(x) for name, x in call.items()})
-    return [None if x is None else x.cpu() for x in found]
+        actual = function(**{name: moved(x) for name, x in call.items()})
+    return [None if x is None else x.cpu() for x in actual]
 
 
 def on_gpu(*values: Any) -> Any:
@@ -44,28 +44,28 @@ def on_gpu(*values: Any) -> Any:
     return pytest.param(*values, *GPU.values, marks=GPU.marks)
 
 
-def named(given: dict[str, Any], *names: str) -> dict[str, Any]:
+def named(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     """Those of the kernels' arguments, as the wrappers call them."""
-    return {f"{name}_tensor": given[name] for name in names} | {"scale_softmax": given["scale_softmax"]}
+    return {f"{name}_tensor": arguments[name] for name in names} | {"scale_softmax": arguments["scale_softmax"]}
 
 
-def selection_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
+def selection_call(arguments: dict[str, Any] | None = None) -> dict[str, Any]:
     """Tensors of a call with two heads of K and different blocks for all rows."""
-    given = given or nsa.selection_inputs(C, CHOICE)
-    call = named(given, "q", "k", "v", "block_indices", "block_counts", "cum_seqlen_q")
-    return call | {"cum_seqlen_k_tensor": given["cum_seqlen_q"], "block_size": C.block}
+    arguments = arguments or nsa.selection_inputs(C, CHOICE)
+    call = named(arguments, "q", "k", "v", "block_indices", "block_counts", "cum_seqlen_q")
+    return call | {"cum_seqlen_k_tensor": arguments["cum_seqlen_q"], "block_size": C.block}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("arch", brief(["", GPU, "sm_90a"], 0, 1))
 def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
     c = replace(C, causal=is_causal)
-    given = nsa.selection_inputs(c, CHOICE)
+    arguments = nsa.selection_inputs(c, CHOICE)
     options = {"is_causal": is_causal, "o_dtype": torch.bfloat16 if is_causal else None}
-    o, sums, maxima = there(arch, NSA.selection_attention_wrapper, **selection_call(given), **options)
-    assert o.dtype is (options["o_dtype"] or given["q"].dtype)
+    o, sums, maxima = there(arch, NSA.selection_attention_wrapper, **selection_call(arguments), **options)
+    assert o.dtype is (options["o_dtype"] or arguments["q"].dtype)
     assert sums.shape == maxima.shape == (50, 4, 1)
-    nsa.assert_selected(given | {"o": o, "l": sums[..., 0], "m": maxima[..., 0]}, c)
+    nsa.assert_selected(arguments | {"o": o, "l": sums[..., 0], "m": maxima[..., 0]}, c)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
 def test_selection_backward(arch: str, is_causal: bool) -> None:
     """With a mask, gradients are added to what there is."""
     c = replace(C, causal=is_causal)
-    given = nsa.selection_inputs(c, CHOICE)
-    given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
-    given["expected"] = nsa.selection_gradients(given, c)
-    given["lse"] = given["lse"].unsqueeze(2)
-    call = selection_call(given) | named(given, "o", "do", "lse")
+    arguments = nsa.selection_inputs(c, CHOICE)
+    arguments["lse"], arguments["do"] = torch.empty_like(arguments["l"]), torch.randn_like(arguments["o"])
+    arguments["expected"] = nsa.selection_gradients(arguments, c)
+    arguments["lse"] = arguments["lse"].unsqueeze(2)
+    call = selection_call(arguments) | named(arguments, "o", "do", "lse")
     del call["cum_seqlen_k_tensor"]
-    before = tuple(torch.randn_like(given[x]) for x in "qkv") if is_causal else None
+    before = tuple(torch.randn_like(arguments[x]) for x in "qkv") if is_causal else None
     if before:
         call["added_to"] = tuple(x.clone() for x in before)
-    found = there(arch, NSA.selection_attention_backward_wrapper, **call, is_causal=is_causal)
-    own = [x - y for x, y in zip(found, before, strict=True)] if before else found
-    nsa.assert_differentiated(given | dict(zip(("dq", "dk", "dv"), own, strict=True)), c)
+    actual = there(arch, NSA.selection_attention_backward_wrapper, **call, is_causal=is_causal)
+    own = [x - y for x, y in zip(actual, before, strict=True)] if before else actual
+    nsa.assert_differentiated(arguments | dict(zip(("dq", "dk", "dv"), own, strict=True)), c)
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
@@ -102,24 +102,24 @@ def test_selection_of_sequences_of_one_length(arch: str) -> None:
     """(b, h, s, ..), in both orders in memory, as packed ones; offsets do not count."""
     call, batch, rows = selection_call(), 2, 25
     size = {n: x for n, x in call.items() if not isinstance(x, torch.Tensor)}
-    given = {n: x for n, x in call.items() if n not in size and not n.startswith("cum_seqlen")}
-    views = {n: x.unflatten(0, (batch, rows)).transpose(1, 2) for n, x in given.items()}
+    arguments = {n: x for n, x in call.items() if n not in size and not n.startswith("cum_seqlen")}
+    views = {n: x.unflatten(0, (batch, rows)).transpose(1, 2) for n, x in arguments.items()}
     ends = torch.arange(batch + 1, dtype=torch.int32) * rows
-    packed = {**given, "cum_seqlen_q_tensor": ends}
+    packed = {**arguments, "cum_seqlen_q_tensor": ends}
     expected = there(arch, NSA.selection_attention_wrapper, **packed, **size)
-    for given in (views, {n: x.contiguous() for n, x in views.items()}, views | {"cum_seqlen_q_tensor": ends + 7}):
-        found = there(arch, NSA.selection_attention_wrapper, **given, **size)
-        assert found[1].shape == (batch, 4, rows, 1)
-        for mine, other in zip(found, expected, strict=True):
-            assert torch.equal(mine.transpose(1, 2).flatten(0, 1), other)
+    for arguments in (views, {n: x.contiguous() for n, x in views.items()}, views | {"cum_seqlen_q_tensor": ends + 7}):
+        actual = there(arch, NSA.selection_attention_wrapper, **arguments, **size)
+        assert actual[1].shape == (batch, 4, rows, 1)
+        for ours, other in zip(actual, expected, strict=True):
+            assert torch.equal(ours.transpose(1, 2).flatten(0, 1), other)
     o, sums, maxima = expected
     own = {"o_tensor": o, "do_tensor": o + 1, "lse_tensor": maxima + sums.log()}
     turned = {n: x.unflatten(0, (batch, rows)).transpose(1, 2) for n, x in own.items()}
     gradients = there(arch, NSA.selection_attention_backward_wrapper, **packed, **own, **size)
-    for given in (turned, turned | {"lse_tensor": turned["lse_tensor"].squeeze(-1)}):
-        found = there(arch, NSA.selection_attention_backward_wrapper, **views, **given, **size)
-        for mine, other in zip(found, gradients, strict=True):
-            assert torch.equal(mine.transpose(1, 2).flatten(0, 1), other)
+    for arguments in (turned, turned | {"lse_tensor": turned["lse_tensor"].squeeze(-1)}):
+        actual = there(arch, NSA.selection_attention_backward_wrapper, **views, **arguments, **size)
+        for ours, other in zip(actual, gradients, strict=True):
+            assert torch.equal(ours.transpose(1, 2).flatten(0, 1), other)
     with pytest.raises(
         ValueError,
         match=r"SelectionAttention: k tensor: got the shape \(2, 2, 24, 64\); allowed: .* 2 sequences of 25 rows",
@@ -138,17 +138,17 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     counts = torch.tensor([[2], [1], [9], [2], [2], [0], [1], [2]], dtype=torch.int32)
     ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 
-    monkeypatch.setattr(inverse, "ROWS", (3,))
+    monkeypatch.setattr(csr_transpose, "ROWS", (3,))
 
     def by_block(is_causal: bool) -> list[list[int]]:
-        given = {"block_indices": indices, "block_counts": counts, "cum_seqlen": ends}
-        rows, table = there(arch, NSA.choosing_rows, **given, block_size=2, is_causal=is_causal, part=2)
+        arguments = {"block_indices": indices, "block_counts": counts, "cum_seqlen": ends}
+        rows, table = there(arch, NSA.choosing_rows, **arguments, block_size=2, is_causal=is_causal, part=2)
         assert table[0].tolist() == [0, 0, 0]
-        found = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
-        parts = [max(-(-len(x) // 2), 1) for x in found]
+        actual = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
+        parts = [max(-(-len(x) // 2), 1) for x in actual]
         assert table[:, 1].diff().tolist() == parts
         assert table[:, 2].diff().tolist() == [x if x > 1 else 0 for x in parts]
-        return found
+        return actual
 
     assert by_block(False) == [[0, 0, 2], [1, 2], [], [3, 6], [4, 7], [3, 7], []]  # sequence 2 begins with number 3
     assert by_block(True) == [[0, 0, 2], [2], [], [3, 6], [7], [7], []]
@@ -164,11 +164,11 @@ def test_lists_may_be_parts_of_others(arch: str) -> None:
     part = call["block_indices_tensor"][..., :2]
     if arch == "gpu":
         part = call["block_indices_tensor"].cuda()[..., :2]  # a copy of a part is a whole list
-    (o, sums, _), (found, found_sums, _), (none, *_) = (
+    (o, sums, _), (actual, found_sums, _), (none, *_) = (
         there(arch, NSA.selection_attention_wrapper, **call | {"block_indices_tensor": x})
         for x in (few, part, torch.empty(50, 2, 0).int())
     )
-    assert torch.equal(found, o)
+    assert torch.equal(actual, o)
     assert torch.equal(found_sums, sums)
     assert not none.any()
 
@@ -227,7 +227,7 @@ def test_wrappers_of_what_is_no_tensor(missing: str) -> None:
     x = torch.zeros(1, 4, 32, 64).half()
     three: dict[str, Any] = dict.fromkeys(("q_tensor", "k_tensor", "v_tensor"), x)
     rows = {"lse_tensor": torch.zeros(1, 4, 32)}
-    for api, wrapper, given in [
+    for api, wrapper, arguments in [
         (NSA.CompressionAttention, NSA.compression_attention_wrapper, three),
         (
             NSA.CompressionAttentionBackward,
@@ -238,7 +238,7 @@ def test_wrappers_of_what_is_no_tensor(missing: str) -> None:
         (NSA.SelectionAttention, NSA.selection_attention_wrapper, selection_call()),
         *[(NSA.TopKReduction, NSA.topk_reduction_wrapper, three | rows)] * (missing != "v"),
     ]:
-        call = {name: x for name, x in given.items() if api is not NSA.TopKReduction or name != "v_tensor"}
+        call = {name: x for name, x in arguments.items() if api is not NSA.TopKReduction or name != "v_tensor"}
         for value, error, got in ((None, ValueError, "None"), (x.numpy(), TypeError, r"numpy\.ndarray")):
             with pytest.raises(error, match=f"{api.__name__}: {missing} tensor: got {got}"):
                 wrapper(**{**call, f"{missing}_tensor": value})
@@ -247,9 +247,9 @@ def test_wrappers_of_what_is_no_tensor(missing: str) -> None:
 TOP_K, RANKING = replace(nsa.RANK, heads=4, varlen=False), Ranking(((150, 18), (150, 18)))
 
 
-def top_k_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
+def top_k_call(arguments: dict[str, Any] | None = None) -> dict[str, Any]:
     """Two sequences of one length, with the log-sum-exp of compression attention."""
-    call = named(given or nsa.top_k_inputs(TOP_K, RANKING), "q", "k", "lse")
+    call = named(arguments or nsa.top_k_inputs(TOP_K, RANKING), "q", "k", "lse")
     return call | {"k_value": TOP_K.count, "selection_block_size": TOP_K.block, "compress_stride": TOP_K.stride}
 
 
@@ -257,13 +257,13 @@ def top_k_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
     c = replace(TOP_K, varlen=packed)
-    given = nsa.top_k_inputs(c, RANKING)
-    call = top_k_call(given)
+    arguments = nsa.top_k_inputs(c, RANKING)
+    call = top_k_call(arguments)
     if packed:
-        call |= named(given, "cum_seqlen_q", "cum_seqlen_k") | {"lse_tensor": given["lse"].unsqueeze(2)}
+        call |= named(arguments, "cum_seqlen_q", "cum_seqlen_k") | {"lse_tensor": arguments["lse"].unsqueeze(2)}
     scores, indices = there(arch, NSA.topk_reduction_wrapper, **call)
-    found = given | {"topk_scores": scores, "topk_indices": indices}
-    nsa.assert_ranked(found, c, RANKING, ties=bool(arch))  # products of PyTorch may tell equal keys apart
+    actual = arguments | {"topk_scores": scores, "topk_indices": indices}
+    nsa.assert_ranked(actual, c, RANKING, ties=bool(arch))  # PyTorch's GEMMs may differ for equal keys
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_what_top_k_refuses(change: dict[str, Any], error: type[Exception], mess
 
 
 def one_pass_call(rows: int = 150, keys: int = 18) -> dict[str, Any]:
-    """Two packed sequences of one length, with four heads of Q and two of K."""
+    """Two varlen sequences of one length, with four heads of Q and two of K."""
     q, k, v = (torch.randn(2 * n, heads, 64).half() for n, heads in ((rows, 4), (keys, 2), (keys, 2)))
     ends = {f"cum_seqlen_{x}_tensor": torch.arange(3).int() * n for x, n in (("q", rows), ("k", keys))}
     options = {"k_value": 3, "selection_block_size": 16, "compress_stride": 8}
@@ -340,7 +340,7 @@ def test_what_compression_with_top_k_refuses(change: dict[str, Any], error: type
 
 
 def test_compressed_keys_of_later_calls() -> None:
-    """As many as the tile has that the samples chose, and each sequence at most as many as was said."""
+    """The tile's number of blocks for the samples, and no sequence longer than announced."""
 
     def tensors(call: dict[str, Any]) -> tuple[Any, ...]:
         q, ends = call["q_tensor"], [call[f"cum_seqlen_{x}_tensor"] for x in "qk"]
@@ -354,13 +354,13 @@ def test_compressed_keys_of_later_calls() -> None:
         (None, "compressed keys: got 80 rows of k; allowed: at most 64, after samples of 20"),
         (20, "compressed keys of a sequence: got 40; allowed: at most 20"),
     ):
-        made = NSA.CompressionTopK(*tensors(few), **options, max_s_k=most)
-        made.compile()
-        made.execute(*tensors(few))
+        operation = NSA.CompressionTopK(*tensors(few), **options, max_s_k=most)
+        operation.compile()
+        operation.execute(*tensors(few))
         with pytest.raises(ValueError, match=error):
-            made.execute(*tensors(many))
+            operation.execute(*tensors(many))
         with pytest.raises(NotImplementedError, match="compressed keys: got 0 rows of k; allowed: 1 row and more"):
-            made.execute(*tensors(one_pass_call(80, 0)))
+            operation.execute(*tensors(one_pass_call(80, 0)))
 
 
 def test_top_k_before_compile() -> None:
@@ -374,11 +374,11 @@ def test_top_k_before_compile() -> None:
 @pytest.mark.parametrize("name", [name for name in registry.compiled() if name.startswith("nsa_")])
 def test_the_kernels_of_usual_calls_are_known(name: str) -> None:
     """Those that ``cudnn cache warm`` compiles."""
-    usual = registry.usual(name)
-    for shape in usual.shapes:
-        made = list(usual.objects("bf16", shape, "sm_90a"))
-        assert made
-        for api in made:
+    preset = registry.aot_preset(name)
+    for shape in preset.shapes:
+        operation = list(preset.objects("bf16", shape, "sm_90a"))
+        assert operation
+        for api in operation:
             assert api.check_support()
             assert len(api.kernels()) == 1
 
@@ -394,8 +394,8 @@ def compressed(call: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.
     q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
     ratio = q.shape[2] // k.shape[2]
     seen = torch.arange(k.shape[2]) < (torch.arange(q.shape[2])[:, None] + 1) // ratio
-    found = attend(q, k, v, seen, scale=scale)
-    return found.o, found.lse
+    actual = attend(q, k, v, seen, scale=scale)
+    return actual.o, actual.lse
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
         o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
         for name, rows in (("q", queries), ("k", keys)):
             options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows  # int64
-    found, found_lse = there(arch, NSA.compression_attention_wrapper, **call, **options)
-    torch.testing.assert_close(found.double(), 0.5 * o, atol=2e-3, rtol=2e-3)
+    actual, found_lse = there(arch, NSA.compression_attention_wrapper, **call, **options)
+    torch.testing.assert_close(actual.double(), 0.5 * o, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(found_lse.double(), lse, atol=1e-5, rtol=1e-5)
 
 
@@ -479,12 +479,12 @@ def test_compression_of_8_bits_and_to_another_type(
         o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
         for name, rows in (("q", 300), ("k", 140)):
             options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows
-    found, found_lse = there(arch, NSA.compression_attention_wrapper, **call, **options)
-    assert found.dtype is result
-    assert found.stride() == call["q_tensor"].stride()
+    actual, found_lse = there(arch, NSA.compression_attention_wrapper, **call, **options)
+    assert actual.dtype is result
+    assert actual.stride() == call["q_tensor"].stride()
     expected = (500 * o).clamp(-torch.finfo(result).max, torch.finfo(result).max)
     eps = max(torch.finfo(x).eps for x in (kind, result))
-    assert (found.double() - expected).norm() <= 0.4 * eps * expected.norm()
+    assert (actual.double() - expected).norm() <= 0.4 * eps * expected.norm()
     assert (expected.abs() == 448).any() == (result is E4M3)
     torch.testing.assert_close(found_lse.double(), lse, atol=1e-2 if kind is E4M3 else 1e-5, rtol=1e-5)
 
@@ -542,14 +542,14 @@ def test_offsets_may_have_dimensions_of_one_element(shape: tuple[int, ...]) -> N
     def results(*ends: torch.Tensor) -> list[torch.Tensor]:
         o, lse = NSA.compression_attention_wrapper(q, k, v, *ends, enable_lse=True)
         lists = {"block_indices_tensor": chosen, "block_counts_tensor": counts, "cum_seqlen_q_tensor": ends[0]}
-        found = (
+        actual = (
             NSA.compression_attention_backward_wrapper(q, k, v, o, o, lse, *ends),
             NSA.topk_reduction_wrapper(q, k, lse, *ends, **sizes),
             NSA.compression_top_k_wrapper(q, k, v, *ends, **sizes),
             NSA.selection_attention_wrapper(q, near, near, chosen, counts, *ends[:1] * 2, block_size=16),
             NSA.selection_attention_backward_wrapper(q, near, near, o, o, 0 * lse, **lists, block_size=16),
         )
-        return [o, lse, *(x for given in found for x in given)]
+        return [o, lse, *(x for arguments in actual for x in arguments)]
 
     ends = [torch.arange(3, dtype=torch.int32) * rows for rows in (40, 10)]
     torch.testing.assert_close(results(*(x.view(shape) for x in ends)), results(*ends), rtol=0, atol=0, equal_nan=True)
@@ -601,12 +601,12 @@ def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arc
     o, lse = compressed(of, d**-0.5)
     d_o = torch.randn(2, queries, 4, d).half().transpose(1, 2)
     expected = torch.autograd.grad(o, list(of.values()), d_o.double())
-    given = {**call, "o_tensor": o.detach().half().transpose(1, 2).contiguous().transpose(1, 2), "do_tensor": d_o}
+    arguments = {**call, "o_tensor": o.detach().half().transpose(1, 2).contiguous().transpose(1, 2), "do_tensor": d_o}
     lse, ends = lse.detach().float(), {}
     if packed:
-        given, lse = {name: flat(x) for name, x in given.items()}, lse.transpose(1, 2).flatten(0, 1)[..., None]
+        arguments, lse = {name: flat(x) for name, x in arguments.items()}, lse.transpose(1, 2).flatten(0, 1)[..., None]
         ends = {f"cum_seqlen_{name}_tensor": torch.arange(3).int() * n for name, n in (("q", queries), ("k", keys))}
-    found = there(arch, NSA.compression_attention_backward_wrapper, **given, lse_tensor=lse, **ends)
-    for gradient, wanted in zip(found, expected, strict=True):
-        wanted = flat(wanted) if packed else wanted
-        assert (gradient.double() - wanted).norm() < 2e-3 * wanted.norm()
+    actual = there(arch, NSA.compression_attention_backward_wrapper, **arguments, lse_tensor=lse, **ends)
+    for gradient, requested in zip(actual, expected, strict=True):
+        requested = flat(requested) if packed else requested
+        assert (gradient.double() - requested).norm() < 2e-3 * requested.norm()

@@ -74,7 +74,7 @@ SHAPES = [(1, 512), (7, 512), (3, 5, 512), (2, 3, 2, 512), (4, 6, 512, 1)]
 
 @pytest.mark.parametrize(("where", "shape"), in_turn([(shape,) for shape in SHAPES], None, WHERE), ids=str)
 def test_odd_rows_and_more_dimensions(where: str, shape: tuple[int, ...]) -> None:
-    """Dimensions before the last are rows; of an odd number of them each has an amax of its own."""
+    """Dimensions before the last are rows; each of an odd number of rows has a separate amax."""
     device = "cuda" if where == "gpu" else "cpu"
     x, w = torch.randn(shape, device=device).bfloat16(), torch.ones(512, device=device).bfloat16()
     with within(where):
@@ -237,8 +237,8 @@ def test_operator() -> None:
 
     x, w = inputs(64, 512)
     expected = rmsnorm_rht_amax_wrapper(x, w, eps=0.01, rows_per_cta=4)
-    found = torch.ops.cudnn.rmsnorm_rht_amax(x, w, 0.01, 4)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = torch.ops.cudnn.rmsnorm_rht_amax(x, w, 0.01, 4)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     for arguments in ((x, w), (x, w, 0.01, 4)):
         torch.library.opcheck(torch.ops.cudnn.rmsnorm_rht_amax.default, arguments)
     compiled = torch.compile(lambda x, w: rmsnorm_rht_amax(2 * x, w)[0] + 1, backend="aot_eager", fullgraph=True)
@@ -246,9 +246,9 @@ def test_operator() -> None:
 
 
 def test_the_reference_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.runtime.launch import say_reference_runs
+    from cudnn.runtime.launch import log_reference_runs
 
-    say_reference_runs.cache_clear()
+    log_reference_runs.cache_clear()
     for _ in range(2):
         rmsnorm_rht_amax_wrapper(*inputs(4, 512))
     said = [message for message in caplog.messages if "reference in PyTorch runs" in message]

@@ -21,7 +21,7 @@ from cudnn.sdpa import (
     sdpa_bwd_wrapper_sm100_d256,
     sdpa_fwd_wrapper_sm100_d256,
 )
-from cudnn.sdpa.bwd import parts
+from cudnn.sdpa.bwd import kv_block_split
 from cudnn_kernels.attention import DESCALES, BackwardConfiguration
 from support.dense_attention import attend, band
 from support.recorded import OnGpu, Recorded
@@ -57,8 +57,8 @@ def test_forward_and_backward_are_pytorchs(options: dict[str, Any]) -> None:
     o, lse = sdpa_fwd_wrapper_sm100_d256(*halves, scale_softmax=0.1, mma_tiler_mn=[128, 128], **options)
     torch.testing.assert_close(o.float(), expected, atol=2e-3, rtol=2e-3)
     tiles: dict[str, Any] = {"mma_tiler_mn": [128, 128], "dkdv_mma_tiler_mn": [128, 64]}  # lists do too
-    found = sdpa_bwd_wrapper_sm100_d256(*halves, o, do, lse, scale_softmax=0.1, **tiles, **options)
-    for gradient, right in zip(found, gradients, strict=True):
+    actual = sdpa_bwd_wrapper_sm100_d256(*halves, o, do, lse, scale_softmax=0.1, **tiles, **options)
+    for gradient, right in zip(actual, gradients, strict=True):
         torch.testing.assert_close(gradient.float(), right, atol=5e-2, rtol=5e-3)
 
 
@@ -91,8 +91,8 @@ def test_softcap_and_sinks() -> None:
     backward = SdpaBackward(*tensors, o, do, lse, *gradients, scale_softmax=0.1, softcap=2.0)
     backward.compile()
     backward.execute(*tensors, o, do, lse, *gradients)
-    for found, right in zip(gradients, torch.autograd.grad(expected.o, exact, do.double()), strict=True):
-        torch.testing.assert_close(found.double(), right, atol=2e-2, rtol=5e-3)
+    for actual, right in zip(gradients, torch.autograd.grad(expected.o, exact, do.double()), strict=True):
+        torch.testing.assert_close(actual.double(), right, atol=2e-2, rtol=5e-3)
     with pytest.raises(ValueError, match="sink"):
         attention.execute(q, k, v, o, lse)
     with pytest.raises(ValueError, match="softcap"):
@@ -110,10 +110,10 @@ def test_eight_bits(arch: str, kind: torch.dtype) -> None:
             q, k, v, o, lse, is_causal=True, **dict(zip((f"sample_{x}" for x in DESCALES), descales, strict=True))
         )
         attention.compile()
-        given = dict(zip((f"{x}_tensor" for x in DESCALES), descales, strict=True))
-        attention.execute(q, k, v, o, lse, **given)
+        arguments = dict(zip((f"{x}_tensor" for x in DESCALES), descales, strict=True))
+        attention.execute(q, k, v, o, lse, **arguments)
         with pytest.raises(ValueError, match=r"descale_k: got -1.0; allowed: positive numbers, or 0"):
-            attention.execute(q, k, v, o, lse, **given | {"descale_k_tensor": -torch.ones(2, 2)})
+            attention.execute(q, k, v, o, lse, **arguments | {"descale_k_tensor": -torch.ones(2, 2)})
     meant = [
         x.double() * d.double().repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
         for x, d in zip((q, k, v), descales, strict=True)
@@ -136,10 +136,15 @@ def test_eight_bits(arch: str, kind: torch.dtype) -> None:
 )
 def test_what_eight_bits_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     small = matrix(1, 32, 2, dtype=torch.float8_e4m3fn)
-    given = {f"sample_{x}": small for x in "qkv"} | {f"sample_{x}": torch.ones(1, 2) for x in DESCALES}
-    given |= {"sample_o": matrix(1, 32, 2), "sample_lse": torch.empty(1, 2, 32), "api": SdpaForward, "arch": "sm_90a"}
-    given |= change
-    attention = given.pop("api")(**given)
+    arguments = {f"sample_{x}": small for x in "qkv"} | {f"sample_{x}": torch.ones(1, 2) for x in DESCALES}
+    arguments |= {
+        "sample_o": matrix(1, 32, 2),
+        "sample_lse": torch.empty(1, 2, 32),
+        "api": SdpaForward,
+        "arch": "sm_90a",
+    }
+    arguments |= change
+    attention = arguments.pop("api")(**arguments)
     with pytest.raises(error, match=message):
         attention.check_support()
 
@@ -151,12 +156,12 @@ def test_the_kernels_run_from_the_wrappers(kernels: str, as_batch: bool) -> None
     lse = torch.full((70, 2), 10.0)
     results = []
     for arch in ("", kernels):
-        given = [x[None] if as_batch and arch else x for x in (q, k, v)]
+        arguments = [x[None] if as_batch and arch else x for x in (q, k, v)]
         with within(arch):
-            o, found = sdpa_fwd_wrapper_sm100_d256(*given, ends, ends, **CAUSAL)
+            o, actual = sdpa_fwd_wrapper_sm100_d256(*arguments, ends, ends, **CAUSAL)
             more = [x[None] if as_batch and arch else x for x in (o.view(q.shape), do)]
-            gradients = sdpa_bwd_wrapper_sm100_d256(*given, *more, lse, ends, ends, **CAUSAL)
-        results.append([o.view(q.shape), found, *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True))])
+            gradients = sdpa_bwd_wrapper_sm100_d256(*arguments, *more, lse, ends, ends, **CAUSAL)
+        results.append([o.view(q.shape), actual, *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True))])
     torch.testing.assert_close(*results, atol=2e-3, rtol=2e-3)
 
 
@@ -256,11 +261,11 @@ def test_caches_of_keys(arch: str, cache: Cache, options: dict[str, Any]) -> Non
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
         lse = torch.full(q.shape[:3], torch.nan)
-        given = {name: x for name, x in {**samples, "sink": sink}.items() if x is not None}
-        more = {f"sample_{name}": x for name, x in given.items()}
-        made = SdpaForward(q, k, v, o, lse, **more, num_splits=cache.splits, **options)
-        made.compile()
-        made.execute(q, k, v, o, lse, **{f"{name}_tensor": x for name, x in given.items()})
+        arguments = {name: x for name, x in {**samples, "sink": sink}.items() if x is not None}
+        more = {f"sample_{name}": x for name, x in arguments.items()}
+        operation = SdpaForward(q, k, v, o, lse, **more, num_splits=cache.splits, **options)
+        operation.compile()
+        operation.execute(q, k, v, o, lse, **{f"{name}_tensor": x for name, x in arguments.items()})
         return o, lse
 
     alone = [attended(q[i : i + 1], *(x[None] for x in pair)) for i, pair in enumerate(keys)]
@@ -338,7 +343,7 @@ def test_last_blocks_of_keys_are_split(
     right end, parts have whole ones of the heads that share one of K.
     """
     c = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True, **options)
-    assert parts.chosen(c, lengths, heads, 132, share) == dict(zip(("split", "parts"), split, strict=True))
+    assert kv_block_split.split_of(c, lengths, heads, 132, share) == dict(zip(("split", "parts"), split, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -373,13 +378,13 @@ def test_no_gradients_of_more_elements_than_kernels_count(heads: int) -> None:
     attention = SdpaBackward(*tensors, arch="sm_90a")
     small = cudnn.NSA.CompressionAttentionBackward(*tensors, arch="sm_90a")
     leaves = [x.clone().requires_grad_() for x in (q, k, k)]
-    obstacle = fused.obstacle(*leaves, (False, 0, -1, -1), None, False)
+    unsupported_reason = fused.unsupported_reason(*leaves, (False, 0, -1, -1), None, False)
     if heads == 63:
         assert attention.check_support()
-        assert not obstacle
+        assert not unsupported_reason
         return
-    assert f"a query of {q.numel()} elements" in obstacle
-    assert not fused.obstacle(q, k, k, (False, 0, -1, -1), None, False)
+    assert f"a query of {q.numel()} elements" in unsupported_reason
+    assert not fused.unsupported_reason(q, k, k, (False, 0, -1, -1), None, False)
     for each in (attention, small):
         with pytest.raises(NotImplementedError, match=f"elements of q: got {128 * 64 * (2**18 + 128)}; allowed"):
             each.check_support()
@@ -391,7 +396,7 @@ def test_packed_sequences_take_turns_as_if_all_had_the_average() -> None:
     for rows, in_turns in ((3000, True), (300, False)):
         ends = torch.arange(0, 36_001, rows, dtype=torch.int32)
         attention = SdpaBackward(q, q, q, q, q, lse, q, q, q, ends, ends, arch="sm_90a")
-        assert attention.in_turns == in_turns
+        assert attention.ordered_dq == in_turns
 
 
 @pytest.mark.parametrize(
@@ -415,9 +420,9 @@ def test_packed_sequences_take_turns_as_if_all_had_the_average() -> None:
     ],
 )
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    given = {name: matrix(1, 32, 2) for name in ("q_tensor", "k_tensor", "v_tensor")}
+    arguments = {name: matrix(1, 32, 2) for name in ("q_tensor", "k_tensor", "v_tensor")}
     with pytest.raises(error, match=message):
-        sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
+        sdpa_fwd_wrapper_sm100_d256(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("missing", ["q", "k", "v", "o", "lse"])
@@ -437,12 +442,12 @@ def test_no_tensor(missing: str) -> None:
     ],
 )
 def test_wrappers_of_what_is_no_tensor(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {f"{name}_tensor": matrix(1, 32, 2) for name in "qkv"} | change
+    arguments: dict[str, Any] = {f"{name}_tensor": matrix(1, 32, 2) for name in "qkv"} | change
     with pytest.raises(error, match=f"SdpafwdSm100D256: {message}"):
-        sdpa_fwd_wrapper_sm100_d256(**given)
-    given |= {"o_tensor": matrix(1, 32, 2), "do_tensor": matrix(1, 32, 2), "lse_tensor": torch.zeros(1, 2, 32)}
+        sdpa_fwd_wrapper_sm100_d256(**arguments)
+    arguments |= {"o_tensor": matrix(1, 32, 2), "do_tensor": matrix(1, 32, 2), "lse_tensor": torch.zeros(1, 2, 32)}
     with pytest.raises(error, match=f"SdpabwdSm100D256: {message}"):
-        sdpa_bwd_wrapper_sm100_d256(**given)
+        sdpa_bwd_wrapper_sm100_d256(**arguments)
 
 
 def test_given_lengths_of_the_longest_sequences_decide_what_hides_no_key() -> None:
@@ -497,12 +502,12 @@ def test_windows_that_existing_programs_expect_to_be_refused(rows: int, keys: in
     seen = (key <= row + right) & ((key >= row - left) | (left < 0))
     expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen)
     torch.testing.assert_close(o.double(), expected, atol=2e-3, rtol=2e-3)
-    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    backward = SdpaBackward(q, k, v, o, do, lse, *found, **options)
+    actual = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    backward = SdpaBackward(q, k, v, o, do, lse, *actual, **options)
     backward.compile()
-    backward.execute(q, k, v, o, do, lse, *found)
-    for mine, other in zip(found, torch.autograd.grad(expected, wide, do.double()), strict=True):
-        torch.testing.assert_close(mine.double(), other, atol=5e-3, rtol=5e-3)
+    backward.execute(q, k, v, o, do, lse, *actual)
+    for ours, other in zip(actual, torch.autograd.grad(expected, wide, do.double()), strict=True):
+        torch.testing.assert_close(ours.double(), other, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("missing", ["q", "k"])
@@ -520,11 +525,11 @@ def test_gradients_where_nothing_is_attended_launch_no_kernel(missing: str, monk
     samples = tensors(32, 48)
     backward = SdpaBackward(*samples, arch="sm_90a")
     backward.compile()
-    for given, launches in ((samples, 1), (tensors(*((0, 48) if missing == "q" else (32, 0))), 1), (samples, 2)):
-        backward.execute(*map(OnGpu, given), current_stream=3)
+    for arguments, launches in ((samples, 1), (tensors(*((0, 48) if missing == "q" else (32, 0))), 1), (samples, 2)):
+        backward.execute(*map(OnGpu, arguments), current_stream=3)
         assert len(kernels.calls) == launches
-        if given is not samples:
-            assert not any(x.any() for x in given[6:])
+        if arguments is not samples:
+            assert not any(x.any() for x in arguments[6:])
     assert streams.count(3) == len(streams) > 0
 
 

@@ -50,8 +50,8 @@ def formula(
     p = (scores - x["lse"].double()[..., None]).exp().masked_fill(~seen, 0)
     products, sums = do @ v.mT, (o * do).sum(-1, keepdim=True)
     ds = (p * (products - sums if signs else products + sums)).to(dtype).double()
-    found = [scale * ds @ k, scale * ds.mT @ q, p.to(dtype).double().mT @ do]
-    return [found[0].to(dtype), *(each.unflatten(0, (-1, share)).sum(1).to(dtype) for each in found[1:])]
+    actual = [scale * ds @ k, scale * ds.mT @ q, p.to(dtype).double().mT @ do]
+    return [actual[0].to(dtype), *(each.unflatten(0, (-1, share)).sum(1).to(dtype) for each in actual[1:])]
 
 
 @st.composite
@@ -105,7 +105,7 @@ def test_gradients(case: Case) -> None:
         o, *exact = with_gradients(attended, wide)
         x |= {"o": o.to(case.dtype), "lse": attend(wide[0], wide[1], wide[2], seen, scale=scale).lse.float()}
         sequences.append((x, seen, exact))
-    given, found = stored(case, [x for x, *_ in sequences])
+    given, actual = stored(case, [x for x, *_ in sequences])
     results = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in zip(*case.lengths, strict=True)]
     samples: list[Any] = [*given.values(), *results.values(), *(ends if case.packed else ())]
@@ -117,7 +117,7 @@ def test_gradients(case: Case) -> None:
     for index, (x, seen, exact) in enumerate(sequences):
         rounded, terms = (formula(x, seen, scale, case.dtype, signs) for signs in (True, False))
         for name, want, same, size in zip("qkv", exact, rounded, terms, strict=True):
-            error = (found(results[f"d{name}"], index, name).double() - want).norm()
+            error = (actual(results[f"d{name}"], index, name).double() - want).norm()
             assert error <= 2 * (same.double() - want).norm() + FLOOR * size.double().norm(), name
 
 
@@ -125,11 +125,11 @@ def stored(case: Case, sequences: list[dict[str, torch.Tensor]]) -> tuple[dict[s
     """The tensors of all sequences in the order of :class:`SdpaBackward`, and how to find those of one in a result."""
     names = ("q", "k", "v", "o", "do", "lse")
     if case.packed:
-        made = {name: torch.cat([x[name].transpose(0, 1) for x in sequences]) for name in names}
-        made["lse"] = made["lse"].t().contiguous().view(made["lse"].shape)  # head by head
+        operation = {name: torch.cat([x[name].transpose(0, 1) for x in sequences]) for name in names}
+        operation["lse"] = operation["lse"].t().contiguous().view(operation["lse"].shape)  # head by head
         ends = {name: [0, *accumulate(x[name].shape[1] for x in sequences)] for name in "qkv"}
-        return made, lambda x, i, name: x[slice(*list(pairwise(ends[name]))[i])].transpose(0, 1)
-    made = {name: torch.stack([x[name] for x in sequences]) for name in names}
+        return operation, lambda x, i, name: x[slice(*list(pairwise(ends[name]))[i])].transpose(0, 1)
+    operation = {name: torch.stack([x[name] for x in sequences]) for name in names}
     if case.rows_first:
-        made |= {name: made[name].transpose(1, 2).contiguous().transpose(1, 2) for name in names[:-1]}
-    return made, lambda x, i, name: x[i]
+        operation |= {name: operation[name].transpose(1, 2).contiguous().transpose(1, 2) for name in names[:-1]}
+    return operation, lambda x, i, name: x[i]

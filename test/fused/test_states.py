@@ -14,7 +14,7 @@ import cudnn.ops
 from cudnn import demo_cases
 from cudnn.fused import registry
 from cudnn.nn import MoE
-from support.gemm_families import case, execute
+from support.api_cases import case, execute
 from support.selection import WHERE, brief
 from support.states import UNSTRIDED, negative
 
@@ -44,10 +44,10 @@ def test_wrappers_read_inputs_as_they_show(name: str, monkeypatch: pytest.Monkey
         return wrapper(**views)
 
     monkeypatch.setattr(registry, "wrapper", lambda _: call)
-    found = called(name)
+    actual = called(name)
     assert seen
     assert all(x.is_neg() for x in seen)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
 
 
@@ -68,18 +68,18 @@ def test_execute_refuses_what_it_would_have_to_copy(where: str, warm: bool) -> N
 
 def test_a_workspace_that_is_a_negative_view_is_refused() -> None:
     x, w = torch.randn(4, 512).bfloat16(), torch.randn(512).bfloat16()
-    made = cudnn.RmsNormRhtAmax(x, w, x, torch.empty(2))
+    created = cudnn.RmsNormRhtAmax(x, w, x, torch.empty(2))
     with pytest.raises(ValueError, match="workspace_tensor: got a negative view"):
-        made.check_workspace((x,), torch._neg_view(torch.empty(16, dtype=torch.uint8)), None)
+        created.check_workspace((x,), torch._neg_view(torch.empty(16, dtype=torch.uint8)), None)
 
 
 def test_buffers_of_wrappers_are_refused() -> None:
     q = torch.randn(1, 64, 2, 64).bfloat16().transpose(1, 2)
     o, lse = torch.empty_like(q), torch.empty(1, 2, 64)
-    made = cudnn.SdpaForward(q, q, q, o, lse)
-    made.compile()
+    created = cudnn.SdpaForward(q, q, q, o, lse)
+    created.compile()
     with pytest.raises(ValueError, match=r"SdpaForward: o tensor: got a negative view"):
-        made.execute(q, q, q, torch._neg_view(o), lse)
+        created.execute(q, q, q, torch._neg_view(o), lse)
 
 
 @pytest.mark.parametrize("kind", UNSTRIDED)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import cudnn
-from support import gemms
-from support.gemms import BF16, E4M3, E8M0, F32, FP4
+from support import oracle
+from support.oracle import BF16, E4M3, E8M0, F32, FP4
 from support.pages import transformer_engine_calls
 from support.selection import ARCHES, brief, within
 
@@ -38,7 +38,7 @@ def owners() -> torch.Tensor:
 
 @dataclass
 class Quantized:
-    """Codes (rows, k) of one matrix or of each expert's, bytes of factors as they lie in memory, values in float64."""
+    """Codes (rows, k) of one matrix or of each expert's, bytes of scale factors in memory order, values in float64."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -48,16 +48,16 @@ class Quantized:
 def quantized(x: torch.Tensor) -> Quantized:
     """MXFP8 along the last dimension."""
     blocks = x.double().unflatten(-1, (-1, 32))
-    bytes_ = gemms.e8m0_code_above(blocks.abs().amax(-1) / 448)
-    factors = gemms.e8m0_values(bytes_)
+    bytes_ = oracle.e8m0_code_above(blocks.abs().amax(-1) / 448)
+    factors = oracle.e8m0_values(bytes_)
     codes = (blocks / factors[..., None]).flatten(-2).to(E4M3)
-    memory = gemms.memory_of(gemms.in_atoms(bytes_.reshape(-1, *bytes_.shape[-2:]).permute(1, 2, 0)))
+    memory = oracle.memory_of(oracle.in_atoms(bytes_.reshape(-1, *bytes_.shape[-2:]).permute(1, 2, 0)))
     memory = memory.view(x.shape[0] if x.ndim == 3 else 1, -1)  # by expert
     return Quantized(codes, memory, codes.double() * factors.repeat_interleave(32, -1))
 
 
 def by_columns(x: torch.Tensor) -> Quantized:
-    """The tokens' MXFP8 along the tokens of each expert: codes (tokens, columns), factors expert by expert."""
+    """The tokens' MXFP8 along the tokens of each expert: codes (tokens, columns), scale factors expert by expert."""
     parts = [quantized(x[start:end].T) for start, end in zip((0, *ENDS[:-1]), ENDS, strict=True) if end > start]
     return Quantized(
         torch.cat([part.codes.T.contiguous() for part in parts]),
@@ -68,27 +68,27 @@ def by_columns(x: torch.Tensor) -> Quantized:
 
 def factors(memory: torch.Tensor, rows: int, k: int, experts: int = 1) -> torch.Tensor:
     """Bytes as they lie in memory, as the view that calls take."""
-    return gemms.atoms_of(memory.view(E8M0), rows, k // 32, experts)
+    return oracle.atoms_of(memory.view(E8M0), rows, k // 32, experts)
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows (tokens, columns) with the factors that a call returned."""
-    bytes_ = gemms.from_atoms(scales, codes.shape[0], codes.shape[1] // 32)[..., 0]
-    return codes.double() * gemms.e8m0_values(bytes_).repeat_interleave(32, 1)
+    """Rows (tokens, columns) with the scale factors that a call returned."""
+    bytes_ = oracle.from_atoms(scales, codes.shape[0], codes.shape[1] // 32)[..., 0]
+    return codes.double() * oracle.e8m0_values(bytes_).repeat_interleave(32, 1)
 
 
 def dequantized_columns(codes: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The same by columns, expert by expert: ``codes`` (tokens, columns), factors as they lie in memory."""
-    found, first, width = [], 0, codes.shape[1]
+    """The same by columns, expert by expert: ``codes`` (tokens, columns), scale factors in memory order."""
+    actual, first, width = [], 0, codes.shape[1]
     for start, end in zip((0, *ENDS[:-1]), ENDS, strict=True):
         if end == start:
             continue
         size = (end - start) // 32 * width
-        atoms = gemms.atoms_of(memory[first : first + size], width, (end - start) // 32)
-        bytes_ = gemms.from_atoms(atoms, width, (end - start) // 32)[..., 0]
-        found.append(codes[start:end].double() * gemms.e8m0_values(bytes_).repeat_interleave(32, 1).T)
+        atoms = oracle.atoms_of(memory[first : first + size], width, (end - start) // 32)
+        bytes_ = oracle.from_atoms(atoms, width, (end - start) // 32)[..., 0]
+        actual.append(codes[start:end].double() * oracle.e8m0_values(bytes_).repeat_interleave(32, 1).T)
         first += size
-    return torch.cat(found)
+    return torch.cat(actual)
 
 
 def column(x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def column(x: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(x: Quantized, k: int) -> dict[str, torch.Tensor]:
-    """The operand A and its factors."""
+    """The operand A and its scale factors."""
     a = x.codes.as_strided((TOKENS, k, 1), (k, 1, TOKENS * k))
     return {"a_tensor": a, "sfa_tensor": factors(x.scales, TOKENS, k)}
 
@@ -107,7 +107,7 @@ def weights(x: Quantized, rows: int, k: int, major: str, packed: bool) -> dict[s
     if packed:
         b = codes.permute(1, 2, 0) if major == "k" else codes.permute(2, 1, 0)
         return {"b_tensor": b, "sfb_tensor": factors(x.scales, rows, k, EXPERTS)}
-    (b_ptrs, parts), (sfb_ptrs, scales) = map(gemms.addresses_of, (codes.permute(1, 2, 0), x.scales.T))
+    (b_ptrs, parts), (sfb_ptrs, scales) = map(oracle.addresses_of, (codes.permute(1, 2, 0), x.scales.T))
     kept.extend([*parts, *scales])
     return {"b_ptrs": b_ptrs, "sfb_ptrs": sfb_ptrs, "n": rows, "b_dtype": E4M3, "b_major": major}
 
@@ -119,9 +119,9 @@ kept: list[torch.Tensor] = []
 def _calls_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/transformer_engine.md has every call that is made here, with every keyword."""
 
-    def call(function: Any, known: set[str], **given: Any) -> Any:
-        assert {*given} <= known, f"not on the page: {function.__name__}: { ({*given} - known) }"
-        return function(**given)
+    def call(function: Any, known: set[str], **arguments: Any) -> Any:
+        assert {*arguments} <= known, f"not on the page: {function.__name__}: { ({*arguments} - known) }"
+        return function(**arguments)
 
     for name, keywords in transformer_engine_calls().items():
         monkeypatch.setattr(cudnn, name, functools.partial(call, getattr(cudnn, name), keywords))
@@ -129,16 +129,16 @@ def _calls_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Each token with its expert's weights (experts, n, k)."""
-    found = torch.empty(TOKENS, w.shape[1], dtype=torch.float64)
+    actual = torch.empty(TOKENS, w.shape[1], dtype=torch.float64)
     for expert in range(EXPERTS):
-        found[expert == owners()] = x[expert == owners()] @ w[expert].T
-    return found
+        actual[expert == owners()] = x[expert == owners()] @ w[expert].T
+    return actual
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, share: float) -> None:
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
     """Within a share of the largest magnitude of 32 neighbours, which is what a block's factor is chosen by."""
     largest = torch.nn.functional.max_pool2d(expected.abs()[None, None], 63, 1, 31)[0, 0]
-    assert bool(((found - expected).abs() <= share * largest + 1e-12).all())
+    assert bool(((actual - expected).abs() <= share * largest + 1e-12).all())
 
 
 def swiglu(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -189,15 +189,15 @@ def forward_and_backward(packed: bool) -> None:
     )
     c = up["c_tensor"].view(TOKENS, 2 * FFN)
     z = product(x_rows.values, w1_rows.values)
-    gemms.assert_rounded(c, z, 1e-5)
+    oracle.assert_rounded(c, z, 1e-5)
     gate, other, s = swiglu(z)
     h = gate * s * other * prob.to(BF16).double()[:, None]
     h_rows = dequantized(up["d_tensor"].view(TOKENS, FFN), up["sfd_row_tensor"])
     memory = up["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).reshape(-1)
     h_columns = dequantized_columns(up["d_col_tensor"].view(TOKENS, FFN), memory.view(torch.uint8))
     assert up["sfd_row_tensor"].permute(5, 2, 4, 0, 1, 3).is_contiguous()
-    for found in (h_rows, h_columns):
-        assert_near(found, h, 2**-4)
+    for actual in (h_rows, h_columns):
+        assert_near(actual, h, 2**-4)
 
     # FC2, into the caller's buffer.
     y = torch.full((TOKENS, HIDDEN), torch.nan, dtype=BF16)
@@ -214,7 +214,7 @@ def forward_and_backward(packed: bool) -> None:
         d_tensor=y.as_strided((TOKENS, HIDDEN, 1), (HIDDEN, 1, TOKENS * HIDDEN)),
         current_stream=None,
     )
-    gemms.assert_rounded(y, product(h_rows, w2_rows.values), 1e-5)
+    oracle.assert_rounded(y, product(h_rows, w2_rows.values), 1e-5)
 
     # FC2's gradient and the activation's.
     dprob = torch.zeros(TOKENS)
@@ -241,13 +241,13 @@ def forward_and_backward(packed: bool) -> None:
     dz_rows = dequantized(down["d_row_tensor"].view(TOKENS, 2 * FFN), down["sfd_row_tensor"])
     memory = down["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).view(-1).view(torch.uint8)
     dz_columns = dequantized_columns(down["d_col_tensor"].view(TOKENS, 2 * FFN), memory)
-    for found in (dz_rows, dz_columns):
-        assert_near(found, dz, 2**-4)
+    for actual in (dz_rows, dz_columns):
+        assert_near(actual, dz, 2**-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
     torch.testing.assert_close(dprob.double(), (dh * gate * s * other).sum(1), rtol=1e-4, atol=1e-3)
     dbias = torch.zeros(EXPERTS, 2 * FFN, dtype=torch.float64).index_add_(0, owners(), dz)
     assert down["dbias_tensor"].squeeze(-1).shape == dbias.shape
-    gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-4)
+    oracle.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-4)
 
     # FC1's gradient.
     dx = torch.full((TOKENS, HIDDEN), torch.nan, dtype=BF16)
@@ -264,7 +264,7 @@ def forward_and_backward(packed: bool) -> None:
         d_tensor=dx.as_strided((TOKENS, HIDDEN, 1), (HIDDEN, 1, TOKENS * HIDDEN)),
         current_stream=None,
     )
-    gemms.assert_rounded(dx, product(dz_rows, w1_columns.values), 1e-5)
+    oracle.assert_rounded(dx, product(dz_rows, w1_columns.values), 1e-5)
 
     # Both gradients of weights, added to what was there.
     for left, left_values, right, right_values, rows, columns in (
@@ -298,7 +298,7 @@ def forward_and_backward(packed: bool) -> None:
 
 
 def of_tokens(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and bytes of factors by columns: a call's results, or the client's own."""
+    """Column-wise codes and bytes of scale factors: a call's results, or the client's."""
     if isinstance(x, Quantized):
         return x.codes, x.scales
     return x["d_col_tensor"], x["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).reshape(-1)
@@ -331,16 +331,16 @@ def test_one_expert_whose_offsets_are_a_view() -> None:
         use_single_group_runtime_offsets=True,
         current_stream=0,
     )
-    gemms.assert_rounded(up["c_tensor"][..., 0], x.values @ w.values[0].T, 1e-5)
+    oracle.assert_rounded(up["c_tensor"][..., 0], x.values @ w.values[0].T, 1e-5)
 
 
-# NVFP4, with weights behind addresses: FC2 and the gradients of weights are other products of the client's.
+# NVFP4, with pointer arrays of weights: FC2 and the weight gradients are other GEMMs of the client's.
 
 
-def in_float4(rows: int, k: int, experts: int = 1) -> tuple[gemms.Operand, dict[str, Any]]:
+def in_float4(rows: int, k: int, experts: int = 1) -> tuple[oracle.Operand, dict[str, Any]]:
     """An operand, and the arguments of weights that lie anywhere."""
-    x = gemms.scaled(rows, k, experts, FP4, E4M3, 16)
-    (b_ptrs, matrices), (sfb_ptrs, scales) = (gemms.addresses_of(t) for t in (x.tensor, x.scales))
+    x = oracle.scaled(rows, k, experts, FP4, E4M3, 16)
+    (b_ptrs, matrices), (sfb_ptrs, scales) = (oracle.addresses_of(t) for t in (x.tensor, x.scales))
     kept.extend([*matrices, *scales])
     return x, {"b_ptrs": b_ptrs, "sfb_ptrs": sfb_ptrs, "n": rows, "b_dtype": FP4, "b_major": "k"}
 
@@ -379,12 +379,12 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
         current_stream=None,
     )
     z = of_token * product(x.values[..., 0], w1.values.permute(2, 0, 1))
-    gemms.assert_rounded(up["c_tensor"][..., 0], z, 1e-5)
+    oracle.assert_rounded(up["c_tensor"][..., 0], z, 1e-5)
     gate, other, s = swiglu(z) if gated else (z, z, torch.ones(()))
     h = (gate * s * other if gated else z.clamp(min=0) ** 2) * prob.double()[:, None]
     d = up["d_tensor"].view(TOKENS, FFN)
-    gemms.assert_rounded(d, h, 1e-4)
-    rotated = (gemms.signs_of(16) @ d.float().unflatten(0, (-1, 16)) / 4).abs()
+    oracle.assert_rounded(d, h, 1e-4)
+    rotated = (oracle.signs_of(16) @ d.float().unflatten(0, (-1, 16)) / 4).abs()
     for expert, (first, last) in enumerate(zip((0, *ENDS[:-1]), ENDS, strict=True)):
         own = rotated[first // 16 : last // 16]
         expected = own.max() if last > first else torch.zeros(())
@@ -396,7 +396,7 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     dy, _ = in_float4(TOKENS, HIDDEN)
     w2, weights2 = in_float4(FFN, HIDDEN, EXPERTS)
     dprob = torch.zeros(TOKENS)
-    given = {
+    arguments = {
         "a_tensor": dy.tensor,
         "sfa_tensor": dy.scales,
         "c_tensor": up["c_tensor"],
@@ -414,19 +414,19 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     g = of_token * product(dy.values[..., 0], w2.values.permute(2, 0, 1))
     c, weight = up["c_tensor"][..., 0].double(), prob.double()[:, None]
     if gated:
-        down = cudnn.grouped_gemm_dglu_wrapper_sm100(**given, beta_tensor=torch.ones(EXPERTS), act_func="dswiglu")
+        down = cudnn.grouped_gemm_dglu_wrapper_sm100(**arguments, beta_tensor=torch.ones(EXPERTS), act_func="dswiglu")
         gate, other, s = swiglu(c)
         g = g * of_token  # which is squared: the client passes the root
         parts = [g * weight * other * s * (1 + gate * (1 - s)), g * weight * gate * s]
         dz = torch.stack([each.unflatten(1, (-1, 32)) for each in parts], 2).flatten(1)
         y = gate * s * other
     else:
-        down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(**given, use_dsrelu_reuse=True)
+        down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(**arguments, use_dsrelu_reuse=True)
         dz, y = 2 * g * c.clamp(min=0) * weight, c.clamp(min=0) ** 2
-        gemms.assert_rounded(down.get("d_srelu_tensor").view(TOKENS, FFN), y * weight, 1e-5)
+        oracle.assert_rounded(down.get("d_srelu_tensor").view(TOKENS, FFN), y * weight, 1e-5)
         assert down.get("sfd_col_d_srelu_tensor") is None
-    gemms.assert_rounded(down["d_row_tensor"].view(TOKENS, -1), dz, 1e-4)
+    oracle.assert_rounded(down["d_row_tensor"].view(TOKENS, -1), dz, 1e-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
-    gemms.assert_rounded(dprob, (g * y).sum(1), 1e-5)
+    oracle.assert_rounded(dprob, (g * y).sum(1), 1e-5)
     dbias = torch.zeros(EXPERTS, dz.shape[1], dtype=torch.float64).index_add_(0, owners(), dz)
-    gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-3)
+    oracle.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-3)

@@ -16,7 +16,7 @@ import cudnn
 from cudnn.cli import app
 from cudnn.fused import warm
 from cudnn.fused.host import FusedAPI
-from cudnn.fused.registry import compiled, find, gemms, usual, wrapper
+from cudnn.fused.registry import aot_preset, compiled, find, gemms, wrapper
 from cudnn.gemm import quantize_rows
 from cudnn.runtime import cache, kernels
 from cudnn.sdpa import SdpabwdSm100D256, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
@@ -43,7 +43,7 @@ def test_every_fused_api_is_known() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     classes = {cls for cls in _below(FusedAPI) if "execute" in vars(cls) and cls.__module__.startswith("cudnn.")}
-    known = {name: usual(name) for name in compiled()}
+    known = {name: aot_preset(name) for name in compiled()}
     assert {api.objects.__self__ for api in known.values()} == classes
     both = warm.wanted(ARCHITECTURES)
     for arch in ARCHITECTURES:
@@ -73,12 +73,12 @@ def _call(name: str, dtype: str, out: Any) -> None:
     b, sfb, _ = _operand(dtype, n, k, 128)
     prob = torch.zeros(1, m, 1).permute(1, 2, 0)
     c, ab12 = (torch.zeros(1, m, width, dtype=out or torch.bfloat16).permute(1, 2, 0) for width in (n, 2 * n))
-    given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": sfa, "sfb_tensor": sfb, "prob_tensor": prob, "c_tensor": c}
-    given |= {"ab12_tensor": ab12, **dict.fromkeys(("cos_tensor", "sin_tensor"), torch.zeros(m, 64))}
+    arguments = {"a_tensor": a, "b_tensor": b, "sfa_tensor": sfa, "sfb_tensor": sfb, "prob_tensor": prob, "c_tensor": c}
+    arguments |= {"ab12_tensor": ab12, **dict.fromkeys(("cos_tensor", "sin_tensor"), torch.zeros(m, 64))}
     parameters = inspect.signature(wrapper(name)).parameters
     types = {p: out for p in parameters if out and p.endswith("_dtype") and p != "acc_dtype"}
     optional = {"prob_tensor"} if "ab12_tensor" in parameters else set()
-    taken = {p: tensor for p, tensor in given.items() if p in parameters and p not in optional}
+    taken = {p: tensor for p, tensor in arguments.items() if p in parameters and p not in optional}
     wrapper(name)(**taken, **options, **types)
 
 
@@ -105,13 +105,13 @@ def test_the_kernels_of_usual_calls_are_among_them(
     objects = find(name).objects
     objects.clear()
     _call(name, dtype, (torch.float16 if dtype == "fp16" else torch.bfloat16) if typed else None)
-    (made,) = objects.values()
+    (operation,) = objects.values()
     objects.clear()
-    assert made.kernels() == []  # on the CPU
+    assert operation.kernels() == []  # on the CPU
     for arch in ARCHITECTURES:
-        made.arch = arch
+        operation.arch = arch
         wanted = [(k.source, k.configuration, k.arch) for k in warm.wanted([arch], [name], [dtype])]
-        for kernel in made.kernels():
+        for kernel in operation.kernels():
             assert kernel in wanted
 
 
@@ -128,16 +128,16 @@ def test_the_kernels_of_usual_attention_are_among_them(causal: bool, packed: boo
     o, lse = sdpa_fwd_wrapper_sm100_d256(q, k, v, ends, ends, is_causal=causal)
     sdpa_bwd_wrapper_sm100_d256(q, k, v, o, do, lse, ends, ends, is_causal=causal)
     for name, cls in (("sdpa_forward", SdpafwdSm100D256), ("sdpa_backward", SdpabwdSm100D256)):
-        (made,) = {id(each): each for each in cls.objects.values()}.values()
-        made.arch = "sm_90a"
+        (operation,) = {id(each): each for each in cls.objects.values()}.values()
+        operation.arch = "sm_90a"
         wanted = [(k.source, k.configuration, k.arch) for k in warm.wanted(["sm_90a"], [name], ["bf16"])]
-        assert made.kernels()
-        for kernel in made.kernels():
+        assert operation.kernels()
+        for kernel in operation.kernels():
             assert kernel in wanted
 
 
 def test_shapes_choose_among_kernels() -> None:
-    """On Hopper, wide products without ab12 have tiles of their own."""
+    """On Hopper, wide GEMMs without ab12 have different tiles."""
 
     def tiles(n: int) -> set[Any]:
         return {k.configuration.tile for k in warm.wanted(["sm_90a"], ["gemm_swiglu"], ["bf16"], [(256, n, 256)])}
@@ -151,7 +151,7 @@ def test_shapes_choose_among_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         (["--api", "gemm"], f"got 'gemm'; allowed: {compiled()[0]}, "),
         (["--dtype", "int8"], "got 'int8'; allowed: bf16, "),
@@ -163,9 +163,9 @@ def test_shapes_choose_among_kernels() -> None:
         (["--api", "nsa_top_k", "--arch", "sm_100a"], "architecture: got sm_100a; allowed: sm_90a"),
     ],
 )
-def test_what_is_refused(given: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn.NSA.TopKReduction, "architectures", ("sm_90a",))  # as that of an API with fewer kernels
-    done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a", *given], env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a", *arguments], env={"COLUMNS": "300"})
     assert done.exit_code == 2
     assert words in " ".join(done.output.replace("│", " ").split())
 
@@ -206,5 +206,5 @@ def test_a_cache_that_cannot_be_written_is_an_error(folder: Path, monkeypatch: p
 
 def test_usual_shapes_have_the_dimensions() -> None:
     for name in compiled():
-        api = usual(name)
+        api = aot_preset(name)
         assert {len(shape) for shape in api.shapes} == {len(api.dimensions)}

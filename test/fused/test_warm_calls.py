@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from cudnn.runtime.call import Call
-from support.gemm_families import case
-from support.gemms import E4M3, E8M0
+from support.api_cases import case
+from support.oracle import E4M3, E8M0
 from support.recorded import OnGpu, Recorded
 
 
 class Calls:
     """An object of a fused API, whose kernel remembers what it got."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
         self.kernels = Recorded(monkeypatch)
-        self.problem = case("gemm_swiglu", 128, 128, 64, **given)
+        self.problem = case("gemm_swiglu", 128, 128, 64, **kwargs)
         self.gemm = self.problem.operation(arch="sm_90a")
         self.gemm.compile()
 
@@ -82,11 +82,11 @@ def test_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     held = torch.empty(1 << 20, dtype=torch.uint8)
     monkeypatch.setattr(Call, "_allocated", lambda self, size, stream, first: held[:size])
     calls = Calls(monkeypatch, dtype=E4M3, scale=E8M0)
-    mine = [torch.empty(calls.gemm.workspace_size(), dtype=torch.uint8) for _ in range(2)]
-    for space in (*mine, mine[0]):
+    ours = [torch.empty(calls.gemm.workspace_size(), dtype=torch.uint8) for _ in range(2)]
+    for space in (*ours, ours[0]):
         (arguments,) = calls(workspace_tensor=space)
         assert any(x is space for x in arguments)
     with pytest.raises(ValueError, match="workspace_tensor: got"):
-        calls(workspace_tensor=mine[0][:64])
+        calls(workspace_tensor=ours[0][:64])
     (arguments,) = calls()
     assert any(isinstance(x, torch.Tensor) and x.data_ptr() == held.data_ptr() for x in arguments)

@@ -62,7 +62,7 @@ def every_plan(
     graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *outputs: cudnn.tensor
 ) -> dict[str, list[torch.Tensor]]:
     """What each plan that can be built writes, by its name."""
-    found: dict[str, list[torch.Tensor]] = {}
+    actual: dict[str, list[torch.Tensor]] = {}
     try:
         count = configurations(graph)
     except cudnn.cudnnGraphNotSupportedError as error:
@@ -77,9 +77,9 @@ def every_plan(
         results = {tensor: buffer(tensor, "cuda") for tensor in outputs}
         workspace = torch.empty(max(graph.get_workspace_size_plan_at_index(index), 1), dtype=torch.uint8, device="cuda")
         graph.execute_plan_at_index({**data, **results}, workspace, index)
-        found[graph.get_plan_name_at_index(index)] = list(results.values())
-    assert found
-    return found
+        actual[graph.get_plan_name_at_index(index)] = list(results.values())
+    assert actual
+    return actual
 
 
 def assert_allocates_nothing_and_waits_for_nothing(call: Callable[[], object]) -> None:

@@ -43,31 +43,31 @@ def forward(problem: Problem, dtype: torch.dtype, **options: Any) -> tuple[dict[
     data = problem.tensors(dtype, "cuda")
     # Before 9.21 it is Stats, or the largest score and the sum.
     stats = not (problem.statistics and library.version() < 92100)
-    found = buildable(describe(new_graph(dtype), problem, data, **{"stats": stats, **options})).run()
+    actual = buildable(describe(new_graph(dtype), problem, data, **{"stats": stats, **options})).run()
     if problem.dropout:
-        data["mask"] = drawn(problem, found)
-    return data, found, attention(problem, data, torch.float64), attention(problem, data, dtype)
+        data["mask"] = drawn(problem, actual)
+    return data, actual, attention(problem, data, torch.float64), attention(problem, data, dtype)
 
 
-def drawn(problem: Problem, found: dict[str, torch.Tensor]) -> torch.Tensor:
+def drawn(problem: Problem, actual: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mask that dropout drew. cuDNN leaves tiles of scores that take no part unwritten, full of NaN."""
-    return torch.where(problem.visible().to("cuda"), found.pop("RNG_DUMP"), 0.0)
+    return torch.where(problem.visible().to("cuda"), actual.pop("RNG_DUMP"), 0.0)
 
 
 def backward(problem: Problem, dtype: torch.dtype, **options: Any) -> tuple[dict[str, torch.Tensor], ...]:
     """As ``forward``, with the gradients, from O and Stats of cuDNN's own forward pass."""
-    data, found, exact, rough = forward(dataclasses.replace(problem, statistics=False), dtype)
-    given = {name: x for name, x in data.items() if name != "mask" or problem.own_mask} | found
-    gradients = buildable(describe(new_graph(dtype), problem, given, **options)).run()
+    data, actual, exact, rough = forward(dataclasses.replace(problem, statistics=False), dtype)
+    arguments = {name: x for name, x in data.items() if name != "mask" or problem.own_mask} | actual
+    gradients = buildable(describe(new_graph(dtype), problem, arguments, **options)).run()
     if problem.dropout:
         assert torch.equal(drawn(problem, gradients), data["mask"])
     return data, gradients, exact, rough
 
 
-def check(problem: Problem, found: dict[str, torch.Tensor], exact: dict[str, Any], rough: dict[str, Any]) -> None:
+def check(problem: Problem, actual: dict[str, torch.Tensor], exact: dict[str, Any], rough: dict[str, Any]) -> None:
     """At most twice the error of the same computation in the output type, plus that type's own rounding."""
     valid = problem.valid("cuda")
-    for name, result in found.items():
+    for name, result in actual.items():
         if name in ("dBias", "dSink"):
             mask = torch.ones_like(result, dtype=torch.bool)
         else:
@@ -89,16 +89,16 @@ def check(problem: Problem, found: dict[str, torch.Tensor], exact: dict[str, Any
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name: str, dtype: torch.dtype, implementation: Any) -> None:
-    _, found, exact, rough = forward(CASES[name], dtype, implementation=implementation)
-    check(CASES[name], found, exact, rough)
+    _, actual, exact, rough = forward(CASES[name], dtype, implementation=implementation)
+    check(CASES[name], actual, exact, rough)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_backward(name: str, dtype: torch.dtype, deterministic: bool) -> None:
-    _, found, exact, rough = backward(CASES[name], dtype, use_deterministic_algorithm=deterministic)
-    check(CASES[name], found, exact, rough)
+    _, actual, exact, rough = backward(CASES[name], dtype, use_deterministic_algorithm=deterministic)
+    check(CASES[name], actual, exact, rough)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -116,8 +116,8 @@ def test_gradients_of_scores_far_below_zero(name: str, s_q: int, s_kv: int, dtyp
     data["q"][..., 0], data["k"][..., 0] = levels / problem.scale, 1
     if problem.sink:
         data["sink"] -= 100
-    found = buildable(describe(new_graph(dtype), problem, data)).run()
-    gradients = buildable(describe(new_graph(dtype), problem, {**data, **found})).run()
+    actual = buildable(describe(new_graph(dtype), problem, data)).run()
+    gradients = buildable(describe(new_graph(dtype), problem, {**data, **actual})).run()
     exact, valid = attention(problem, data, torch.float64), problem.valid("cuda")
     for port in ("dQ", "dK", "dV"):
         rows = valid["q" if port == "dQ" else "kv"]
@@ -132,11 +132,11 @@ def test_gradients_of_scores_far_below_zero(name: str, s_q: int, s_kv: int, dtyp
 def test_rows_of_padding(name: str, implementation: Any) -> None:
     """They get O = 0, and from 9.14 statistics of -inf."""
     problem = CASES[name]
-    _, found, _, _ = forward(problem, torch.float16, implementation=implementation)
+    _, actual, _, _ = forward(problem, torch.float16, implementation=implementation)
     padding = ~problem.valid("cuda")["q"]
-    assert bool((found["O"][padding.expand_as(found["O"])] == 0).all())
+    assert bool((actual["O"][padding.expand_as(actual["O"])] == 0).all())
     if library.version() >= 91400:
-        assert bool(torch.isneginf(found["Stats"][padding.expand_as(found["Stats"])]).all())
+        assert bool(torch.isneginf(actual["Stats"][padding.expand_as(actual["Stats"])]).all())
 
 
 @pytest.mark.parametrize("name", DROPOUT_CASES)
@@ -156,9 +156,9 @@ def test_deterministic_algorithm(name: str) -> None:
     problem = CASES[name]
     if not problem.lengths_q and not problem.bias:
         problem = dataclasses.replace(problem, s_q=1024, s_kv=1024)
-    data, found, _, _ = forward(problem, torch.float16)
-    given = {key: x for key, x in data.items() if key != "mask"}
-    described = describe(new_graph(torch.float16), problem, {**given, **found}, use_deterministic_algorithm=True)
+    data, actual, _, _ = forward(problem, torch.float16)
+    arguments = {key: x for key, x in data.items() if key != "mask"}
+    described = describe(new_graph(torch.float16), problem, {**arguments, **actual}, use_deterministic_algorithm=True)
     first, second = (buildable(described).run() for _ in range(2))
     for port in first.keys() - {"dSink"}:
         assert torch.equal(first[port].nan_to_num(), second[port].nan_to_num()), port
@@ -167,8 +167,8 @@ def test_deterministic_algorithm(name: str) -> None:
 @pytest.mark.parametrize("tokens", [{}, {"max_total_seq_len_q": 256, "max_total_seq_len_kv": 256}])
 def test_bounds_on_all_tokens(tokens: dict[str, int]) -> None:
     """Of ragged tensors: the workspace is shorter, the guards behind it hold, the gradients are the same."""
-    _, found, exact, rough = backward(CASES["ragged, causal"], torch.float16, **tokens)
-    check(CASES["ragged, causal"], found, exact, rough)
+    _, actual, exact, rough = backward(CASES["ragged, causal"], torch.float16, **tokens)
+    check(CASES["ragged, causal"], actual, exact, rough)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -178,9 +178,9 @@ def test_scale_as_a_tensor(name: str, device: str) -> None:
     problem = CASES[name]
     data, exact, rough = solve(problem, torch.float16)
     scale = torch.full((1, 1, 1, 1), problem.scale, device=device)
-    found = describe(new_graph(torch.float16), problem, data, scale=scale).run()
-    check(problem, found, exact, rough)
-    gradients = describe(new_graph(torch.float16), problem, {**data, **found}, scale=scale).run()
+    actual = describe(new_graph(torch.float16), problem, data, scale=scale).run()
+    check(problem, actual, exact, rough)
+    gradients = describe(new_graph(torch.float16), problem, {**data, **actual}, scale=scale).run()
     check(problem, gradients, exact, rough)
 
 
@@ -217,13 +217,13 @@ def test_cuda_graph_replay_with_new_data(name: str) -> None:
     problem = CASES[name]
     data = problem.tensors(torch.float16, "cuda")
     first = describe(new_graph(torch.float16), problem, data)
-    found = first.run()
-    second = describe(new_graph(torch.float16), problem, {**data, **found})
+    actual = first.run()
+    second = describe(new_graph(torch.float16), problem, {**data, **actual})
     gradients = second.run()
     spaces = [workspace(each.graph) for each in (first, second)]
 
     def step() -> None:
-        first.graph.execute({**first.inputs, **{first.outputs[port]: x for port, x in found.items()}}, spaces[0])
+        first.graph.execute({**first.inputs, **{first.outputs[port]: x for port, x in actual.items()}}, spaces[0])
         results = {second.outputs[port]: x for port, x in gradients.items()}
         second.graph.execute({**second.inputs, **results}, spaces[1])
 
@@ -233,11 +233,11 @@ def test_cuda_graph_replay_with_new_data(name: str) -> None:
     fresh = problem.tensors(torch.float16, "cuda")
     for port, value in fresh.items():
         data[port].copy_(value)
-    for result in (*found.values(), *gradients.values()):
+    for result in (*actual.values(), *gradients.values()):
         result.fill_(float("nan"))
     again.replay()
     exact, rough = attention(problem, data, torch.float64), attention(problem, data, torch.float16)
-    check(problem, found | gradients, exact, rough)
+    check(problem, actual | gradients, exact, rough)
 
 
 @pytest.mark.parametrize("implementation", [AUTO, COMPOSITE])
@@ -251,8 +251,8 @@ def test_one_tensor_as_query_key_and_value(causal: bool, implementation: Any) ->
     o, _ = graph.sdpa(q, q, q, is_inference=True, attn_scale=0.125, **options)
     o.set_output(True)
     graph.build(MODES)
-    found = torch.full_like(x, float("nan"))
-    graph.execute({q: x, o: found}, workspace(graph))
+    actual = torch.full_like(x, float("nan"))
+    graph.execute({q: x, o: actual}, workspace(graph))
     wide = x.double()
     expected = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide, is_causal=causal, scale=0.125)
-    torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(actual.double(), expected, atol=4e-3, rtol=4e-3)

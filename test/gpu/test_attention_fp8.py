@@ -20,10 +20,10 @@ def results(described: Described) -> dict[str, torch.Tensor]:
         pytest.skip(str(error))
 
 
-def check(problem: Problem, found: dict[str, torch.Tensor], expected: dict[str, Approx]) -> None:
+def check(problem: Problem, actual: dict[str, torch.Tensor], expected: dict[str, Approx]) -> None:
     """Within what numbers of fp8 that fall on the other side of a rounding make of sums of them."""
     valid = problem.valid("cuda")
-    for port, result in found.items():
+    for port, result in actual.items():
         wanted = expected[port].value
         if port.startswith("Amax"):
             torch.testing.assert_close(result.double(), wanted, rtol=0.2, atol=0.0, msg=port)
@@ -40,11 +40,11 @@ def check(problem: Problem, found: dict[str, torch.Tensor], expected: dict[str, 
 def test_forward(name: str, kind: torch.dtype) -> None:
     problem = CASES[name]
     data = tensors(problem, kind, "cuda")
-    found = results(describe_fp8(new_graph(kind), problem, data))
+    actual = results(describe_fp8(new_graph(kind), problem, data))
     if problem.dropout:
         # Tiles of scores that take no part are left unwritten, full of NaN.
-        data["mask"] = torch.where(problem.visible().to("cuda"), found.pop("RNG_DUMP"), 0.0)
-    check(problem, found, attention_fp8(problem, data, kind))
+        data["mask"] = torch.where(problem.visible().to("cuda"), actual.pop("RNG_DUMP"), 0.0)
+    check(problem, actual, attention_fp8(problem, data, kind))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -53,13 +53,13 @@ def test_backward(name: str, deterministic: bool) -> None:
     problem = CASES[name]
     data = tensors(problem, E4M3, "cuda")
     forward = results(describe_fp8(new_graph(), problem, data))
-    given = {**data, "O": forward["O"], "Stats": forward["Stats"]}
-    described = describe_fp8(new_graph(), problem, given, use_deterministic_algorithm=deterministic)
-    found = results(described)
-    check(problem, found, attention_fp8(problem, data))
+    arguments = {**data, "O": forward["O"], "Stats": forward["Stats"]}
+    described = describe_fp8(new_graph(), problem, arguments, use_deterministic_algorithm=deterministic)
+    actual = results(described)
+    check(problem, actual, attention_fp8(problem, data))
     if deterministic:
         for port, x in results(described).items():
-            assert torch.equal(x.view(torch.uint8), found[port].view(torch.uint8)), port
+            assert torch.equal(x.view(torch.uint8), actual[port].view(torch.uint8)), port
 
 
 def test_scales_are_read_when_the_graph_runs() -> None:

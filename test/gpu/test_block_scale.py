@@ -9,8 +9,8 @@ import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.known_faults import SEEN_IN
 from gpu.common import assert_accurate, gpu_graph
-from support.gemms import in_atoms
 from support.graphs import HALF, like, run
+from support.oracle import in_atoms
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 M, N, K = 256, 128, 512
@@ -28,7 +28,7 @@ def scales(*dims: int, kind: torch.dtype) -> torch.Tensor:
     [(E4M3, torch.float32, 128), (E4M3, E8M0, 32), (torch.int8, torch.float32, 64), (torch.float16, torch.float32, 32)],
 )
 def test_rows_and_columns(kind: torch.dtype, scale_kind: torch.dtype, size: int, negative: bool) -> None:
-    """One operand with negative scales: the sign of the product shows."""
+    """One operand with negative scales: the sign of the result shows."""
     blocks = K // size
     a, b = (torch.randn(2, rows, K, device="cuda") for rows in (M, N))
     if kind is torch.int8:

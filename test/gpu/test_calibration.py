@@ -16,7 +16,7 @@ Results = tuple[dict[str, list[np.ndarray]], dict[str, str]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """Of all cases, run in processes of their own."""
+    """All cases, each in a separate process."""
     if calibration.Device().arch != ARCH:
         pytest.skip(f"results are kept for {ARCH} only")
     outputs, errors, _ = calibration.run_all(CASES, ARCH)
@@ -28,8 +28,8 @@ def test_the_chip_does_what_it_did(case: Case, results: Results) -> None:
     outputs, errors = results
     assert case.id not in errors, errors[case.id]
     _, kept = calibration.load(calibration.path(ARCH)).outputs[case.id]
-    found = calibration.compare(case, kept, outputs[case.id])
-    assert not found.unequal, str(found)
+    actual = calibration.compare(case, kept, outputs[case.id])
+    assert not actual.unequal, str(actual)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)

@@ -68,9 +68,9 @@ def test_keys_and_data_of_every_kind() -> None:
     by_tensor = {tensors[uid]: value for uid, value in pack.items()}
     addresses = {uid: value.data_ptr() for uid, value in pack.items()}
     mixed = {1: pack[1].data_ptr(), tensors[2]: pack[2], 3: pack[3], None: 0, 99: pack[1]}
-    for given in (by_tensor, pack, addresses, mixed, pack, by_tensor):
+    for inputs in (by_tensor, pack, addresses, mixed, pack, by_tensor):
         pack[3].fill_(float("nan"))
-        graph.execute(given, space)
+        graph.execute(inputs, space)
         check(pack)
     pack[3].fill_(float("nan"))
     graph.execute(pack, space.data_ptr())
@@ -96,7 +96,7 @@ def test_capture_and_replay_with_changed_data(warm: bool) -> None:
 
 
 def test_without_a_handle_the_current_stream_runs_it() -> None:
-    """The input is written late on a stream of its own: only a call on that stream sees it."""
+    """The input is written late on a separate stream: only a call on that stream sees it."""
     graph = built()
     pack, space = data(), workspace(graph)
     late = pack[1].clone()
@@ -338,9 +338,9 @@ def test_other_views_of_the_same_memory_run() -> None:
     flat = {uid: array.flatten() for uid, array in pack.items()}
     merged = {**pack, 1: pack[1].view(BATCH * M, K)}
     raw = {uid: array.view(-1).view(torch.uint8) for uid, array in pack.items()}
-    for given in (flat, merged, raw, pack, flat, {**pack, 1: OnlyDlpack(pack[1])}):
+    for inputs in (flat, merged, raw, pack, flat, {**pack, 1: OnlyDlpack(pack[1])}):
         pack[3].fill_(float("nan"))
-        graph.execute(given, workspace(graph))
+        graph.execute(inputs, workspace(graph))
         check(pack)
 
 

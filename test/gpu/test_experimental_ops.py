@@ -20,11 +20,11 @@ from support.torch_attention import CASES, Varying
 UNSUPPORTED = cudnn.cudnnGraphNotSupportedError
 
 
-def check(problem: Varying, tensors: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+def check(problem: Varying, tensors: list[torch.Tensor], actual: list[torch.Tensor]) -> None:
     """At most twice the error of the same computation in the type, plus its rounding."""
     exact = with_gradients(problem.solve, [x.double() for x in tensors])
     rough = with_gradients(problem.solve, tensors)
-    for name, one, other, typed in zip(("O", "dQ", "dK", "dV"), found, exact, rough, strict=True):
+    for name, one, other, typed in zip(("O", "dQ", "dK", "dV"), actual, exact, rough, strict=True):
         assert torch.isfinite(one).all(), name
         error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
         allowed = 2 * peer + torch.finfo(one.dtype).eps * other.abs().max().item()
@@ -73,8 +73,8 @@ def test_tensors_that_cudnn_cannot_read() -> None:
     tensors = problem.tensors(torch.float16, "cuda")
     memory = torch.empty(tensors[0].numel() + 1, dtype=torch.float16, device="cuda")
     shifted = memory[1:].view(tensors[0].shape).copy_(tensors[0])
-    given = [shifted, tensors[1].mT.contiguous().mT, tensors[2], tensors[3].sum((0, 1, 2)).expand(tensors[3].shape)]
-    check(problem, given, attend(problem, given))
+    arguments = [shifted, tensors[1].mT.contiguous().mT, tensors[2], tensors[3].sum((0, 1, 2)).expand(tensors[3].shape)]
+    check(problem, arguments, attend(problem, arguments))
 
 
 def test_a_graph_is_built_once_for_all_streams() -> None:
@@ -85,9 +85,9 @@ def test_a_graph_is_built_once_for_all_streams() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        found = attend(problem, tensors)
+        actual = attend(problem, tensors)
     torch.cuda.current_stream().wait_stream(side)
-    check(problem, tensors, found)
+    check(problem, tensors, actual)
     assert (len(_fprop_cache), len(_bprop_cache)) == before
 
 
@@ -103,16 +103,16 @@ def test_both_passes_in_a_cuda_graph() -> None:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = with_gradients(function, tensors)
+        actual = with_gradients(function, tensors)
     for x, fresh in zip(tensors, problem.tensors(torch.float16, "cuda"), strict=True):
         x.copy_(fresh)
     graph.replay()
-    check(problem, tensors, found)
+    check(problem, tensors, actual)
     shorter = dataclasses.replace(problem, starts_q=[0, 4, 27], starts_kv=[0, 9, 11])
     for name in ("cumulative_seq_len_q", "cumulative_seq_len_kv"):
         keywords[name].copy_(shorter.keywords("cuda")[name])
     graph.replay()
-    check(shorter, tensors, found)
+    check(shorter, tensors, actual)
 
 
 @pytest.mark.parametrize("name", ["causal", "lengths, bottom right", "packed, causal, grouped heads"])
@@ -193,8 +193,8 @@ def test_causal_convolution(w: int, kind: torch.dtype, activation: str) -> None:
         with pytest.raises(UNSUPPORTED, match=r"causal_conv1d needs cuDNN 9\.22\.0"):
             run(*leaves)
         return
-    found = with_gradients(run, [*leaves, d_y])
+    actual = with_gradients(run, [*leaves, d_y])
     exact = with_gradients(lambda *x: convolved(*x, activation), [x.double() for x in (*leaves, d_y)])
-    for one, other in zip(found, exact, strict=True):
+    for one, other in zip(actual, exact, strict=True):
         scale = other.abs().max().item()
         torch.testing.assert_close(one.double(), other, rtol=0, atol=scale * max(2e-6, torch.finfo(kind).eps))

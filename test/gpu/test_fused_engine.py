@@ -41,9 +41,9 @@ def test_results(problem: Problem, dtype: torch.dtype, stats: bool) -> None:
     check(made.run(), problem, data, dtype)
 
 
-def check(found: dict[str, torch.Tensor], problem: Problem, data: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def check(actual: dict[str, torch.Tensor], problem: Problem, data: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     exact, rough = attention(problem, data, torch.float64), attention(problem, data, dtype)
-    for name, result in found.items():
+    for name, result in actual.items():
         error, allowed = (result.double() - exact[name]).abs().max(), (rough[name].double() - exact[name]).abs().max()
         assert error <= 2 * allowed + 1e-3 * exact[name].abs().max(), name
 
@@ -62,11 +62,11 @@ def test_gradients(problem: Problem, dtype: torch.dtype, deterministic: bool) ->
     data = with_results(problem, problem.tensors(dtype, "cuda"))
     made = described(problem, data, dtype, implementation=FUSED, use_deterministic_algorithm=deterministic)
     assert made.graph.get_plan_name().startswith("fused_sdpa_bwd_d")
-    found = made.run()
-    check(found, problem, data, dtype)
+    actual = made.run()
+    check(actual, problem, data, dtype)
     if deterministic:
         again = made.run()
-        assert all(torch.equal(again[name], result) for name, result in found.items())
+        assert all(torch.equal(again[name], result) for name, result in actual.items())
 
 
 def test_gradients_of_addresses_and_captures() -> None:

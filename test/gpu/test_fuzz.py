@@ -1,6 +1,6 @@
 """Random graphs on the GPU, against formulas in float64: a sample of each family; all of them with ``--full``.
 
-``fuzz_run.py`` runs one by itself. Where a graph destroys the CUDA context, those after it fail too.
+``fuzz_run.py`` runs a single one. Where a graph destroys the CUDA context, those after it fail too.
 """
 
 from __future__ import annotations

@@ -14,16 +14,16 @@ from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.gemm.problem import Operand
 from cudnn_kernels.schedule import Dense
 from gpu.common import assert_allocates_nothing_and_waits_for_nothing, captured
-from support import gemms
-from support.gemm_families import BY_NAME, NAMES, Case, case, check, slack
-from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support import oracle
+from support.api_cases import BY_NAME, NAMES, Case, case, check, slack
+from support.oracle import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.threads import together
 
 GUARD = 4096  # elements around a result that must stay as they are
 
 
-def problem(name: str, *sizes: int, **given: Any) -> Case:
-    return case(name, *sizes, **given, device="cuda")
+def problem(name: str, *sizes: int, **inputs: Any) -> Case:
+    return case(name, *sizes, **inputs, device="cuda")
 
 
 def guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,16 +105,16 @@ def test_error_is_at_most_twice_that_of_pytorch(name: str, dtype: Any) -> None:
     """The same computation in PyTorch rounds between its steps; ours rounds once."""
     of = problem(name, 1024, 512, 4096, dtype=dtype, out=dtype, side=dtype)
     compiled(of)(**of.arguments())
-    z = gemms.matmul(of.a, of.b)
+    z = oracle.matmul(of.a, of.b)
     tensors = of.tensors
     rounded = (tensors["a"][..., 0] @ tensors["b"][..., 0].T).unsqueeze(2)
     if name == "gemm_swiglu":
         up, gate = rounded.unflatten(1, (-1, 2, 32)).unbind(2)
-        expected, other = gemms.swiglu(z), (up * torch.nn.functional.silu(gate)).flatten(1, 2)
+        expected, other = oracle.swiglu(z), (up * torch.nn.functional.silu(gate)).flatten(1, 2)
     elif name == "gemm_srelu":
-        expected, other = gemms.srelu(z, tensors["prob"]), rounded.relu().square() * tensors["prob"].to(dtype)
+        expected, other = oracle.srelu(z, tensors["prob"]), rounded.relu().square() * tensors["prob"].to(dtype)
     elif name == "gemm_dsrelu":
-        expected = gemms.dsrelu(z, tensors["c"], tensors["prob"])[0]
+        expected = oracle.dsrelu(z, tensors["c"], tensors["prob"])[0]
         other = 2 * rounded.relu() * tensors["c"] * tensors["prob"].to(dtype)
     else:
         expected, other = z, rounded
@@ -127,7 +127,7 @@ def test_long_sums_of_8_bits_lose_no_more_than_those_of_cublas() -> None:
     """At most one and a half times the error of float32 results that cuBLAS adds up in float32."""
     of = problem("gemm_amax", 256, 256, 16384, dtype=E4M3, out=F32)
     compiled(of)(**of.arguments())
-    z = gemms.matmul(of.a, of.b)[..., 0]
+    z = oracle.matmul(of.a, of.b)[..., 0]
     a, b = of.tensors["a"][..., 0], of.tensors["b"][..., 0].T
     one = torch.ones((), device="cuda")
     other = torch._scaled_mm(a, b, one, one, out_dtype=F32, use_fast_accum=False)
@@ -139,14 +139,14 @@ def test_long_sums_of_16_bits() -> None:
     """The tensor cores cut sums off, to 25 bits: 2^-25 for each of 1024 instructions is 3e-5. 1.9e-5 was seen."""
     of = problem("gemm_amax", 256, 256, 16384, dtype=BF16, out=F32)
     compiled(of)(**of.arguments())
-    z = gemms.matmul(of.a, of.b)
+    z = oracle.matmul(of.a, of.b)
     assert 0 < float((of.tensors["c"].double() - z).norm() / z.norm()) < 3e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}, {"dtype": F32, "majors": "mnn"}], ids=str)
-def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> None:
-    of = problem(name, 256, 256, 512, 2, **given)
+@pytest.mark.parametrize("inputs", [{}, {"dtype": E4M3, "scale": E8M0}, {"dtype": F32, "majors": "mnn"}], ids=str)
+def test_graph_replay_with_changed_data(name: str, inputs: dict[str, Any]) -> None:
+    of = problem(name, 256, 256, 512, 2, **inputs)
     gemm = compiled(of)
     workspace = torch.empty(gemm.workspace_size(), dtype=torch.uint8, device="cuda")
     for buffer in (workspace, None):
@@ -155,7 +155,7 @@ def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> Non
         torch.cuda.synchronize()
         graph = captured(run)
         for _ in range(3):
-            fresh = problem(name, 256, 256, 512, 2, **given)
+            fresh = problem(name, 256, 256, 512, 2, **inputs)
             of.a.values, of.b.values = fresh.a.values, fresh.b.values
             for key, tensor in of.tensors.items():
                 if tensor is not None:
@@ -165,13 +165,13 @@ def test_graph_replay_with_changed_data(name: str, given: dict[str, Any]) -> Non
                     )
             graph.replay()
             torch.cuda.synchronize()
-            check(of, slack=3e-3 if given else 2e-5)
+            check(of, slack=3e-3 if inputs else 2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}], ids=str)
-def test_execute_with_a_workspace_allocates_nothing_and_waits_for_nothing(name: str, given: dict[str, Any]) -> None:
-    of = problem(name, 256, 256, 512, **given)
+@pytest.mark.parametrize("inputs", [{}, {"dtype": E4M3, "scale": E8M0}], ids=str)
+def test_execute_with_a_workspace_allocates_nothing_and_waits_for_nothing(name: str, inputs: dict[str, Any]) -> None:
+    of = problem(name, 256, 256, 512, **inputs)
     gemm = compiled(of)
     arguments = {
         **of.arguments(),
@@ -192,14 +192,14 @@ def test_streams(name: str, kind: str) -> None:
     of.a.values = values.double()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    given = {"current": None, "torch": stream, "int": stream.cuda_stream, "CUstream": CUstream(stream.cuda_stream)}
+    inputs = {"current": None, "torch": stream, "int": stream.cuda_stream, "CUstream": CUstream(stream.cuda_stream)}
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         of.tensors["a"].copy_(values)
         if kind == "current":
             gemm.execute(**of.arguments())
     if kind != "current":
-        gemm.execute(**of.arguments(), current_stream=given[kind])
+        gemm.execute(**of.arguments(), current_stream=inputs[kind])
     stream.synchronize()
     check(of, slack=3e-3)
 
@@ -220,12 +220,12 @@ def test_two_streams_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", [{"out": BF16}, {"dtype": FP4, "scale": E4M3, "vector": 16}, {"out": E4M3}], ids=str)
-def test_100_repeats_have_the_same_bits(name: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("inputs", [{"out": BF16}, {"dtype": FP4, "scale": E4M3, "vector": 16}, {"out": E4M3}], ids=str)
+def test_100_repeats_have_the_same_bits(name: str, inputs: dict[str, Any]) -> None:
     """All but dprob, whose sums are added up in no fixed order."""
-    if given["out"] == E4M3 and not BY_NAME[name].quantized if "out" in given else False:
-        given = {"out": F32}
-    of = problem(name, 512, 512, 512, 2, **given, amax=True)
+    if inputs["out"] == E4M3 and not BY_NAME[name].quantized if "out" in inputs else False:
+        inputs = {"out": F32}
+    of = problem(name, 512, 512, 512, 2, **inputs, amax=True)
     gemm = compiled(of)
     names = [key for key in outputs(of) if key != "dprob"]
     first: dict[str, torch.Tensor] = {}
@@ -260,8 +260,8 @@ def test_the_wrapper_and_the_operator(name: str) -> None:
         t[key] = wrapped[f"{key}_tensor"]
     check(of, slack=2e-5)
     operator = getattr(cudnn.ops, name)
-    found = torch.compile(lambda a, b: operator(a, b, sfa=None, sfb=None, **more, **types))(t["a"], t["b"])
-    for key, tensor in zip(of.family.results, found, strict=True):
+    actual = torch.compile(lambda a, b: operator(a, b, sfa=None, sfb=None, **more, **types))(t["a"], t["b"])
+    for key, tensor in zip(of.family.results, actual, strict=True):
         if t[key] is not None and key != "dprob":
             assert torch.equal(tensor, t[key])
 
@@ -276,7 +276,7 @@ def test_tensors_unlike_the_samples_never_reach_the_kernel(name: str) -> None:
         {"a_tensor": a.half()},
         {"a_tensor": a.cpu()},
         {"a_tensor": a[:, :256]},
-        {"a_tensor": gemms.strided(a, "mn")},
+        {"a_tensor": oracle.strided(a, "mn")},
         {"a_tensor": a[..., 0]},
         {"a_tensor": torch.empty(256 * 512 + 1, device="cuda").bfloat16()[1:].as_strided(a.shape, a.stride())},
         {"a_tensor": None},
@@ -298,8 +298,8 @@ def test_clusters_of_sixteen() -> None:
         pytest.skip("a configuration of Hopper's GEMM")
     operand, epilogue = Operand("bfloat16"), (StoreTile("d", "float32"),)
     c = GemmConfiguration(operand, operand, epilogue, Dense(), tile=(128, 64, 64), cluster=(4, 4))
-    a, b = (gemms.plain(size, 200, 2, device="cuda") for size in (1100, 600))
+    a, b = (oracle.plain(size, 200, 2, device="cuda") for size in (1100, 600))
     d = torch.full((2, 1100, 600), torch.nan, device="cuda").permute(1, 2, 0)
     kernel = launch.kernel("cudnn_kernels.sm90.gemm:Gemm", c, "sm_90a")
     kernel(a.tensor, b.tensor, d, 128, torch.cuda.current_stream().cuda_stream)
-    gemms.assert_rounded(d, gemms.matmul(a, b), 2e-5)
+    oracle.assert_rounded(d, oracle.matmul(a, b), 2e-5)

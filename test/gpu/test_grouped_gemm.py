@@ -1,4 +1,4 @@
-"""The grouped fused GEMMs on the GPU, beside values: the same bits again, CUDA graphs, no waiting."""
+"""The grouped fused GEMMs on the GPU: values, determinism, CUDA graphs, no host synchronization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import cudnn
 from gpu.common import captured
 from support import grouped
-from support.gemms import BF16, E4M3, F16, F32, FP4
+from support.oracle import BF16, E4M3, F16, F32, FP4
 
 I32 = torch.int32
 
@@ -64,15 +64,15 @@ def test_100_repeats_have_the_same_bits(case: dict[str, Any]) -> None:
     grouped.check(p)
 
     def results() -> dict[str, torch.Tensor]:
-        whole, found = {1: torch.uint8, 2: torch.int16, 4: torch.int32}, dict(p.results)
-        if found.get("sfd_col_tensor") is None:
-            found.pop("d_col_tensor", None)  # memory that nothing is written to
-        return {key: x.view(whole[x.itemsize]) for key, x in found.items() if x is not None}
+        whole, actual = {1: torch.uint8, 2: torch.int16, 4: torch.int32}, dict(p.results)
+        if actual.get("sfd_col_tensor") is None:
+            actual.pop("d_col_tensor", None)  # memory that nothing is written to
+        return {key: x.view(whole[x.itemsize]) for key, x in actual.items() if x is not None}
 
     first = {key: x.clone() for key, x in results().items()}
     for _ in range(100):
-        if "dprob" in p.given:
-            p.given["dprob"].zero_()
+        if "dprob" in p.inputs:
+            p.inputs["dprob"].zero_()
         grouped.run(p, "gpu")
         for key, x in results().items():
             assert torch.equal(x, first[key]), key
@@ -82,19 +82,19 @@ def test_a_cuda_graph_serves_other_experts_and_weights() -> None:
     """What ends of experts and addresses are counts when a graph is replayed."""
     one, other = (grouped.problem("grouped_gemm", ends=ends, device="cuda") for ends in ((70, 70, 200), (0, 150, 200)))
     for p in (one, other):
-        grouped.addressed(p)
+        grouped.use_pointers(p)
     d = torch.empty(200, 128, 1, dtype=BF16, device="cuda").as_strided((200, 128, 1), (128, 1, 25600))
-    given = {**{key: x for key, x in one.given.items() if x is not None}, "d": d}
+    arguments = {**{key: x for key, x in one.inputs.items() if x is not None}, "d": d}
     api = cudnn.GroupedGemm
-    made = api(**api.samples(given), num_experts=3, b_shape=(128, 128), b_dtype=BF16)
+    made = api(**api.samples(arguments), num_experts=3, b_shape=(128, 128), b_dtype=BF16)
     made.compile()
-    named = {parameter: given.get(name) for name, parameter in made.parameters.items()}
+    named = {parameter: arguments.get(name) for name, parameter in made.parameters.items()}
     made.execute(**named)
     torch.cuda.synchronize()
     graph = captured(lambda: made.execute(**named))
     for p in (one, other):
         for name in ("a", "padded_offsets", "b_ptrs", "alpha"):
-            given[name].copy_(p.given[name])
+            arguments[name].copy_(p.inputs[name])
         d.fill_(0.0)
         graph.replay()
         p.results = {"d_tensor": d, "c_tensor": None}

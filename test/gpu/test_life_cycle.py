@@ -36,7 +36,7 @@ class NativeGraph:
         assert self._driver[name](*arguments) == 0, name
 
     def launch(self, anew: bool = False) -> None:
-        """Instantiates at the first call, or ``anew``, and takes changes over at later ones."""
+        """Instantiates at the first call, or again with ``anew``, and updates at later ones."""
         if self._executable and anew:
             self._call("cuGraphExecDestroy", self._executable)
             self._executable = c_void_p()
@@ -274,7 +274,7 @@ def test_other_shapes_and_strides(by_index: bool) -> None:
 
 
 def test_a_shorter_key_through_its_transposed_view() -> None:
-    """K is read as [b, h, d, s] under a uid of its own: overriding K overrides that view."""
+    """K is read as [b, h, d, s] under a separate uid: overriding K overrides that view."""
     dims = [2, 4, 128, 64]
     strides = [4 * 128 * 64, 128 * 64, 64, 1]
     graph = cudnn.pygraph(

@@ -13,7 +13,7 @@ from support.graphs import HALF, MODES, like
 
 
 def at(offset: int, *dims: int) -> torch.Tensor:
-    """A packed tensor of float16, so many elements from an address that 16 bytes divide."""
+    """A contiguous float16 tensor, ``offset`` elements after a 16-byte aligned address."""
     count = math.prod(dims)
     return torch.randn(count + offset, device="cuda").half()[offset:].view(dims)
 
@@ -47,7 +47,7 @@ def test_data_at_any_address(offsets: tuple[int, ...], extents: tuple[int, ...])
 
 @pytest.mark.parametrize("k", [44, 45])
 def test_an_operand_that_is_widened(k: int) -> None:
-    """With rows of 45 bytes the cast runs in a plan of its own, for what cuDNN 9.19 makes of one plan is wrong."""
+    """With rows of 45 bytes the cast runs in a separate plan, because what cuDNN 9.19 makes of one plan is wrong."""
     a = torch.randint(-4, 5, (2, 32, k), device="cuda", dtype=torch.int8)
     b, result = at(0, 2, k, 100), at(0, 2, 32, 100)
     graph = gpu_graph(io=torch.float16)

@@ -1,4 +1,4 @@
-"""Grouped matrix products of experts on the GPU."""
+"""Grouped GEMMs of experts on the GPU."""
 
 from __future__ import annotations
 

@@ -33,16 +33,16 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return data.contiguous(memory_format=torch.channels_last) if data.dim() == 4 else data
 
 
-def accurate(found: torch.Tensor, formula: Callable[..., torch.Tensor], *inputs: torch.Tensor, terms: int = 1) -> None:
+def accurate(actual: torch.Tensor, formula: Callable[..., torch.Tensor], *inputs: torch.Tensor, terms: int = 1) -> None:
     """Compares with a formula in PyTorch: at most twice the formula's error in the output's type, plus its rounding.
 
     ``terms`` is how many numbers each result sums up: another order of summation moves it by sqrt(terms) roundings.
     """
-    exact = formula(*(t.double() for t in inputs)).reshape(found.shape)
-    same_type = formula(*(t.to(found.dtype) for t in inputs)).reshape(found.shape).double()
+    exact = formula(*(t.double() for t in inputs)).reshape(actual.shape)
+    same_type = formula(*(t.to(actual.dtype) for t in inputs)).reshape(actual.shape).double()
     largest = float(exact.abs().max())
-    bound = 2 * float((same_type - exact).abs().max()) + torch.finfo(found.dtype).eps * largest * terms**0.5
-    error = float((found.double() - exact).abs().nan_to_num(float("inf")).max())
+    bound = 2 * float((same_type - exact).abs().max()) + torch.finfo(actual.dtype).eps * largest * terms**0.5
+    error = float((actual.double() - exact).abs().nan_to_num(float("inf")).max())
     assert error <= bound, f"error {error:.3g}, bound {bound:.3g}, largest value {largest:.3g}, seed {SEED}"
 
 
@@ -120,8 +120,8 @@ def test_norms_and_gradients(name: str, dtype: torch.dtype, phase: Any) -> None:
     draw = randn if name == "images" else packed
     x, dy = draw(*x_shape, dtype=dtype), draw(*x_shape, dtype=dtype)
     scale, bias = draw(*scale_shape), draw(*scale_shape)
-    _, (found, *statistics) = evaluate(operation, phase, x, scale, bias, EPSILON, graph=gpu_graph(dtype))
-    accurate(found, formula, x, scale, bias)
+    _, (actual, *statistics) = evaluate(operation, phase, x, scale, bias, EPSILON, graph=gpu_graph(dtype))
+    accurate(actual, formula, x, scale, bias)
     assert len(statistics) == (0 if phase is INFERENCE else 2)
     if phase is INFERENCE:
         return
@@ -144,9 +144,9 @@ def test_rmsnorm(name: str, has_bias: bool, dtype: torch.dtype) -> None:
         *(packed(*scale_shape) for _ in "ab"),
     )
     parameters, axes, row = (scale, bias)[: 1 + has_bias], varying(scale), scale.numel()
-    given = bias if has_bias else None
-    _, (found, inv) = evaluate("rmsnorm", TRAINING, x, scale, given, EPSILON, graph=gpu_graph(dtype))
-    accurate(found, rms, x, *parameters)
+    arguments = bias if has_bias else None
+    _, (actual, inv) = evaluate("rmsnorm", TRAINING, x, scale, arguments, EPSILON, graph=gpu_graph(dtype))
+    accurate(actual, rms, x, *parameters)
     accurate(inv, lambda x: ((x * x).mean(axes, keepdim=True) + EPSILON).rsqrt(), x, terms=row)
     _, results = evaluate("rmsnorm_backward", dy, x, scale, inv, has_bias, graph=gpu_graph(dtype))
     assert len(results) == 2 + has_bias
@@ -155,14 +155,14 @@ def test_rmsnorm(name: str, has_bias: bool, dtype: torch.dtype) -> None:
 
 def test_rmsnorm_in_the_short_form_with_a_vector() -> None:
     x, gamma = packed(2, 64, 512, dtype=torch.bfloat16), packed(512)
-    _, (found,) = evaluate("rmsnorm", x, gamma, epsilon=EPSILON, graph=gpu_graph(torch.bfloat16))
-    accurate(found, rms, x, gamma)
+    _, (actual,) = evaluate("rmsnorm", x, gamma, epsilon=EPSILON, graph=gpu_graph(torch.bfloat16))
+    accurate(actual, rms, x, gamma)
 
 
 def test_layernorm_with_zero_centred_gamma() -> None:
     x, gamma, beta = packed(256, 512, 1, 1, dtype=torch.float16), packed(1, 512, 1, 1), packed(1, 512, 1, 1)
-    _, (found,) = evaluate("layernorm", x, gamma, beta, EPSILON, zero_centered_gamma=True, graph=gpu_graph(HALF))
-    accurate(found, lambda x, scale, bias: layer(x, 1 + scale, bias), x, gamma, beta)
+    _, (actual,) = evaluate("layernorm", x, gamma, beta, EPSILON, zero_centered_gamma=True, graph=gpu_graph(HALF))
+    accurate(actual, lambda x, scale, bias: layer(x, 1 + scale, bias), x, gamma, beta)
 
 
 IMAGE, CHANNELS, PIXELS = (16, 64, 28, 28), (1, 64, 1, 1), 16 * 28 * 28
@@ -174,8 +174,8 @@ def test_batchnorm(dtype: torch.dtype) -> None:
     scale, bias, old_mean = (randn(*CHANNELS) for _ in range(3))
     old_var, over = randn(*CHANNELS).exp(), (0, 2, 3)
     _, results = evaluate("batchnorm", x, scale, bias, old_mean, old_var, EPSILON, 0.25, graph=gpu_graph(dtype))
-    found, mean, inv, new_mean, new_var = results
-    accurate(found, batch, x, scale, bias)
+    actual, mean, inv, new_mean, new_var = results
+    accurate(actual, batch, x, scale, bias)
     accurate(mean, lambda x: x.mean(over), x, terms=PIXELS)
     accurate(inv, inverse_deviation(over), x, terms=PIXELS)
     accurate(new_mean, lambda x, old: 0.75 * old.flatten() + 0.25 * x.mean(over), x, old_mean, terms=PIXELS)
@@ -212,15 +212,15 @@ def test_relu_mask_goes_from_the_forward_to_the_backward_graph() -> None:
     # One byte an element would fill the buffer; the norm engines pack eight channels into each.
     bits = torch.full((x_data.numel(),), 0xA5, dtype=torch.uint8, device=DEVICE)
     wanted = outputs([relu, mean, inv])
-    found, found_mean, found_inv = run(graph, {**dict(zip(tensors, arrays, strict=True)), mask: bits}, *wanted)
-    accurate(found, lambda *inputs: batch(*inputs).relu(), x_data, scale_data, bias_data)
+    actual, found_mean, found_inv = run(graph, {**dict(zip(tensors, arrays, strict=True)), mask: bits}, *wanted)
+    accurate(actual, lambda *inputs: batch(*inputs).relu(), x_data, scale_data, bias_data)
     packed = x_data.numel() // 8
     assert bool((bits[packed:] == 0xA5).all()), "more than one bit an element was written"
     n, c, h, w = IMAGE
     octets = bits[:packed].reshape(n, h, w, c // 8, 1) >> torch.arange(8, dtype=torch.uint8, device=DEVICE)
     positive = (octets & 1).bool().reshape(n, h, w, c).permute(0, 3, 1, 2)
     # A result below the smallest half is positive, and stored as 0.
-    assert int((positive != (found > 0)).sum()) <= 2
+    assert int((positive != (actual > 0)).sum()) <= 2
 
     graph = gpu_graph(HALF)
     m = graph.tensor(list(IMAGE), list(x_data.stride()), cudnn.data_type.BOOLEAN)

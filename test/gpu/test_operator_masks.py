@@ -23,19 +23,19 @@ def tensors(dtype: torch.dtype, s_q: int, s_kv: int) -> list[torch.Tensor]:
     return [torch.randn(B, H, s, D, device="cuda").to(dtype) for s in (s_q, s_kv, s_kv, s_q)]
 
 
-def by_hand(*given: torch.Tensor, seen: Any = None, kept: Any = 1.0) -> torch.Tensor:
+def by_hand(*arguments: torch.Tensor, seen: Any = None, kept: Any = 1.0) -> torch.Tensor:
     """Attention with a mask that is added or boolean, and weights that are kept or not."""
-    q, k, v, *bias = given
+    q, k, v, *bias = arguments
     return attend(q, k, v, seen, bias=sum(x.to(q.dtype) for x in bias), kept=kept).o.to(v.dtype)
 
 
-def check(found: list[torch.Tensor], given: list[torch.Tensor], **options: Any) -> None:
+def check(actual: list[torch.Tensor], arguments: list[torch.Tensor], **options: Any) -> None:
     """At most twice the error of the same computation in the type, plus its rounding; four times, where a gradient is 0
     in exact arithmetic and what is computed is nothing but the sum of roundings.
     """
-    exact = with_gradients(functools.partial(by_hand, **options), [x.double() for x in given])
-    rough = with_gradients(functools.partial(by_hand, **options), given)
-    for place, (one, other, typed) in enumerate(zip(found, exact, rough, strict=True)):
+    exact = with_gradients(functools.partial(by_hand, **options), [x.double() for x in arguments])
+    rough = with_gradients(functools.partial(by_hand, **options), arguments)
+    for place, (one, other, typed) in enumerate(zip(actual, exact, rough, strict=True)):
         assert torch.isfinite(one).all(), place
         error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
         zero = other.abs().max().item() < 1e-9 * exact[0].abs().max().item()
@@ -59,8 +59,10 @@ def test_boolean_masks(sizes: tuple[int, int], shape: str, dtype: torch.dtype) -
     seen = torch.rand(shape_of(shape, *sizes), device="cuda") < 0.6
     if seen.shape[-1] > 1 and seen.shape[-2] > 1:
         seen[..., 3, :] = False  # a row that sees nothing
-    given = tensors(dtype, *sizes)
-    check(with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=seen), given), given, seen=seen)
+    arguments = tensors(dtype, *sizes)
+    check(
+        with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=seen), arguments), arguments, seen=seen
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -70,8 +72,8 @@ def test_boolean_masks(sizes: tuple[int, int], shape: str, dtype: torch.dtype) -
 def test_masks_that_are_added(sizes: tuple[int, int], shape: str, wide: bool, dtype: torch.dtype) -> None:
     q, k, v, d_out = tensors(dtype, *sizes)
     bias = torch.randn(shape_of(shape, *sizes), device="cuda").to(torch.float32 if wide else dtype)
-    given = [q, k, v, bias, d_out]
-    check(with_gradients(scaled_dot_product_attention, given), given)
+    arguments = [q, k, v, bias, d_out]
+    check(with_gradients(scaled_dot_product_attention, arguments), arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -85,24 +87,24 @@ def test_dropout(name: str, dtype: torch.dtype) -> None:
     more = [torch.randn(1, H, s, s, device="cuda").to(dtype)] if name == "added" else []
     options: dict[str, Any] = {"causal": {"is_causal": True}, "boolean": {"attn_mask": seen}}.get(name, {})
 
-    def attention(*given: torch.Tensor) -> torch.Tensor:
+    def attention(*arguments: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(7)
-        return scaled_dot_product_attention(*given, dropout_p=0.25, **options)
+        return scaled_dot_product_attention(*arguments, dropout_p=0.25, **options)
 
-    given = [q, k, v, *more, d_out]
+    arguments = [q, k, v, *more, d_out]
     try:
-        found = with_gradients(attention, given)
+        actual = with_gradients(attention, arguments)
     except UNSUPPORTED as error:
         pytest.skip(str(error))
-    kept = found[0] > 0
+    kept = actual[0] > 0
     visible = torch.ones_like(kept) if seen is None else seen.expand_as(kept)
     assert not kept[~visible].any()
     assert 0.7 < kept[visible].double().mean() < 0.8
-    check(found, given, seen=seen, kept=kept / 0.75)
+    check(actual, arguments, seen=seen, kept=kept / 0.75)
     again = attention(q, k, v, *more)
-    assert torch.equal(again, found[0])
+    assert torch.equal(again, actual[0])
     other = scaled_dot_product_attention(q, k, v, *more, dropout_p=0.25, **options)
-    assert not torch.equal(other, found[0])
+    assert not torch.equal(other, actual[0])
 
 
 def test_each_replay_of_a_cuda_graph_drops_others() -> None:

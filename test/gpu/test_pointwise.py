@@ -38,8 +38,8 @@ def test_values(name: str, kind: torch.dtype) -> None:
         tensors[2] = graph.cmp_gt(tensors[0], tensors[1]).set_data_type(BOOLEAN)
         arguments[2] = arguments[0] > arguments[1]
     out = op.add(graph, *tensors).set_output(True)
-    given = {tensor: x for tensor, x in zip(tensors, arguments, strict=True) if not tensor.get_is_virtual()}
-    (result,) = run(graph, given, out)
+    kwargs = {tensor: x for tensor, x in zip(tensors, arguments, strict=True) if not tensor.get_is_virtual()}
+    (result,) = run(graph, kwargs, out)
     assert_accurate(result, lambda dtype: op.function(*(x.to(dtype) for x in arguments)).to(dtype), kind)
 
 

@@ -25,7 +25,7 @@ def draw(spatial: int, kind: torch.dtype = torch.float16, rows: bool = False, ch
     """Values without ties in a window, channels last or row-major."""
     dims = [4, *[15, 12, 10][:spatial]]
     count = 4**spatial
-    # Neighbours differ by their place in blocks of four along each axis, each place a value of its own.
+    # Neighbours differ by their place in blocks of four along each axis, each position has a distinct value.
     place = torch.zeros(dims[1:], device="cuda")
     for axis, extent in enumerate(dims[1:]):
         steps = torch.arange(extent, device="cuda") % 4
@@ -71,16 +71,16 @@ def test_forward_and_gradient(spatial: int, rows: bool, io: torch.dtype, kind: s
     graph = gpu_graph(io=io)
     loss = like(graph, dy)
     data: dict[Any, torch.Tensor] = {loss: dy}
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if kind == "max" and rows:
         out = torch.empty_like(dy).copy_(stored)
-        given = {"input": like(graph, x), "output": like(graph, out)}
-        data |= {given["input"]: x, given["output"]: out}
+        arguments = {"input": like(graph, x), "output": like(graph, out)}
+        data |= {arguments["input"]: x, arguments["output"]: out}
     elif kind == "max":
         place = index_of(x)
-        given = {"index": like(graph, place)}
-        data |= {given["index"]: place}
-    dx = graph.resample_backward(loss, **given, **options(kind, spatial)).set_output(True).set_dim(list(x.shape))
+        arguments = {"index": like(graph, place)}
+        data |= {arguments["index"]: place}
+    dx = graph.resample_backward(loss, **arguments, **options(kind, spatial)).set_output(True).set_dim(list(x.shape))
     dx.set_stride(list(x.stride()))
 
     def gradient(dtype: torch.dtype) -> torch.Tensor:

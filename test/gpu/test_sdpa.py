@@ -47,8 +47,8 @@ def test_as_existing_programs_do(layout: str, options: dict[str, Any]) -> None:
     ends = [torch.arange(0, (batch + 1) * rows, rows, device="cuda", dtype=torch.int32)] * 2 if layout == "thd" else []
     change = flat if layout == "thd" else lambda x: x
     for _ in range(2):
-        found, found_lse = sdpa_fwd_wrapper_sm100_d256(*map(change, (q, k, v)), *ends, **options)
-    torch.testing.assert_close(found.float(), change(expected), atol=5e-3, rtol=5e-3)
+        actual, found_lse = sdpa_fwd_wrapper_sm100_d256(*map(change, (q, k, v)), *ends, **options)
+    torch.testing.assert_close(actual.float(), change(expected), atol=5e-3, rtol=5e-3)
     lse_as_stored = lse.transpose(0, 1).reshape(24, -1) if ends else lse
     torch.testing.assert_close(found_lse.view(lse_as_stored.shape), lse_as_stored, atol=1e-4, rtol=1e-4)
 
@@ -153,7 +153,7 @@ def test_pages_of_keys(head: int, head_v: int, page: int, rows: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head", "head_v"), SdpaBackward.head_sizes)
 def test_deterministic_gradients(head: int, head_v: int, causal: bool) -> None:
-    """Twelve heads of K are more than take turns side by side."""
+    """Twelve heads of K are more than the interleaved CTAs process concurrently."""
     options = {**(CAUSAL if causal else {}), "deterministic": True}
     q, do = (drawn(1000, 24, width, integers=False) for width in (head, head_v))
     k, v = (drawn(1000, 12, width, integers=False) for width in (head, head_v))
@@ -166,9 +166,9 @@ def test_deterministic_gradients(head: int, head_v: int, causal: bool) -> None:
     attention.compile()
     attention.execute(q, k, v, o, do, lse, *gradients)
     first = [x.clone() for x in gradients]
-    for found, leaf in zip(first, leaves, strict=True):
+    for actual, leaf in zip(first, leaves, strict=True):
         assert leaf.grad is not None
-        assert (found.float() - leaf.grad).norm() <= 4e-3 * leaf.grad.norm()
+        assert (actual.float() - leaf.grad).norm() <= 4e-3 * leaf.grad.norm()
     differences = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
         attention.execute(q, k, v, o, do, lse, *gradients)

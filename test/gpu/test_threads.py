@@ -1,4 +1,4 @@
-"""Two threads, each with a handle and a stream of its own."""
+"""Two threads, each with a separate handle and stream."""
 
 from __future__ import annotations
 

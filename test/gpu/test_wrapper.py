@@ -31,14 +31,14 @@ def check(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, d: torch.Tenso
 
 @pytest.mark.parametrize("handle", [None, "auto", "own"])
 def test_calls(handle: Any) -> None:
-    given = cudnn.create_handle() if handle == "own" else handle
+    arguments = cudnn.create_handle() if handle == "own" else handle
     data = arrays()
-    for graph in (product(handle=given), product()):
+    for graph in (product(handle=arguments), product()):
         assert graph.get_plan_name().startswith("eng")
         for _ in range(3):
-            check(graph(*data, handle=given), *data)
+            check(graph(*data, handle=arguments), *data)
         pack = dict(zip(("mm::A", "mm::B", "shift::bias"), data, strict=True))
-        check(graph(pack, handle=given)["shift::OUT_0"], *data)
+        check(graph(pack, handle=arguments)["shift::OUT_0"], *data)
 
 
 def test_the_result_is_a_new_tensor_each_time() -> None:

@@ -9,8 +9,8 @@ import torch
 
 import cudnn
 from support.dense_attention import attend, band
-from support.gemms import in_atoms, memory_of
 from support.graphs import BFLOAT16, FLOAT, configurations, like, packed, planned_graph, reference_graph, run
+from support.oracle import in_atoms, memory_of
 
 E4M3, E8M0 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FP8_E8M0
 TILED = cudnn.tensor_reordering.F8_128x4

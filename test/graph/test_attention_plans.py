@@ -271,8 +271,8 @@ def test_statistics_in_bfloat16_are_written_to_the_workspace_first(h200: Any) ->
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda q, k, o, stats: k.set_data_type(BFLOAT16), "data type of K: got BFLOAT16 beside HALF"),
-        (lambda q, k, o, stats: o.set_data_type(FLOAT), "data type of O: got FLOAT beside HALF"),
+        (lambda q, k, o, stats: k.set_data_type(BFLOAT16), "data type of K: got BFLOAT16 with HALF"),
+        (lambda q, k, o, stats: o.set_data_type(FLOAT), "data type of O: got FLOAT with HALF"),
         (lambda q, k, o, stats: q.set_data_type(FLOAT), "data type of Q: got FLOAT"),
         (lambda q, k, o, stats: stats.set_data_type(HALF), "data type of Stats: got HALF"),
     ],

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.pygraph.lowering import Lowering
 from support import block_scales
-from support.gemms import atoms_of, e8m0_code_above, e8m0_values, fp4_values, from_atoms, in_atoms, memory_of
 from support.graphs import FLOAT, HALF, MODES, configurations, like, planned_graph, reference_graph, run
+from support.oracle import atoms_of, e8m0_code_above, e8m0_values, fp4_values, from_atoms, in_atoms, memory_of
 from support.refusals import check_refused
 
 KIND = cudnn.data_type

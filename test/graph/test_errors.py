@@ -126,7 +126,7 @@ def virtual_of_another(graph: cudnn.pygraph) -> cudnn.tensor:
         (broadcast, r"sum \(add\): inputs: got 'a' dim=\[2, 3\], 'b' dim=\[2, 4\]; allowed: shapes that broadcast"),
         (
             lambda g: relu(g, [2, 3], [3]),
-            r"act \(relu\): tensor 'x'.*dim=\[2, 3\] with stride=\[3\]; allowed: as many strides",
+            r"act \(relu\): tensor 'x'.*dim=\[2, 3\] with stride=\[3\]; allowed: one stride per dimension",
         ),
         (
             lambda g: relu(g, [2, 3], [3, 1]).set_dim([3, 2]),
@@ -143,10 +143,10 @@ def virtual_of_another(graph: cudnn.pygraph) -> cudnn.tensor:
         ),
         (
             lambda g: relu(g, [4, 8], [8, 1]).set_stride([4, 1]),
-            r"act \(relu\): output tensor 'act::OUT_0': got .*; allowed: a place of its own",
+            r"act \(relu\): output tensor 'act::OUT_0': got .*; allowed: distinct addresses",
         ),
-        (lambda g: relu(g, [4, 8], [8, 1]).set_stride([0, 1]), "a place of its own for every element"),
-        (lambda g: relu(g, [4, 4], [4, 1]).set_stride([2, 3]), "a place of its own for every element"),
+        (lambda g: relu(g, [4, 8], [8, 1]).set_stride([0, 1]), "distinct addresses for all elements"),
+        (lambda g: relu(g, [4, 4], [4, 1]).set_stride([2, 3]), "distinct addresses for all elements"),
         (
             lambda g: relu(g, [2**63, 8], [8, 1]),
             r"tensor 'x': got dim=\[9223372036854775808, 8\].*; allowed: fewer than 2\^60",

@@ -16,7 +16,7 @@ from cudnn.backend.handle import gpu_available
 from cudnn.backend.plan import Origin
 from cudnn.pygraph import graph as graph_module
 from cudnn.pygraph import program
-from cudnn.pygraph.explain.twins import twin_of
+from cudnn.pygraph.explain.dry_run import dry_run_copy
 from support.graphs import FLOAT, HALF, MODES, packed, planned_graph, reference_graph
 
 COMPOSITE = cudnn.attention_implementation.COMPOSITE
@@ -157,7 +157,7 @@ def test_memory_of_the_graphs_own_has_one_shape(h200: Any) -> None:
         gradient.set_output(True)
     graph.validate()
     graph.build_operation_graph()
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="a graph with memory of its own for one shape"):
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="a graph with separate memory for one shape"):
         graph._cudnn()._overriding([1], [[2, 4, 32, 64]], [packed(*dims)])
 
 
@@ -192,8 +192,8 @@ def test_the_first_call_prepares_later_ones(h200: Any, monkeypatch: pytest.Monke
     cudnn.pygraph.execute(graph, {})
     graph._execute({}, 0)  # addresses are not prepared for
     assert seen == ["any", "prepared", "prepared", "any"]
-    assert twin_of(graph)._prepared is None
-    assert "execute" not in vars(twin_of(graph))
+    assert dry_run_copy(graph)._prepared is None
+    assert "execute" not in vars(dry_run_copy(graph))
     graph.build_plan_at_index(0)
     graph.execute({})
     assert seen[4:] == ["any"]

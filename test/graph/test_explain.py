@@ -305,7 +305,7 @@ def test_a_rule_found_while_lowering_is_not_narrowed(h200: Any) -> None:
         graph.build(MODES)
     (reason,) = graph.explain().reasons
     assert reason.nodes == (0,)
-    assert "data type of O: got FLOAT beside HALF" in reason.rule
+    assert "data type of O: got FLOAT with HALF" in reason.rule
 
 
 def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +351,7 @@ def test_a_change_that_cudnn_accepts(h200: Any) -> None:
     refused_by_cudnn(graph)
     (reason,) = graph.explain().reasons
     assert reason.nodes == (1,)
-    assert reason.rule == "cuDNN refuses act (relu), also in a graph of its own; it supports the rest of the graph."
+    assert reason.rule == "cuDNN refuses act (relu), also in a separate graph; it supports the rest of the graph."
     assert reason.cures[0] == "use compute_data_type=FLOAT in this node: cuDNN then builds a plan of the graph"
     graph.nodes[1].compute_data_type = FLOAT
     graph.build(MODES)
@@ -421,11 +421,13 @@ def test_another_heuristic_mode_is_a_cure(h200: Any) -> None:
     graph.build([A])
 
 
-def test_narrowing_can_be_left_out(h200: Any) -> None:
+def test_minimizing_can_be_left_out(h200: Any) -> None:
     graph = planned_graph(h200)
     two_products(graph)
     error = refused_by_cudnn(graph)
-    (reason,) = graph.explain(narrow=False).reasons
+    (reason,) = graph.explain(minimize=False).reasons
+    with pytest.warns(DeprecationWarning, match="use minimize"):
+        assert graph.explain(narrow=False).reasons == [reason]
     assert reason.nodes == ()
     assert "heuristic modes A, FALLBACK" in reason.rule
     assert "heuristics mode A: engine" in error.detail

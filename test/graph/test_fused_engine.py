@@ -180,7 +180,7 @@ def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NOT_SUPPORTED, match=f"implementation: got FUSED, but .*{message}"):
         node_of(implementation=FUSED, **changes)
-    assert fused_engine.obstacle(node_of(**changes))  # and AUTO does not take them
+    assert fused_engine.unsupported_reason(node_of(**changes))  # and AUTO does not take them
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -222,7 +222,7 @@ def test_the_backward_pass_is_no_one_operation_of_cudnn() -> None:
     with pytest.raises(NOT_SUPPORTED, match="got UNIFIED, but cuDNN has no one operation for the backward pass"):
         node_of(backward=True, implementation=UNIFIED)
     assert node_of(backward=True, implementation=COMPOSITE).implementation is COMPOSITE
-    assert not fused_engine.obstacle(node_of((1, 2, 40, 96), backward=True))
+    assert not fused_engine.unsupported_reason(node_of((1, 2, 40, 96), backward=True))
 
 
 def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

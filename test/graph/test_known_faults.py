@@ -115,9 +115,9 @@ def test_int8_convolutions_keep_off_engines_for_floating_point(h200: Any) -> Non
     names = [graph.get_plan_name_at_index(i) for i in range(configurations(graph))]
     if library.version() > known_faults.SEEN_IN:
         return
-    barred = [index for index, name in enumerate(names) if name.split("_")[0] in ("eng0", "eng28")]
-    assert 0 < len(barred) < len(names)
-    for index in barred:
+    denied = [index for index, name in enumerate(names) if name.split("_")[0] in ("eng0", "eng28")]
+    assert 0 < len(denied) < len(names)
+    for index in denied:
         with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="computes such graphs wrongly"):
             graph.build_plan_at_index(index)
 
@@ -196,15 +196,15 @@ def test_convolutions_keep_off_engines_that_go_wrong(name: str, h200: Any) -> No
     assert [*known_faults.faulty_engines(graph.nodes, known_faults.SEEN_IN)] == [known_faults.Engines(name=engine)]
     assert not [*known_faults.faulty_engines(graph.nodes, NEWER)]
     names = [graph.get_plan_name_at_index(i) for i in range(configurations(graph))]
-    barred = [index for index, name in enumerate(names) if f"{name}_".startswith(f"{engine}_")]
+    denied = [index for index, name in enumerate(names) if f"{name}_".startswith(f"{engine}_")]
     if library.version() > known_faults.SEEN_IN:
         return
-    assert barred
-    for index in barred:
+    assert denied
+    for index in denied:
         with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=f"{engine}.* computes such graphs wrongly"):
             graph.build_plan_at_index(index)
     graph.build_plans()  # another engine is left
-    assert graph.get_plan_name() not in [names[index] for index in barred]
+    assert graph.get_plan_name() not in [names[index] for index in denied]
 
 
 RIGHT: dict[str, Build] = {
@@ -226,8 +226,10 @@ def test_an_engine_is_not_mistaken_for_another() -> None:
             self.tag = tag
 
     engine = known_faults.Engines(name="eng1")
-    barred = [tag for tag in ("eng1", "eng1_k24=8", "eng10", "eng10_k2=1") if engine.obstacle(cast("Any", Config(tag)))]
-    assert barred == ["eng1", "eng1_k24=8"]
+    denied = [
+        tag for tag in ("eng1", "eng1_k24=8", "eng10", "eng10_k2=1") if engine.denial_reason(cast("Any", Config(tag)))
+    ]
+    assert denied == ["eng1", "eng1_k24=8"]
 
 
 def test_the_log_names_the_engines(caplog: pytest.LogCaptureFixture, h200: Any) -> None:

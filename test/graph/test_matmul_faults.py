@@ -170,7 +170,7 @@ def test_it_is_serialised_with_the_graph(apart: None, h200: Any) -> None:
     graph.build(MODES)
     (before,) = graph._cudnn().before
     explained = graph.explain()
-    assert "runs 1 (matmul)\n  runs before it, in plans of their own: widen (identity)" in str(explained)
+    assert "runs 1 (matmul)\n  runs before it, in separate plans: widen (identity)" in str(explained)
     data = graph.serialize()
     ((node, text, *places),) = load(data).before
     assert node == "widen (identity)"

@@ -269,7 +269,7 @@ X, S = (2, 4, 3, 3), (1, 4, 1, 1)
         (
             lambda g, t: g.rmsnorm(t(*X), t(1, 5, 1, 1), name="norm"),
             ValueError,
-            ["norm (rmsnorm): input SCALE", "[1, 5, 1, 1] beside X of dim=[2, 4, 3, 3]", "extents of X, or 1"],
+            ["norm (rmsnorm): input SCALE", "[1, 5, 1, 1] with X of dim=[2, 4, 3, 3]", "extents of X, or 1"],
         ),
         (lambda g, t: g.rmsnorm(t(*X), t(4, 3)), ValueError, ["input SCALE"]),
         (

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn
-from cudnn.runtime.tensor_guards import alike_but_for_sizes, like
+from cudnn.runtime.tensor_guards import dynamic_shape_guard, guard
 from cudnn.strided import readable, resolved
 from support.graphs import reference_graph
 from support.states import UNSTRIDED, imaginary, negative
@@ -149,12 +149,12 @@ def test_tensors_without_memory_are_refused_by_name() -> None:
 
 def test_what_later_calls_ask_tells_negative_views_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     views = negative(X), Y
-    for known in (like([X, Y]), alike_but_for_sizes([X, Y])):
+    for known in (guard([X, Y]), dynamic_shape_guard([X, Y])):
         assert known(X, Y)
         assert not known(*views)
         assert not known(X.half(), Y)
-    assert alike_but_for_sizes([X, Y])(X[:, :1], Y)
+    assert dynamic_shape_guard([X, Y])(X[:, :1], Y)
     monkeypatch.setattr(torch._C._dynamo, "guards", object())
-    assert like([X, Y])(X, Y)
-    assert not like([X, Y])(*views)
-    assert not alike_but_for_sizes([X, Y])(X, Y)  # it cannot tell: each type is asked for
+    assert guard([X, Y])(X, Y)
+    assert not guard([X, Y])(*views)
+    assert not dynamic_shape_guard([X, Y])(X, Y)  # it cannot tell: each type is asked for

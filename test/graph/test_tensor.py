@@ -235,7 +235,7 @@ def test_scalar_constants(graph: cudnn.pygraph, value: float, dtype_name: str) -
     ("options", "message"),
     [
         ({"dim": [], "stride": []}, r"dim=\[\], stride=\[\]; allowed: both set"),
-        ({"dim": [2, 3], "stride": [1]}, r"dim=\[2, 3\] with stride=\[1\]; allowed: as many strides"),
+        ({"dim": [2, 3], "stride": [1]}, r"dim=\[2, 3\] with stride=\[1\]; allowed: one stride per dimension"),
         ({"dim": [2, 0], "stride": [1, 1]}, r"dim=\[2, 0\]; allowed: positive extents"),
         ({"dim": [2] * 9, "stride": [1] * 9}, "rank 9; allowed: rank 1 to 8"),
         ({"dim": [2, 2], "stride": [2, 1], "is_virtual": True, "is_pass_by_value": True}, "virtual and pass-by-value"),

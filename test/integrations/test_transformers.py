@@ -108,15 +108,15 @@ def model(name: str, attention: str, experts: str, dtype: torch.dtype = torch.fl
     return made
 
 
-def results(one: Any, **given: Any) -> dict[str, torch.Tensor]:
+def results(one: Any, **arguments: Any) -> dict[str, torch.Tensor]:
     """Logits, and the gradients of the loss."""
-    out = one(input_ids=TOKENS, labels=TOKENS, **given)
+    out = one(input_ids=TOKENS, labels=TOKENS, **arguments)
     out.loss.backward()
     return {"logits": out.logits.detach()} | {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.detach().float() - expected.detach()).norm() / expected.detach().norm().clamp(min=1e-6))
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.detach().float() - expected.detach()).norm() / expected.detach().norm().clamp(min=1e-6))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -125,15 +125,15 @@ def test_experts(name: str) -> None:
     torch.manual_seed(1)
     x, shares = torch.randn(40, 64), torch.rand(40, 2)
     index, gradient = torch.randint(1, 4, (40, 2)), torch.randn(40, 64)
-    found = {}
+    actual = {}
     for choice, dtype in (("eager", torch.float32), ("grouped_mm", BF16), ("cudnn", BF16)):
         module = model(name, "eager", choice, dtype).model.layers[0].mlp.experts
-        given = [x.to(dtype).requires_grad_(), shares.clone().requires_grad_()]
-        y = module(given[0], index, given[1])
-        grads = torch.autograd.grad(y, [*given, *module.parameters()], gradient.to(y.dtype))
-        found[choice] = dict(zip(["y", "x", "shares", *dict(module.named_parameters())], [y, *grads], strict=True))
-    for each, expected in found["eager"].items():
-        assert error(found["cudnn"][each], expected) < error(found["grouped_mm"][each], expected) + 2e-3, each
+        arguments = [x.to(dtype).requires_grad_(), shares.clone().requires_grad_()]
+        y = module(arguments[0], index, arguments[1])
+        grads = torch.autograd.grad(y, [*arguments, *module.parameters()], gradient.to(y.dtype))
+        actual[choice] = dict(zip(["y", "x", "shares", *dict(module.named_parameters())], [y, *grads], strict=True))
+    for each, expected in actual["eager"].items():
+        assert error(actual["cudnn"][each], expected) < error(actual["grouped_mm"][each], expected) + 2e-3, each
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,12 +154,12 @@ def test_logits_and_gradients(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in MODELS), ("gpt-oss", torch.float64)])
 def test_experts_in_wide_types(name: str, dtype: torch.dtype) -> None:
     """Logits and gradients can be compared closely, in float64 to more digits."""
-    found = [results(model(name, "eager", experts, dtype)) for experts in ("cudnn", "eager")]
+    actual = [results(model(name, "eager", experts, dtype)) for experts in ("cudnn", "eager")]
     slack = 1e-4 if dtype is torch.float32 else 1e-7  # rotations have float32 in them
-    for each, expected in found[1].items():
+    for each, expected in actual[1].items():
         assert expected.dtype is dtype
         limit = slack * float(expected.abs().max())
-        torch.testing.assert_close(found[0][each], expected, rtol=slack, atol=limit, msg=each)
+        torch.testing.assert_close(actual[0][each], expected, rtol=slack, atol=limit, msg=each)
 
 
 @pytest.mark.parametrize("padded", brief([False, True], 0))
@@ -170,26 +170,26 @@ def test_attention_in_float32(name: str, padded: bool) -> None:
     if padded:
         seen[0, :5] = 0
     expected = results(model(name, "eager", "eager"), attention_mask=seen)
-    found = results(model(name, "cudnn", "eager"), attention_mask=seen)
+    actual = results(model(name, "cudnn", "eager"), attention_mask=seen)
     rows = seen.bool()
-    torch.testing.assert_close(found["logits"][rows], expected["logits"][rows], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual["logits"][rows], expected["logits"][rows], rtol=1e-4, atol=1e-4)
     if not padded:  # rows that are padding have other results, and those have gradients
         for each, gradient in expected.items():
-            torch.testing.assert_close(found[each], gradient, rtol=1e-3, atol=1e-4, msg=each)
+            torch.testing.assert_close(actual[each], gradient, rtol=1e-3, atol=1e-4, msg=each)
 
 
 def losses(one: Any, steps: int) -> list[float]:
     """Of training on the same few tokens, in autocast."""
     optimizer = torch.optim.AdamW(one.parameters(), lr=2e-3)
-    found = []
+    actual = []
     for _ in range(steps):
         with torch.autocast("cpu", dtype=BF16):
             loss = one(input_ids=TOKENS, labels=TOKENS).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        actual.append(loss.item())
+    return actual
 
 
 @pytest.mark.parametrize(("name", "steps"), brief([("gpt-oss", 8), *((name, 50) for name in MODELS)], 0))
@@ -202,11 +202,11 @@ def test_trains_along_the_same_losses(name: str, steps: int) -> None:
 
 def test_generates_with_a_cache() -> None:
     """Token by token, with the keys of a cache, as in one pass."""
-    found = [
+    actual = [
         model("gpt-oss", choice, "eager").generate(TOKENS[:, :12], max_new_tokens=8, do_sample=False, use_cache=True)
         for choice in ("eager", "cudnn")
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -215,8 +215,8 @@ def test_experts_are_compiled_without_graph_breaks(name: str) -> None:
     layer = model(name, "eager", "cudnn").model.layers[-1].mlp
     x = torch.randn(2, 5, COMMON["hidden_size"])
     torch.compiler.reset()
-    found, expected = (one(x) for one in (torch.compile(layer, backend="eager", fullgraph=True), layer))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (one(x) for one in (torch.compile(layer, backend="eager", fullgraph=True), layer))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.full
@@ -225,45 +225,45 @@ def test_compiled_without_graph_breaks(name: str) -> None:
     torch.compiler.reset()
     one = model(name, "cudnn", "cudnn", BF16)
     expected = one(input_ids=TOKENS).logits
-    found = torch.compile(one, backend="aot_eager", fullgraph=True)(input_ids=TOKENS).logits
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.1)
+    actual = torch.compile(one, backend="aot_eager", fullgraph=True)(input_ids=TOKENS).logits
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.05, atol=0.1)
 
 
 def test_masks() -> None:
-    """A mask names its band, where that says it all; every other mask is that of "sdpa"."""
+    """A mask that is a band has its bounds; every other mask is that of "sdpa"."""
     window, size = sliding_window_causal_mask_function(4), {"local_size": 4}
     padding = torch.ones(2, 9, dtype=torch.bool)
     assert mask(2, 9, 9, mask_function=causal_mask_function, attention_mask=padding) is None
     offset = torch.zeros((), dtype=torch.int64)  # as a static cache has it
     room = torch.cat((padding, ~padding), dim=1)
-    for given in (
+    for arguments in (
         {"mask_function": window, **size},
         {"mask_function": window, "attention_mask": padding, **size},
         {"mask_function": window, "kv_length": 18, "q_offset": offset, "attention_mask": room, **size},
         {"mask_function": causal_mask_function, "kv_length": 18},
         {"mask_function": causal_mask_function, "kv_length": 18, "q_offset": offset, "attention_mask": room},
     ):
-        given = {"kv_length": 9, **given}
-        found, expected = mask(2, 9, **given), sdpa_mask(2, 9, **given | {"allow_is_causal_skip": False})
-        assert type(found) is CausalMask
-        assert found.shape == (2, 1, 9, given["kv_length"])
-        seen = found[:, :, :, : expected.shape[3]].dense()
+        arguments = {"kv_length": 9, **arguments}
+        actual, expected = mask(2, 9, **arguments), sdpa_mask(2, 9, **arguments | {"allow_is_causal_skip": False})
+        assert type(actual) is CausalMask
+        assert actual.shape == (2, 1, 9, arguments["kv_length"])
+        seen = actual[:, :, :, : expected.shape[3]].dense()
         assert torch.equal(seen, expected)
     padding[0, 0] = False
     chunks = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
-    for given in (
+    for arguments in (
         {"mask_function": window, "attention_mask": padding, **size},
         {"mask_function": window, "allow_is_causal_skip": False, **size},
         {"mask_function": window, "q_offset": 3, "kv_length": 12, **size},
         {"mask_function": chunks, **size},
     ):
-        given = {"kv_length": 9, **given}
-        found = mask(2, 9, **given)
-        assert torch.equal(found, sdpa_mask(2, 9, **given))
+        arguments = {"kv_length": 9, **arguments}
+        actual = mask(2, 9, **arguments)
+        assert torch.equal(actual, sdpa_mask(2, 9, **arguments))
     packed = packed_sequence_mask_function(torch.arange(9).expand(2, 9) // 5)
-    given = {"mask_function": and_masks(sliding_window_causal_mask_function(12), packed), "local_size": 12}
-    found = mask(2, 9, 9, allow_is_causal_skip=False, **given)  # a window longer than the sequences
-    assert torch.equal(found, sdpa_mask(2, 9, 9, allow_is_causal_skip=False, **given))
+    arguments = {"mask_function": and_masks(sliding_window_causal_mask_function(12), packed), "local_size": 12}
+    actual = mask(2, 9, 9, allow_is_causal_skip=False, **arguments)  # a window longer than the sequences
+    assert torch.equal(actual, sdpa_mask(2, 9, 9, allow_is_causal_skip=False, **arguments))
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -306,12 +306,12 @@ def test_a_causal_mask_is_read_as_any_mask(window: int | None) -> None:
 )
 def test_attention_by_a_causal_mask(rows: int, keys: int, first: int, window: int | None) -> None:
     """Values and gradients are those with its elements: windows, room for more keys, and the last rows."""
-    given = [torch.randn(2, heads, length, 16) for heads, length in ((4, rows), (2, keys), (2, keys))]
-    given = [x.double().requires_grad_() for x in given]
+    arguments = [torch.randn(2, heads, length, 16) for heads, length in ((4, rows), (2, keys), (2, keys))]
+    arguments = [x.double().requires_grad_() for x in arguments]
     one = CausalMask(torch.empty(0), (2, 1, 8, keys), 0, window)[:, :, first : first + rows]
-    found, expected = (attention(SimpleNamespace(), *given, each)[0] for each in (one, one.dense()))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(x, given, torch.ones_like(x)) for x in (found, expected)))
+    actual, expected = (attention(SimpleNamespace(), *arguments, each)[0] for each in (one, one.dense()))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, arguments, torch.ones_like(x)) for x in (actual, expected)))
 
 
 def test_a_causal_mask_is_compiled_without_graph_breaks() -> None:
@@ -325,7 +325,7 @@ def test_a_causal_mask_is_compiled_without_graph_breaks() -> None:
 
 
 def test_which_keys_a_row_sees_is_not_guessed() -> None:
-    """Without a mask, a causal call has as many keys as rows and no window; compressed keys have other numbers."""
+    """Without a mask, a causal call has sq == sk and no window; compressed keys have another number."""
     q, k = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 12, 16)
     module = SimpleNamespace()
     with pytest.raises(ValueError, match=r"attention_mask: got None, with 9 rows and 12 keys; .* To fix it, pass"):
@@ -338,8 +338,8 @@ def test_which_keys_a_row_sees_is_not_guessed() -> None:
     causal = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(whole, causal)
     cross = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
-    for given in ({"is_causal": False}, {"sliding_window": 4, "is_causal": False}):
-        torch.testing.assert_close(attention(module, q, k, k, None, **given)[0], cross)
+    for arguments in ({"is_causal": False}, {"sliding_window": 4, "is_causal": False}):
+        torch.testing.assert_close(attention(module, q, k, k, None, **arguments)[0], cross)
     torch.testing.assert_close(attention(SimpleNamespace(is_causal=False), q, k, k, None)[0], cross)
     torch.testing.assert_close(attention(module, q[:, :, :1], k, k, None)[0], cross[:, :1])  # one row sees all keys
 
@@ -406,10 +406,10 @@ REFUSED = {
 def test_models_without_a_meaning_here_are_refused(name: str) -> None:
     """When they are built, or their implementation is set; before their weights exist."""
     register()
-    found = [kind for kind in ("ForCausalLM", "ForMaskedLM", "CausalModel") if hasattr(transformers, name + kind)]
-    if not found:
+    actual = [kind for kind in ("ForCausalLM", "ForMaskedLM", "CausalModel") if hasattr(transformers, name + kind)]
+    if not actual:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    kind, config = getattr(transformers, name + found[0]), getattr(transformers, f"{name}Config")
+    kind, config = getattr(transformers, name + actual[0]), getattr(transformers, f"{name}Config")
     if name == "Bark":
         kind, config = transformers.BarkCausalModel, transformers.models.bark.BarkSemanticConfig
     with torch.device("meta"):
@@ -463,11 +463,11 @@ def test_experts_without_gates_and_what_is_refused() -> None:
     config = transformers.Qwen3MoeConfig(**COMMON)
     experts = use_experts_implementation(Experts, has_gate=False)(config)
     x, index, shares = torch.randn(5, 16, dtype=BF16), torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
-    found = []
+    actual = []
     for choice in ("eager", "cudnn"):
         config._experts_implementation = choice
-        found.append(experts(x, index, shares).float())
-    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+        actual.append(experts(x, index, shares).float())
+    torch.testing.assert_close(*actual, rtol=0.05, atol=0.05)
     experts.act_fn = torch.nn.GELU()
     with pytest.raises(
         ValueError, match=r"activation: got GELU\(.*\) without gates in Experts; allowed: SiLU .* squared"
@@ -513,14 +513,14 @@ SILU = {
 @pytest.mark.parametrize("name", SILU)
 def test_spellings_of_silu(name: str) -> None:
     layer = moe(SILU[name])
-    found = layer(*ROUTED)
+    actual = layer(*ROUTED)
     x, index, shares = ROUTED
     expected = torch.zeros_like(x)
     for k in range(2):
         gate, up = torch.einsum("th,tih->ti", x, layer.gate_up_proj[index[:, k]]).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
         expected += shares[:, k, None] * torch.einsum("ti,thi->th", hidden, layer.down_proj[index[:, k]])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 class SiLU(torch.nn.Module):
@@ -612,6 +612,6 @@ def test_sweep(family: str) -> None:
     if family not in transformers_sweep.families():
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     register()
-    found = transformers_sweep.sweep(family)
-    assert found.verdict == FAMILIES[family], found
-    assert found.calls or found.verdict != "equal"
+    actual = transformers_sweep.sweep(family)
+    assert actual.verdict == FAMILIES[family], actual
+    assert actual.calls or actual.verdict != "equal"

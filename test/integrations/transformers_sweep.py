@@ -159,7 +159,7 @@ def families() -> list[str]:
 
 
 def model_class(family: str) -> Any:
-    """The class of a type's models: with a language model's head, where there is one."""
+    """The class of a type's models: with a language model's head, if any."""
     for head in HEADS:
         names = getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"))
         name = names.get(family)
@@ -171,13 +171,13 @@ def model_class(family: str) -> Any:
 def _class_of_a_part(config: Any) -> Any:
     """The class of a part of other models, as a text or a vision model."""
     module = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    found = [
+    actual = [
         each
         for each in vars(module).values()
         if inspect.isclass(each) and issubclass(each, transformers.PreTrainedModel) and each.config_class is config
     ]
-    found = [each for each in found if not each.__name__.endswith("PreTrainedModel")]
-    return min(found, key=lambda each: ("ForCausalLM" not in each.__name__, len(each.__name__)), default=None)
+    actual = [each for each in actual if not each.__name__.endswith("PreTrainedModel")]
+    return min(actual, key=lambda each: ("ForCausalLM" not in each.__name__, len(each.__name__)), default=None)
 
 
 def tiny(kind: Any, **changed: Any) -> Any:
@@ -252,23 +252,23 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
         size = getattr(config, "image_size", 32)
         sizes = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        given = {name: torch.randn(BATCH, channels, *sizes, generator=generator)}
-        return given | ({"input_ids": text} if hasattr(config, "text_config") else {})
+        kwargs = {name: torch.randn(BATCH, channels, *sizes, generator=generator)}
+        return kwargs | ({"input_ids": text} if hasattr(config, "text_config") else {})
     if "grid_thw" in names and "input_ids" not in names:
         width = 3 * getattr(model.config, "temporal_patch_size", 1) * model.config.patch_size**2
         grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
         return {next(iter(names)): torch.randn(32, width, generator=generator), "grid_thw": grid}
     if name == "input_values" or "input_values" in names:
         return {"input_values": torch.randn(BATCH, 4000, generator=generator)}
-    given = {"input_ids": text}
+    kwargs = {"input_ids": text}
     if model.config.is_encoder_decoder:
-        given["decoder_input_ids"] = torch.randint(3, VOCABULARY - 10, (BATCH, TOKENS), generator=generator)
-    return given
+        kwargs["decoder_input_ids"] = torch.randint(3, VOCABULARY - 10, (BATCH, TOKENS), generator=generator)
+    return kwargs
 
 
-def output(model: Any, given: dict[str, Any]) -> torch.Tensor:
+def output(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """The first floating tensor of a model's output: logits, or the last hidden state."""
-    out = model(**given)
+    out = model(**kwargs)
     return first_tensor(out)
 
 
@@ -285,21 +285,21 @@ def prefill(model: Any) -> list[torch.Tensor]:
 
 def padding(model: Any, left: bool) -> list[torch.Tensor]:
     """Only the rows that are no padding count."""
-    given = inputs(model)
+    kwargs = inputs(model)
     seen = torch.ones(BATCH, TOKENS, dtype=torch.int64)
     seen[0, slice(0, PADDING) if left else slice(TOKENS - PADDING, None)] = 0
     with torch.no_grad():
-        out = output(model, given | {"attention_mask": seen})
+        out = output(model, kwargs | {"attention_mask": seen})
     return [out if model.config.is_encoder_decoder or out.shape[1] != TOKENS else out[seen.bool()]]
 
 
 def generate(model: Any, cache: str | None) -> list[torch.Tensor]:
     """The logits of each token; the other model's tokens are those of ties."""
-    given = {"input_ids": inputs(model)["input_ids"][:, :12]}
+    kwargs = {"input_ids": inputs(model)["input_ids"][:, :12]}
     options: dict[str, Any] = {"cache_implementation": cache} if cache else {}
     out = model.generate(
-        **given,
-        attention_mask=torch.ones_like(given["input_ids"]),
+        **kwargs,
+        attention_mask=torch.ones_like(kwargs["input_ids"]),
         max_new_tokens=5,
         min_new_tokens=5,
         do_sample=False,
@@ -315,12 +315,12 @@ def generate(model: Any, cache: str | None) -> list[torch.Tensor]:
 
 def train(model: Any) -> list[torch.Tensor]:
     """The loss and the gradients of all weights."""
-    given = inputs(model)
+    kwargs = inputs(model)
     model.train()
     model.zero_grad()
-    text = given.get("decoder_input_ids", given.get("input_ids"))
+    text = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
     names = model.forward.__code__.co_varnames
-    out = model(**given, labels=text) if "labels" in names and model.can_generate() else model(**given)
+    out = model(**kwargs, labels=text) if "labels" in names and model.can_generate() else model(**kwargs)
     loss = getattr(out, "loss", None)
     loss = first_tensor(out).float().square().mean() if loss is None else loss
     loss.backward()
@@ -338,7 +338,7 @@ KINDS: dict[str, Callable[[Any], list[torch.Tensor]]] = {
 }
 
 
-def kinds_of(model: Any) -> Iterator[str]:
+def tensor_key(model: Any) -> Iterator[str]:
     """The kinds of calls that a model knows."""
     text = "input_ids" in inputs(model) and "pixel_values" not in inputs(model)
     for kind in KINDS:
@@ -349,12 +349,12 @@ def kinds_of(model: Any) -> Iterator[str]:
         yield kind
 
 
-def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest difference, in parts of the largest value of a tensor."""
-    if [x.shape for x in found] != [x.shape for x in expected]:
+    if [x.shape for x in actual] != [x.shape for x in expected]:
         return float("inf")
     most = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         finite = torch.isfinite(other)
         if not torch.equal(finite, torch.isfinite(one)):
             return float("inf")
@@ -408,9 +408,9 @@ def _sweep(family: str, result: Result) -> None:
     config, models, mixture = made
     own = models["eager"]
     expected = {"prefill": first}
-    for call in kinds_of(own):
-        found = None if call == "prefill" else _own(models, KINDS[call], call, result)
-        expected |= {} if found is None else {call: found}
+    for call in tensor_key(own):
+        actual = None if call == "prefill" else _own(models, KINDS[call], call, result)
+        expected |= {} if actual is None else {call: actual}
     weights = own.state_dict()
     choices = {"attention": ("cudnn", "eager" if mixture else None)}
     if mixture:
@@ -489,7 +489,7 @@ def _own(models: dict[str, Any], call: Callable[[Any], Any], what: str, result: 
 
 
 def _seeded(call: Callable[[Any], Any], model: Any) -> Any:
-    """Some models draw which patches they see."""
+    """Some models sample the patches that they see."""
     torch.manual_seed(0)
     return call(model)
 
@@ -497,13 +497,13 @@ def _seeded(call: Callable[[Any], Any], model: Any) -> Any:
 def _compare(result: Result, what: str, model: Any, call: Callable[[Any], Any], wanted: dict[str, Any]) -> None:
     with Watch(result):
         try:
-            found = _seeded(call, model)
+            actual = _seeded(call, model)
         except SlowError:
             raise
         except Exception as error:
             result.note(what, _of_error(error), f"{type(error).__name__}: {error}")
             return
-    apart = {name: distance(found, each) for name, each in wanted.items()}
+    apart = {name: distance(actual, each) for name, each in wanted.items()}
     if min(apart.values()) < TOLERANCE:
         result.note(what, "equal")
     else:
@@ -541,23 +541,23 @@ def main() -> int:
     parser.add_argument("--shard", default="0/1", help="the number of a part, and how many parts there are")
     parser.add_argument("--csv", type=Path, help="a file for the table")
     parser.add_argument("--seconds", type=int, default=100, help="the longest time for a model")
-    given = parser.parse_args()
+    kwargs = parser.parse_args()
     quiet()
     torch.set_num_threads(1)  # the sizes are too small for more
     integration.register()
-    part, parts = map(int, given.shard.split("/"))
-    chosen = given.models.split(",") if given.models else families()[part::parts]
+    part, parts = map(int, kwargs.shard.split("/"))
+    chosen = kwargs.models.split(",") if kwargs.models else families()[part::parts]
     results = []
     for family in chosen:
-        results.append(sweep(family, given.seconds))
+        results.append(sweep(family, kwargs.seconds))
         print_row(results[-1])
     counts = Counter(each.verdict for each in results)
     unused = sum(each.verdict == "equal" and not each.calls for each in results)
     print(f"transformers {transformers.__version__}: {dict(counts)}; equal, but never calls our attention: {unused}")
     arguments = sorted(set().union(*(each.arguments for each in results)))
     print(f"arguments that had values: {', '.join(arguments)}")
-    if given.csv:
-        with given.csv.open("w", newline="") as file:
+    if kwargs.csv:
+        with kwargs.csv.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("family", "class", "verdict", "calls", "verdicts", "details", "arguments"))
             for each in results:

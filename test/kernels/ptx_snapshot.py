@@ -67,7 +67,7 @@ def presets() -> Iterator[tuple[str, Case]]:
     """A part of what ``cudnn cache warm`` compiles."""
     registry = api_registry()
     for name in registry.compiled():
-        api, gemm = registry.usual(name), "gemm" in name
+        api, gemm = registry.aot_preset(name), "gemm" in name
         shapes = {  # one that fills its tiles; each of the others chooses another tile, or another kernel
             "gemm_amax": api.shapes,
             "sdpa_forward": api.shapes,
@@ -85,7 +85,7 @@ def presets() -> Iterator[tuple[str, Case]]:
 
 def preset(name: str, dtype: str, shape: tuple[int, ...]) -> Case:
     def objects(arch: str) -> list[Any]:
-        return list(api_registry().usual(name).objects(dtype, shape, arch))
+        return list(api_registry().aot_preset(name).objects(dtype, shape, arch))
 
     return objects
 
@@ -172,22 +172,22 @@ def moe_mlp(dtype: torch.dtype, lists: bool = False, main: bool = False, fp8: bo
         wide = inner if options.get("activation") == "srelu" else 2 * inner
         x = torch.zeros(tokens, hidden, dtype=dtype, requires_grad=True)
         routing = cudnn.moe.route(torch.randn(tokens, experts, requires_grad=True), top_k)  # by the reference
-        given = dict(options)
-        bias = given.pop("bias", False)
+        inputs = dict(options)
+        bias = inputs.pop("bias", False)
         shapes = ((experts, wide, hidden), (experts, hidden, inner))
         up, down = (torch.zeros(shape, dtype=dtype) for shape in shapes)
         both = [list(t.unbind()) if lists else [t] for t in (up, down)]
         for t in (*both[0], *both[1]):
             t.requires_grad_()
         if bias:
-            given["up_bias"] = torch.zeros(experts, wide, dtype=dtype, requires_grad=True)
-            given["down_bias"] = torch.zeros(experts, hidden, dtype=dtype, requires_grad=True)
+            inputs["up_bias"] = torch.zeros(experts, wide, dtype=dtype, requires_grad=True)
+            inputs["down_bias"] = torch.zeros(experts, hidden, dtype=dtype, requires_grad=True)
         if main:
             grads = [[torch.zeros(t.shape) for t in each] for each in both]
-            given["main_grads"] = tuple(each if lists else each[0] for each in grads)
+            inputs["main_grads"] = tuple(each if lists else each[0] for each in grads)
         first, second = (each if lists else each[0] for each in both)
         with cudnn.emulation(arch):
-            y = operator(x, routing, first, second, fp8=fp8, **given)
+            y = operator(x, routing, first, second, fp8=fp8, **inputs)
             y.backward(torch.zeros_like(y))
 
     return call
@@ -252,20 +252,20 @@ def nsa(heads: tuple[int, int], width: int, lengths: tuple[int, ...], stride: in
         rows, options = sum(lengths), {"block_size": 64, "compress_stride": stride, "selected_blocks": 6}
         shapes = [(rows, heads[0]), (rows, heads[1]), (rows, heads[1])]
         shapes += [(sum(n // stride for n in lengths), heads[1])] * 2
-        given = [torch.zeros(*shape, width, dtype=BF16) for shape in shapes]
+        inputs = [torch.zeros(*shape, width, dtype=BF16) for shape in shapes]
         gates = torch.ones(rows, heads[0], 3, dtype=BF16)
         if decode:
-            caches = [x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in given[1:]]
+            caches = [x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in inputs[1:]]
             counts = [torch.full((len(lengths),), x.shape[2], dtype=torch.int32) for x in (caches[0], caches[2])]
-            query = given[0][: len(lengths)]
+            query = inputs[0][: len(lengths)]
             with cudnn.emulation(arch):
                 nsa_decode(query, *caches, gates[: len(lengths)], *counts, **options)
             return
         ends = [torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, [n // stride for n in lengths])]
-        for x in (*given, gates):
+        for x in (*inputs, gates):
             x.requires_grad_()
         with cudnn.emulation(arch):
-            y = nsa_attention(*given, gates, *ends, **options)
+            y = nsa_attention(*inputs, gates, *ends, **options)
             y.backward(torch.zeros_like(y))
 
     return call
@@ -348,12 +348,12 @@ def record(name: str, folder: Path) -> dict[str, str]:
         return {name: f"refused: {type(error).__name__}: {str(error)[:300]}"}
     except Exception as error:  # some cannot be pickled
         raise RuntimeError(f"{type(error).__name__}: {str(error)[:1000]}") from None
-    found = {}
+    actual = {}
     for index, text in enumerate(sorted(texts) if "Exchange" in name else texts):
         key = f"{name} #{index}"
         (folder / f"{re.sub(r'[^a-zA-Z0-9_.#=]+', '_', key)}.ptx").write_text(text)
-        found[key] = hashlib.sha256(text.encode()).hexdigest()
-    return found
+        actual[key] = hashlib.sha256(text.encode()).hexdigest()
+    return actual
 
 
 def snapshot(folder: Path, only: str, jobs: int) -> int:

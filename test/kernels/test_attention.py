@@ -114,8 +114,8 @@ def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) 
     modify = (lambda x: cap * (x / cap).tanh()) if cap else None
     o, lse, *_ = attend(q, k, v, seen, scale=scale, modify=modify, sink=sink)
     o.backward(tensors["do"].double())
-    found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return {name: value.detach() for name, value in found.items() if value is not None}
+    actual = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: value.detach() for name, value in actual.items() if value is not None}
 
 
 def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
         return x[0] if problem.packed else x.transpose(1, 2)
 
     kind = problem.dtype
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "q": made(sq, hq, head, kind),
         "do": made(sq, hq, head_v, problem.result),
         "k": made(sk, hk, head, kind),
@@ -137,39 +137,39 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     }
     if problem.grows:
         factors = torch.linspace(problem.grows, 0, sk, dtype=kind)
-        found["q"].abs_()
-        found["k"].abs_().mul_(factors[:, None, None] if problem.packed else factors[:, None])
-    found |= {name: torch.rand(hk, len(problem.lengths)).T + 0.5 for name in DESCALES if kind is not problem.result}
+        actual["q"].abs_()
+        actual["k"].abs_().mul_(factors[:, None, None] if problem.packed else factors[:, None])
+    actual |= {name: torch.rand(hk, len(problem.lengths)).T + 0.5 for name in DESCALES if kind is not problem.result}
     for name, like in (("o", "do"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        found[name] = torch.full_like(found[like], math.nan)
-    found["sink"] = torch.linspace(-1, 9, hq)
-    found["lse"] = torch.full((sq, hq) if problem.packed else (batch, hq, sq), math.nan)
+        actual[name] = torch.full_like(actual[like], math.nan)
+    actual["sink"] = torch.linspace(-1, 9, hq)
+    actual["lse"] = torch.full((sq, hq) if problem.packed else (batch, hq, sq), math.nan)
     for i, name in enumerate(("cum_seqlen_q", "cum_seqlen_k")):
         ends = torch.tensor([0, *(lengths[i] for lengths in problem.lengths)]).cumsum(0)
-        found[name] = ends.to(torch.int32)
+        actual[name] = ends.to(torch.int32)
     for index in problem.nan:
         for name in ("q", "do", "k", "v"):
-            sequence(found, problem, index)[name].fill_(math.nan)
+            sequence(actual, problem, index)[name].fill_(math.nan)
     numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap}
     numbers |= SPLIT
     ends = {"right": problem.right or 0, "left": problem.left or 0}
-    given = {**found, **numbers, **ends, "num_sms": 3, "stream": 0}
-    return given | {"workspace": torch.full((4096,), 255, dtype=torch.uint8)}
+    inputs = {**actual, **numbers, **ends, "num_sms": 3, "stream": 0}
+    return inputs | {"workspace": torch.full((4096,), 255, dtype=torch.uint8)}
 
 
-def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
+def sequence(inputs: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
     """The tensors of one sequence, (h, s, d), and LSE, (h, s)."""
-    found = {"sink": given["sink"]} | {name: given[name][index] for name in DESCALES if name in given}
+    actual = {"sink": inputs["sink"]} | {name: inputs[name][index] for name in DESCALES if name in inputs}
     for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv"):
         if problem.packed:
-            ends = given["cum_seqlen_k" if name in ("k", "v", "dk", "dv") else "cum_seqlen_q"]
-            found[name] = given[name][ends[index] : ends[index + 1]].transpose(0, 1)
+            ends = inputs["cum_seqlen_k" if name in ("k", "v", "dk", "dv") else "cum_seqlen_q"]
+            actual[name] = inputs[name][ends[index] : ends[index + 1]].transpose(0, 1)
         else:
-            found[name] = given[name][index]
-    found["lse"] = given["lse"][index] if not problem.packed else given["lse"].view(given["lse"].shape[::-1])
+            actual[name] = inputs[name][index]
+    actual["lse"] = inputs["lse"][index] if not problem.packed else inputs["lse"].view(inputs["lse"].shape[::-1])
     if problem.packed:  # one head's values after the other's, whatever the shape says
-        found["lse"] = found["lse"][:, given["cum_seqlen_q"][index] : given["cum_seqlen_q"][index + 1]]
-    return found
+        actual["lse"] = actual["lse"][:, inputs["cum_seqlen_q"][index] : inputs["cum_seqlen_q"][index + 1]]
+    return actual
 
 
 def kernel(arch: str, configuration: Any) -> Any:
@@ -177,44 +177,44 @@ def kernel(arch: str, configuration: Any) -> Any:
     return pkgutil.resolve_name(ARCHITECTURES[arch].source(configuration))(configuration)
 
 
-def run(arch: str, configuration: Any, given: dict[str, Any]) -> None:
+def run(arch: str, configuration: Any, inputs: dict[str, Any]) -> None:
     """Compiles a kernel and runs it in the emulator."""
     with ptx_emulator.emulate(arch, races=True):
         compiled = compiler.compile_for(arch, kernel(arch, configuration), *fakes.arguments(configuration))
-        compiled(*(given[slot.name] for slot in configuration.slots()))
+        compiled(*(inputs[slot.name] for slot in configuration.slots()))
 
 
 def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -> dict[str, Any]:
-    """:func:`drawn`, with what the forward pass leaves and a workspace that holds NaN."""
-    given = drawn(problem, configuration.head_dim, configuration.head_dim_v)
+    """:func:`drawn`, with the results of the forward pass and a workspace full of NaN."""
+    inputs = drawn(problem, configuration.head_dim, configuration.head_dim_v)
     for index in range(len(problem.lengths)):
-        found = sequence(given, problem, index)
-        expected = reference(found, given["scale_softmax"], problem)
-        found["o"].copy_(expected["o"])
-        found["lse"].copy_(expected["lse"])
-    heads, ends = given["q"].shape[1], len(problem.lengths)
-    rows = given["q"].shape[0 if problem.packed else 2]
+        actual = sequence(inputs, problem, index)
+        expected = reference(actual, inputs["scale_softmax"], problem)
+        actual["o"].copy_(expected["o"])
+        actual["lse"].copy_(expected["lse"])
+    heads, ends = inputs["q"].shape[1], len(problem.lengths)
+    rows = inputs["q"].shape[0 if problem.packed else 2]
     slots = problem.configured(configuration).slots()
     size = workspace_size(slots, {"sq": rows, "hq": heads, "b": ends, **SPLIT})
-    return given | {"workspace": torch.full((size,), 255, dtype=torch.uint8)}
+    return inputs | {"workspace": torch.full((size,), 255, dtype=torch.uint8)}
 
 
-def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]) -> None:
+def assert_right(inputs: dict[str, Any], problem: Problem, names: tuple[str, ...]) -> None:
     """Compares results: their error is at most that of rounding P, dS and the result once each.
 
     P in 8 bits is off by 0.2 eps of its norm, and scores by what Hopper drops of sums of such products.
     """
     small = problem.dtype is not problem.result
     for index in range(len(problem.lengths)):
-        found = sequence(given, problem, index)
-        if found["q"].numel() == 0 or index in problem.nan:
+        actual = sequence(inputs, problem, index)
+        if actual["q"].numel() == 0 or index in problem.nan:
             continue
-        expected = reference(found, given["scale_softmax"], problem)
+        expected = reference(actual, inputs["scale_softmax"], problem)
         for name in names:
-            error = (found[name].double() - expected[name]).norm()
+            error = (actual[name].double() - expected[name]).norm()
             assert error <= (0.4 if small else 2) * torch.finfo(problem.dtype).eps * expected[name].norm() + 1e-6, name
         if "o" in names:
-            torch.testing.assert_close(found["lse"].double(), expected["lse"], rtol=1e-6, atol=1e-2 if small else 2e-6)
+            torch.testing.assert_close(actual["lse"].double(), expected["lse"], rtol=1e-6, atol=1e-2 if small else 2e-6)
 
 
 LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
@@ -293,9 +293,9 @@ def test_forward(
     arch: str, configuration: ForwardConfiguration, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "L2_BYTES", 240_000)  # three of five heads of SECTIONS
-    given = drawn(problem, configuration.head_dim, configuration.head_dim_v)
-    run(arch, problem.configured(configuration), given)
-    assert_right(given, problem, ("o",))
+    inputs = drawn(problem, configuration.head_dim, configuration.head_dim_v)
+    run(arch, problem.configured(configuration), inputs)
+    assert_right(inputs, problem, ("o",))
 
 
 class Counting(AttentionForward):
@@ -317,10 +317,10 @@ def test_ctas_take_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads that do not make up whole sections, and rows of which the last ones see most."""
     monkeypatch.setattr(forward, "L2_BYTES", 3 * 256 * 1024)  # three of eight heads
     c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), right=True)
-    given = drawn(Problem(((1024, 1024),), heads=(8, 8), right=0), 64, 64) | {"num_sms": 17}
+    inputs = drawn(Problem(((1024, 1024),), heads=(8, 8), right=0), 64, 64) | {"num_sms": 17}
     with ptx_emulator.emulate("sm_90a"):
-        compiler.compile_for("sm_90a", Counting(c), *fakes.arguments(c))(*(given[slot.name] for slot in c.slots()))
-    counts = given["lse"][0, 0, :17]
+        compiler.compile_for("sm_90a", Counting(c), *fakes.arguments(c))(*(inputs[slot.name] for slot in c.slots()))
+    counts = inputs["lse"][0, 0, :17]
     assert counts.sum() == 8 * sum(range(4, 33, 4))
     assert counts.max() <= 1.1 * counts.mean()
 
@@ -334,18 +334,18 @@ class Sorting(AttentionForward):
 
 
 def test_tiles_with_most_keys_are_drawn_first() -> None:
-    """The last tiles that are drawn are short: when they are, all CTAs are done at about the same time."""
+    """The dynamic scheduler issues short tiles last, so that all CTAs end at about the same time."""
     lengths = tuple((37 * i % 300 * (i % 5 > 0), 53 * i % 400 // 4) for i in range(45))
     c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), varlen=True, dynamic_scheduler=True)
-    given = drawn(Problem(lengths, packed=True), 64, 64)
+    inputs = drawn(Problem(lengths, packed=True), 64, 64)
     with ptx_emulator.emulate("sm_90a", races=True):
-        compiler.compile_for("sm_90a", Sorting(c), *fakes.arguments(c))(*(given[slot.name] for slot in c.slots()))
+        compiler.compile_for("sm_90a", Sorting(c), *fakes.arguments(c))(*(inputs[slot.name] for slot in c.slots()))
     expected: list[tuple[int, int]] = []
     for i in sorted(range(45), key=lambda i: lengths[i][1]):
         expected += [(i, len(expected))] * math.ceil(lengths[i][0] / 128)
     size = workspace_size(c.slots(), {"sq": sum(q for q, _ in lengths), "b": 45})
     assert size >= 8 * (1 + len(expected))
-    order = given["workspace"][:size].view(torch.int32).view(-1, 2)[: 1 + len(expected)]
+    order = inputs["workspace"][:size].view(torch.int32).view(-1, 2)[: 1 + len(expected)]
     assert order.tolist() == [[0, len(expected)], *map(list, expected)]
 
 
@@ -369,10 +369,10 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
         return SimpleNamespace(run=lambda: None, started=[])
 
     monkeypatch.setattr(machine, "Machine", started)
-    given = drawn(Problem(((1, 1),) * 70_000), configuration.head_dim, configuration.head_dim_v)
+    inputs = drawn(Problem(((1, 1),) * 70_000), configuration.head_dim, configuration.head_dim_v)
     size = workspace_size(configuration.slots(), {"sq": 1, "hq": 1, "b": 70_000})
-    given |= {"num_sms": 1 << 20, "workspace": torch.empty(size, dtype=torch.uint8)}
-    run(arch, configuration, given)
+    inputs |= {"num_sms": 1 << 20, "workspace": torch.empty(size, dtype=torch.uint8)}
+    run(arch, configuration, inputs)
     assert len(grids) == kernels
     assert all(x >= 70_000 and rest == [1, 1] for _, x, *rest in grids)
 
@@ -437,9 +437,9 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
     ),
 )
 def test_backward(arch: str, configuration: BackwardConfiguration, problem: Problem) -> None:
-    given = backward_arguments(configuration, problem)
-    run(arch, problem.configured(configuration), given)
-    assert_right(given, problem, ("dq", "dk", "dv"))
+    inputs = backward_arguments(configuration, problem)
+    run(arch, problem.configured(configuration), inputs)
+    assert_right(inputs, problem, ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(
@@ -467,9 +467,9 @@ def test_turns_come_after_those_of_earlier_ctas(
     monkeypatch.setattr(attention_backward, "L2_BYTES", 2 * rows * bytes_each)
     monkeypatch.setattr(machine, "WAVE", cluster)
     configuration = replace(configuration, deterministic=True)
-    given = backward_arguments(configuration, problem)
-    run("sm_90a", problem.configured(configuration), given)
-    assert_right(given, problem, ("dq", "dk", "dv"))
+    inputs = backward_arguments(configuration, problem)
+    run("sm_90a", problem.configured(configuration), inputs)
+    assert_right(inputs, problem, ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
         SMALL,
         Problem(((128, 192),), heads=(2, 1), right=0, grows=1000.0),
     ),
-    "forward, drawn": (
+    "forward, dynamic scheduler": (
         "sm_90a",
         replace(SMALL, dynamic_scheduler=True),
         Problem(((128, 96), (1, 40), (70, 96), (2, 96)), packed=True, right=0),
@@ -67,18 +67,18 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
 }
 ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
 WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_group.sync.aligned"
-TURNS = "warpgroups take turns to be faster; what they share has barriers of its own"
-FIRST = "the first pieces that are fetched: nobody has filled their buffers"
+TURNS = "ping-pong order is for speed; shared buffers have separate barriers"
+FIRST = "the first stages that are loaded: their buffers are empty"
 HANDED = "the detector takes what a lane hands on as all of its warp's"
 FENCE = "no register of these products was written since the fence of the ones before"
 STEP = {
-    WAIT: (1, "a buffer of dO: that of Q is given back later and waited for earlier"),
+    WAIT: (1, "a stage of dO: that of Q is released later and waited for earlier"),
     COMMIT: (1, "dV: it joins the group of dQ, which is waited for next"),
     "bar.warp.sync": (2, LANES),
     "wgmma.fence.sync.aligned": (3, FENCE),
 }
 ORDER = "additions do not race: only their order depends on it, and here each is done before the next one begins"
-LATE = "missed where copies are late, as the cases without turns show"
+LATE = "missed if copies are late, as the cases without ordered dQ show"
 PAIR = {
     COMMIT: (2, "the first part of dP, and dK: each joins the next group, with which it is waited for"),
     "wgmma.fence.sync.aligned": (6, FENCE),
@@ -86,15 +86,15 @@ PAIR = {
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "forward": {"bar.sync": (2, TURNS)},
     "forward, 8 bits": {"bar.sync": (2, TURNS), "bar.warp.sync": (1, HANDED)},
-    "forward, drawn": {
+    "forward, dynamic scheduler": {
         "bar.sync": (1, TURNS),
         "bar.warp.sync": (2, HANDED),
         "barrier.cta.red.or.pred": (1, "no sum is so large that a block is repeated"),
-        WAIT: (1, "a number's buffer: the warp that draws waits for Q's buffer before, and so for all who read it"),
+        WAIT: (1, "a work-tile stage: the scheduler warp waits for Q's stage before, and so for all its readers"),
     },
     "decode": {
-        "mbarrier.init.shared.b64": (1, "a CTA has one tile: nobody waits until Q was read"),
-        "mbarrier.arrive.shared.b64": (1, "the last V, after which nobody fills its buffer"),
+        "mbarrier.init.shared.b64": (1, "a CTA has one tile: no warp waits until Q was read"),
+        "mbarrier.arrive.shared.b64": (1, "the last V, after which no warp fills its stage"),
         "bar.warp.sync": (1, HANDED),
     },
     "decode, Blackwell": {WAIT: (2, FIRST), "bar.warp.sync": (1, HANDED)},
@@ -108,7 +108,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
         "bar.sync": (1, "all have met since they read O"),
     },
     "backward, Blackwell": {
-        WAIT: (4, "V's buffer is given back before K's, which is waited for; S and dP waited for what their sums read"),
+        WAIT: (4, "V's stage is released before K's, which is waited for; S and dP waited for what their sums read"),
         "bar.warp.sync": (2, LANES),
         "bar.sync": (2, "all have met since they read the sums"),
     },
@@ -132,7 +132,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
 
 
 def entry(name: str) -> str:
-    """In the kernels' names, and in none of what comes before and after the backward pass."""
+    """In the kernels' names, and not in the preprocess and postprocess kernels."""
     return "" if isinstance(CASES[name][1], ForwardConfiguration) else "_sm"
 
 
@@ -144,17 +144,17 @@ def attempts(name: str) -> list[tuple[str, int]]:
 
 def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, int], bool]:
     c, forward = problem.configured(configuration), isinstance(configuration, ForwardConfiguration)
-    given = (
+    inputs = (
         attention.drawn(problem, c.head_dim, c.head_dim_v)
         if forward
         else attention.backward_arguments(configuration, problem)
     )
-    given["num_sms"] = 1
+    inputs["num_sms"] = 1
     if isinstance(c, DecodeConfiguration):
-        sizes = {"sq": given["q"].shape[2], "hq": given["q"].shape[1], "b": len(problem.lengths), "splits": 1}
+        sizes = {"sq": inputs["q"].shape[2], "hq": inputs["q"].shape[1], "b": len(problem.lengths), "splits": 1}
         workspace = torch.full((workspace_size(c.slots(), sizes),), 255, dtype=torch.uint8)
-        given |= {"splits": 1, "workspace": workspace}
-    written = {name: given[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
+        inputs |= {"splits": 1, "workspace": workspace}
+    written = {name: inputs[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
     with ptx_emulator.emulate(arch):
         compiled = compiler.compile_for(arch, attention.kernel(arch, c), *fakes.arguments(c))
 
@@ -162,17 +162,17 @@ def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, 
 
     def run(scheduler: str, seed: int) -> bool:
         for name, fresh in written.items():
-            given[name].copy_(fresh)
+            inputs[name].copy_(fresh)
         with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed):
-            compiled(*(given[slot.name] for slot in c.slots()))
+            compiled(*(inputs[slot.name] for slot in c.slots()))
         try:
-            attention.assert_right(given, problem, ("o",) if forward else ("dq", "dk", "dv"))
+            attention.assert_right(inputs, problem, ("o",) if forward else ("dq", "dk", "dv"))
         except AssertionError:
             return False
         if not getattr(c, "deterministic", False):
             return True
-        found = {name: given[name].clone() for name in ("dq", "dk", "dv")}
-        return all(torch.equal(x, first.setdefault(name, x)) for name, x in found.items())
+        actual = {name: inputs[name].clone() for name in ("dq", "dk", "dv")}
+        return all(torch.equal(x, first.setdefault(name, x)) for name, x in actual.items())
 
     return run
 

@@ -45,30 +45,30 @@ from cudnn_kernels.gemm.problem import GemmProblem, Operand
 from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import heuristics
 from cudnn_kernels.sm90.gemm import Gemm
-from support import gemm
+from support import kernel_inputs
 from support.compiled import compile_kernel
-from support.gemm import E4M3, E5M2, E8M0
-from support.gemm import PACKED as FP4
+from support.kernel_inputs import E4M3, E5M2, E8M0
+from support.kernel_inputs import PACKED as FP4
 from support.sass import disassemble
 from support.selection import brief, in_turn
 
 FLOAT32_LARGEST = torch.finfo(torch.float32).max
 
 
-ON_HOPPER = pytest.mark.parametrize("arch", brief(gemm.ARCHES, 0))  # and on the other with --full
-ON_BLACKWELL = pytest.mark.parametrize("arch", brief(gemm.ARCHES, 1))
+ON_HOPPER = pytest.mark.parametrize("arch", brief(kernel_inputs.ARCHES, 0))  # and on the other with --full
+ON_BLACKWELL = pytest.mark.parametrize("arch", brief(kernel_inputs.ARCHES, 1))
 
 
-def assert_same(epilogue: Sequence[Any], given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def assert_same(epilogue: Sequence[Any], inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Bit for bit, except for sums, whose order is another one."""
     for o in epilogue:
         for name in names(o):
-            got, wanted = given[name], expected[name]
+            got, wanted = inputs[name], expected[name]
             if isinstance(o, (SumRow, SumColumn)):
                 relative = 1e-5 if got.dtype == torch.float32 else 1e-2
                 torch.testing.assert_close(got, wanted, rtol=relative, atol=1e-4, equal_nan=True)
             elif isinstance(got, torch.Tensor):
-                different = gemm.bits(got) != gemm.bits(wanted)
+                different = kernel_inputs.bits(got) != kernel_inputs.bits(wanted)
                 assert not different.any(), (o, int(different.sum()), different.nonzero()[:5].tolist())
 
 
@@ -81,29 +81,29 @@ def check(
     arch: str, epilogue: Sequence[Any], m: int, n: int, batch: int = 1, change: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Runs an epilogue on exact products; what the kernel left in the arguments."""
-    c = gemm.fitted(gemm.configuration(epilogue, **options), arch)
-    given, expected, _ = gemm.run(arch, c, m, n, 72, batch, change=change)
+    c = kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, **options), arch)
+    inputs, expected, _ = kernel_inputs.run(arch, c, m, n, 72, batch, change=change)
     gates = [i for i, o in enumerate(epilogue) if isinstance(o, (Gated, GatedBackward))]
     if not gates:
-        assert_same(epilogue, given, expected)
-        return given
+        assert_same(epilogue, inputs, expected)
+        return inputs
     # Its values are within a few ulps; what follows starts from those that the kernel stored next.
     place = gates[0] + 1
-    assert_same(epilogue[:place], given, expected)
+    assert_same(epilogue[:place], inputs, expected)
     (stored,) = names(epilogue[place])
     near = {"rtol": 1e-6, "atol": 1e-9} if isinstance(epilogue[gates[0]], Gated) else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(given[stored], expected[stored], **near)
-    rest = gemm.arguments(epilogue, m, n, batch)
+    torch.testing.assert_close(inputs[stored], expected[stored], **near)
+    rest = kernel_inputs.arguments(epilogue, m, n, batch)
     after = [o for o in epilogue[place:] if getattr(o, "value", "x") in ("x", "columns")]
     for o in epilogue[place:]:
         if isinstance(o, (AddRow, MultiplyColumn, LoadTile)):
-            rest[o.tensor] = given[o.tensor]
+            rest[o.tensor] = inputs[o.tensor]
         if o not in after:
             for name in names(o):
-                torch.testing.assert_close(given[name], expected[name], rtol=1e-5, atol=1e-4)
-    reference.evaluate(after, given[stored], rest)
-    assert_same(after, given, rest)
-    return given
+                torch.testing.assert_close(inputs[name], expected[name], rtol=1e-5, atol=1e-4)
+    reference.evaluate(after, inputs[stored], rest)
+    assert_same(after, inputs, rest)
+    return inputs
 
 
 def test_every_declaration_has_a_reference_and_an_operation() -> None:
@@ -133,9 +133,9 @@ def test_stores(arch: str, dtype: str, major: str) -> None:
         if dtype == E5M2:
             a[::6] *= 128
 
-    given = check(arch, (StoreTile("d", dtype, major),), 208, 160, 2, grow)
+    inputs = check(arch, (StoreTile("d", dtype, major),), 208, 160, 2, grow)
     if dtype in (E4M3, E5M2):
-        assert given["d"].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
+        assert inputs["d"].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
 
 
 CLAMPED = Gate("swish", 1.702, 1.0, -0.5, 1.0)
@@ -406,7 +406,7 @@ def test_rotations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options
     check(arch, epilogue, m, n, **options)
 
 
-@pytest.mark.parametrize("arch", gemm.ARCHES)
+@pytest.mark.parametrize("arch", kernel_inputs.ARCHES)
 def test_what_cannot_be_rotated(arch: str) -> None:
     for rotate, options, message in (
         (Rotate(256, 256), {"tile": (128, 128, 64)}, "tile: got 128 columns; allowed: multiples of 256"),
@@ -414,9 +414,11 @@ def test_what_cannot_be_rotated(arch: str) -> None:
         (Rotate(128, 96), {}, "part: got 64 columns; allowed: multiples of 128"),
     ):
         with pytest.raises(ValueError, match=message):
-            gemm.compiled(arch, gemm.configuration((rotate, StoreTile("d", "bfloat16")), **options))
+            kernel_inputs.compiled(arch, kernel_inputs.configuration((rotate, StoreTile("d", "bfloat16")), **options))
     with pytest.raises(ValueError, match="epi_tile_n: got 64 columns; allowed: multiples of 128"):
-        gemm.compiled(arch, gemm.configuration((Rotate(128, 128), Gated(), StoreTile("d", "bfloat16"))))
+        kernel_inputs.compiled(
+            arch, kernel_inputs.configuration((Rotate(128, 128), Gated(), StoreTile("d", "bfloat16")))
+        )
 
 
 @pytest.mark.parametrize(("arch", "along"), in_turn("nm", 1))
@@ -426,12 +428,12 @@ def test_hadamard_matrix(arch: str, along: str) -> None:
     h = functools.reduce(torch.kron, [block] * 4)
     epilogue = (Hadamard(along, "rotated", factor=0.25), StoreTile("y", "float32", value="rotated"))
     made: dict[str, torch.Tensor] = {}
-    c = gemm.configuration(epilogue)
-    given, _, _ = gemm.run(arch, c, 144, 96, 64, change=lambda a, b, _: made.update(a=a, b=b))
-    x = gemm.product(c, made)[:, :, 0].bfloat16().float()
+    c = kernel_inputs.configuration(epilogue)
+    inputs, _, _ = kernel_inputs.run(arch, c, 144, 96, 64, change=lambda a, b, _: made.update(a=a, b=b))
+    x = kernel_inputs.product(c, made)[:, :, 0].bfloat16().float()
     blocks = x.unflatten(0, (-1, 16)) if along == "m" else x.unflatten(1, (-1, 16))
     expected = torch.einsum("ij,bjn->bin" if along == "m" else "ij,mbj->mbi", h, blocks) / 4
-    torch.testing.assert_close(given["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(inputs["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(EPI_OPS, 8))
@@ -492,7 +494,9 @@ SEEDS = [8, 17, *(seed for seed in range(20) if seed not in (8, 17))]  # the fir
 @pytest.mark.parametrize(("arch", "seed"), in_turn(SEEDS, 1))
 def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
-    if not gemm.fits(arch, gemm.fitted(gemm.configuration(epilogue, **options), arch)):
+    if not kernel_inputs.fits_smem(
+        arch, kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, **options), arch)
+    ):
         options |= {"epi_tile_n": 32, "epi_stages": 1}
     torch.manual_seed(seed)
     check(arch, epilogue, 16 * (1 + seed * 5 % 13), 32 * (1 + seed * 7 % 9), 1 + seed % 2, **options)
@@ -507,8 +511,8 @@ def bias_run(arch: str, epilogue: Sequence[Any], bias: torch.Tensor) -> dict[str
         if "norm_const" in arguments:
             arguments["norm_const"].fill_(1.0)
 
-    c = gemm.configuration((AddRow("bias", "float32"), *epilogue))
-    return gemm.run(arch, c, 2, len(bias), 8, change=change)[0]
+    c = kernel_inputs.configuration((AddRow("bias", "float32"), *epilogue))
+    return kernel_inputs.run(arch, c, 2, len(bias), 8, change=change)[0]
 
 
 def neighbours(values: Sequence[float]) -> torch.Tensor:
@@ -542,8 +546,8 @@ def test_a_clamped_squared_relu_of_nan(arch: str) -> None:
     x = torch.tensor([math.nan, -math.inf, math.inf, -1.0, 0.5]).repeat(8)
     clamped = (2 * torch.tanh(x.clamp(min=0) / 2)).square().nan_to_num(0.0)
     for clamp, wanted in ((2.0, clamped), (None, x.relu().square())):
-        found = bias_run(arch, (SquaredRelu(clamp), StoreTile("d", "float32")), x)["d"][0, :, 0]
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0, equal_nan=True)
+        actual = bias_run(arch, (SquaredRelu(clamp), StoreTile("d", "float32")), x)["d"][0, :, 0]
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=0, equal_nan=True)
         values = {"x": x.clone()}
         reference.squared_relu(SquaredRelu(clamp), values, {})
         torch.testing.assert_close(values["x"], wanted, rtol=1e-5, atol=0, equal_nan=True)
@@ -608,10 +612,10 @@ def test_factors_have_the_128_by_4_layout(arch: str) -> None:
         b.copy_(torch.randn(b.shape).sign() * 2.0 ** torch.randint(-20, 20, (n, 1, batch)))
         operands.update(a=a, b=b)
 
-    c = gemm.configuration(epilogue, "float32", tile=(128, 128, 32))
-    made = gemm.run(arch, c, m, n, 4, batch, change=change)[0]
+    c = kernel_inputs.configuration(epilogue, "float32", tile=(128, 128, 32))
+    made = kernel_inputs.run(arch, c, m, n, 4, batch, change=change)[0]
     columns, rows, norm = made["c"], made["r"], made["norm_const"]
-    x = gemm.product(c, operands)
+    x = kernel_inputs.product(c, operands)
     for factors, y in ((rows, x), (columns, x.transpose(0, 1))):
         height, width, _ = y.shape
         rm, rk = -(-height // 128), -(-width // 128)
@@ -634,12 +638,12 @@ def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
         b.fill_(0.5)
         a[5, 3, 0], b[7, 2, 1], a[6, 0, 2], b[40, 1, 3] = torch.inf, -torch.inf, torch.nan, torch.nan
 
-    c = gemm.fitted(gemm.configuration(epilogue, pingpong=pingpong), arch)
-    given, expected, _ = gemm.run(arch, c, 70, 48, 8, 5, change=change)
-    assert given["amax"].tolist()[:2] == [torch.inf, torch.inf]
-    assert given["amax"][2:4].isnan().all()
-    assert given["amax"][4] == 4.0
-    assert_same(epilogue, given, expected)
+    c = kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, pingpong=pingpong), arch)
+    inputs, expected, _ = kernel_inputs.run(arch, c, 70, 48, 8, 5, change=change)
+    assert inputs["amax"].tolist()[:2] == [torch.inf, torch.inf]
+    assert inputs["amax"][2:4].isnan().all()
+    assert inputs["amax"][4] == 4.0
+    assert_same(epilogue, inputs, expected)
 
 
 @ON_BLACKWELL
@@ -647,32 +651,32 @@ def test_amax_keeps_what_was_larger(arch: str) -> None:
     def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         arguments["amax"].copy_(torch.tensor([1e6, 0.0]))
 
-    given = check(arch, (Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
-    assert given["amax"][0] == 1e6
-    assert 0 < given["amax"][1] < 1e6
+    inputs = check(arch, (Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
+    assert inputs["amax"][0] == 1e6
+    assert 0 < inputs["amax"][1] < 1e6
 
 
 @ON_HOPPER
 def test_a_bias_is_added_to_rows_that_there_are(arch: str) -> None:
-    """There products of -1 and a bias of 1 make 0; in other rows of the tile the bias alone would be the largest."""
+    """There accumulators of -1 and a bias of 1 give 0; in other rows of the tile the bias would be the largest."""
 
     def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         a.fill_(0.125)
         b.fill_(-0.125)
         arguments["bias"].fill_(1.0)
 
-    c = gemm.configuration((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), epi_tile_n=32)
-    given, _, _ = gemm.run(arch, c, 40, 32, 64, change=change)
-    assert given["amax"].tolist() == [0.0]
+    c = kernel_inputs.configuration((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), epi_tile_n=32)
+    inputs, _, _ = kernel_inputs.run(arch, c, 40, 32, 64, change=change)
+    assert inputs["amax"].tolist() == [0.0]
 
 
 @ON_HOPPER
 def test_what_cannot_be_configured(arch: str) -> None:
     columns = QuantizeColumns("s", E4M3, E8M0)
     with pytest.raises(ValueError, match="rows of a group: got multiples of 16; allowed: multiples of 32, by the e"):
-        gemm.configuration((columns, StoreTile("d", E4M3)), schedule=VarlenM(row_alignment=16))
+        kernel_inputs.configuration((columns, StoreTile("d", E4M3)), schedule=VarlenM(row_alignment=16))
     with pytest.raises(ValueError, match="c: float4_e2m1fn_x2 can be stored, not loaded"):
-        gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
+        kernel_inputs.compiled(arch, kernel_inputs.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
     with pytest.raises(ValueError, match="epi_tile_n: got 32 columns; allowed: multiples of 64"):
         check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, epi_tile_n=32)
 
@@ -684,8 +688,8 @@ def test_a_part_is_computed_while_the_one_before_is_stored() -> None:
     c = heuristics.configure(GemmProblem(rows, weights, epilogue, VarlenM(), 1536, 2048, groups=128))
     assert not c.pingpong
     code = disassemble(compile_kernel("sm_90a", Gemm(c), *fakes.arguments(c)).cubin)
-    found = re.findall(r"UTMASTG|MUFU|DEPBAR.LE SB0", code[code.rindex("GMMA") :])
-    stores = "".join({"UTMASTG": "s", "MUFU": "m"}.get(each, "w") for each in found)
+    actual = re.findall(r"UTMASTG|MUFU|DEPBAR.LE SB0", code[code.rindex("GMMA") :])
+    stores = "".join({"UTMASTG": "s", "MUFU": "m"}.get(each, "w") for each in actual)
     parts = re.findall(r"s+(m*)w", stores)  # what follows a part's stores until they are waited for
     each = 2 * 64 * 32 // 128  # exponentials and reciprocals of a thread, of 64 rows and 32 gates
     assert len(parts) == c.tile[1] // c.epi_tile_n
@@ -703,9 +707,9 @@ def test_shared_memory_without_conflicts(arch: str) -> None:
         StoreTile("d", FP4),
         StoreTile("d", "float32", "m"),
     )
-    _, _, report = gemm.run(
+    _, _, report = kernel_inputs.run(
         arch,
-        gemm.configuration([replace(x, tensor=f"d{i}") for i, x in enumerate(stores)], epi_tile_n=32),
+        kernel_inputs.configuration([replace(x, tensor=f"d{i}") for i, x in enumerate(stores)], epi_tile_n=32),
         128,
         128,
         64,

@@ -34,11 +34,11 @@ from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY  # noqa: E402
 from cudnn_kernels.schedule import Dense, VarlenK, VarlenM  # noqa: E402
 from cudnn_kernels.schedule.tile_maps import tile_map, trim_clusters  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
-from support import gemm, gemms  # noqa: E402
-from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
+from support import kernel_inputs, oracle  # noqa: E402
+from support.kernel_inputs import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 from support.selection import FULL, brief, in_turn  # noqa: E402
 
-Types = tuple[str, str, str, int]  # of A, B and their factors, and how many elements share one
+Types = tuple[str, str, str, int]  # of A, B and their scale factors, and the number of elements of one
 
 PLAIN: list[Types] = [
     *((t, t, "", 0) for t in ("bfloat16", "float16", "float32")),
@@ -51,7 +51,7 @@ SCALED: list[Types] = [
     (PACKED, PACKED, E4M3, 16),
 ]
 SUMS: list[Types] = [(a, b, "float32", 128) for a, b in ((E4M3, E4M3), (E5M2, E4M3))]
-"""Factors of rows of A and of blocks of B, by which the sums of 128 products are multiplied."""
+"""Scale factors of rows of A and of blocks of B, applied to accumulators of 128 elements of k."""
 WIDENED: Types = ("bfloat16", "bfloat16", "float32", 128)  # of two k tiles, on Hopper
 TYPES = {HOPPER: PLAIN + SUMS, BLACKWELL: PLAIN + SCALED + SUMS}
 
@@ -64,7 +64,7 @@ def majors(arch: str, types: Types) -> list[str]:
 
 def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **options: Any) -> Any:
     a, b, scale, vector = types
-    c = gemm.configuration(
+    c = kernel_inputs.configuration(
         (StoreTile("d", "float32", out),),
         a,
         b,
@@ -74,13 +74,13 @@ def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **opt
         epi_tile_n=min(64, options.get("tile", (0, 64))[1]),
         **options,
     )
-    return gemm.fitted(c, arch)
+    return kernel_inputs.for_arch(c, arch)
 
 
 def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **options: Any) -> Any:
     c = configured(arch, types, **options)
-    given, expected, report = gemm.run(arch, c, m, n, k, batch)
-    assert torch.equal(given["d"], expected["d"])
+    arguments, expected, report = kernel_inputs.run(arch, c, m, n, k, batch)
+    assert torch.equal(arguments["d"], expected["d"])
     return report.launches[0]
 
 
@@ -114,7 +114,7 @@ def shapes(arch: str, types: Types) -> Iterator[tuple[tuple[int, int], tuple[int
     for tile, cluster in itertools.product(TILES[arch], CLUSTERS[arch]):
         if arch == HOPPER:
             if types in SUMS and tile[0] == 64:
-                continue  # factors are those of a shared tile
+                continue  # scale factors are those of a multicast tile
         elif cluster[0] % (tile[0] // 128) or (types in SCALED and tile[1] % 128) or (types in SUMS and tile[1] > 128):
             continue
         yield tile, cluster
@@ -139,7 +139,7 @@ def options(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> dict[
     ),
 )
 def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
-    """More tiles than CTAs, and clusters that reach beyond the product."""
+    """More tiles than CTAs, and clusters that extend beyond the output."""
     size = cluster[0] * cluster[1]
     launch = check(
         arch, PLAIN[0], 648, 264, 136, major="mn" if cluster == (1, 2) else "kk", **options(arch, tile, cluster)
@@ -150,7 +150,7 @@ def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) ->
 @pytest.mark.parametrize("arch", brief(ARCHES, 1))
 def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
     """What the driver refuses unless the kernel has the attribute for it, CU_FUNC_ATTRIBUTE_NON_PORTABLE_...: 14."""
-    module = gemm.host_module(arch, configured(arch, PLAIN[0], tile=(128, 64), cluster=(4, 4)))
+    module = kernel_inputs.host_module(arch, configured(arch, PLAIN[0], tile=(128, 64), cluster=(4, 4)))
     constants = "".join(rf"%\w+ = llvm.mlir.constant\({value} : i32\) : i32\n\s+" for value in (14, 1))
     assert re.search(rf"{constants}.* @_cudaKernelSetAttributeForDevice\(", module)
 
@@ -189,10 +189,10 @@ HALVES: list[tuple[str, Types, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("arch", "types", "choice"), brief(HALVES, 0))
 def test_halves_of_b(arch: str, types: Types, choice: dict[str, Any]) -> None:
-    """Blocks of 32 columns come in turn from the halves of B's rows, which CTAs of a cluster may fetch together."""
+    """Blocks of 32 columns alternate between the halves of B's rows, which CTAs of a cluster may load by multicast."""
     c = replace(configured(arch, types, **choice), concat_glu=True)
-    given, expected, _ = gemm.run(arch, c, 264, 448, 136 if types == PLAIN[0] else 208, 2)
-    assert torch.equal(given["d"], reference.woven(expected["d"]))
+    arguments, expected, _ = kernel_inputs.run(arch, c, 264, 448, 136 if types == PLAIN[0] else 208, 2)
+    assert torch.equal(arguments["d"], reference.interleave_glu(expected["d"]))
     with pytest.raises(ValueError, match="tile: got 192 columns; allowed: 64, 128, 256, of halves of B"):
         replace(c, tile=(128, 192, 64))
 
@@ -235,16 +235,16 @@ def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False,
     """Rows of no expert stay as they were."""
     c = configured(arch, types, **{"tile": (128, 128), "schedule": VarlenM(), **choice})
     m, n = ends[-1] + 56, 136 if len(ends) < 9 else 72  # of many experts one tile of columns
-    made = gemm.operands(c, m, n, k, 1, len(ends))
+    made = kernel_inputs.operands(c, m, n, k, 1, len(ends))
     if c.a.index:
         made[c.a.index][ends[-1] :] = 1 << 30  # not looked at
-    expected = gemm.product(c, made, ends)
+    expected = kernel_inputs.product(c, made, ends)
     if pointers:
         c = replace(c, b=replace(c.b, pointers=True))
-        made |= gemm.scattered({name: made[name] for name in ("b", "sfb") if name in made}) | {"n": n}
-    d, kernel = gemm.matrix(m, n, 1, "float32"), gemm.compiled(arch, c)
+        made |= kernel_inputs.pointer_arguments({name: made[name] for name in ("b", "sfb") if name in made}) | {"n": n}
+    d, kernel = kernel_inputs.matrix(m, n, 1, "float32"), kernel_inputs.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4) as report:
-        gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
+        kernel_inputs.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
     torch.testing.assert_close(d, expected, rtol=0, atol=0, equal_nan=True)
     return report.launches[-1]
 
@@ -274,21 +274,29 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
     ),
 )
 def test_drawn_tiles(choice: dict[str, Any], ends: str) -> None:
-    """Clusters draw them, the CTAs of one the same ones."""
+    """Dynamic scheduler: a cluster claims tiles, the same for all its CTAs."""
     check_rows(HOPPER, PLAIN[0], ENDS[ends], dynamic_scheduler=True, **choice)
 
 
 def test_drawn_tiles_of_a_later_call() -> None:
-    """The counter begins anew, in memory that holds anything."""
+    """The counter is reset, in memory with any content."""
     c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM(), dynamic_scheduler=True)
-    made, kernel, ends = gemm.operands(c, 600, 136, 96, 1, 3), gemm.compiled(HOPPER, c), [300, 428, 600]
-    given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": gemm.matrix(600, 136, 1, "float32")}
-    expected = gemm.product(c, made, ends)
+    made, kernel, ends = (
+        kernel_inputs.operands(c, 600, 136, 96, 1, 3),
+        kernel_inputs.compiled(HOPPER, c),
+        [300, 428, 600],
+    )
+    arguments = {
+        **made,
+        "offsets": torch.tensor(ends, dtype=torch.int32),
+        "d": kernel_inputs.matrix(600, 136, 1, "float32"),
+    }
+    expected = kernel_inputs.product(c, made, ends)
     with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=4):
         for _ in range(2):
-            given["d"].fill_(torch.nan)
-            gemm.call(kernel, c, given, 4)
-            assert torch.equal(given["d"], expected)
+            arguments["d"].fill_(torch.nan)
+            kernel_inputs.call(kernel, c, arguments, 4)
+            assert torch.equal(arguments["d"], expected)
 
 
 def test_only_tiles_of_experts_are_drawn() -> None:
@@ -298,15 +306,15 @@ def test_only_tiles_of_experts_are_drawn() -> None:
 
 @given(st.integers(1, 5000), st.integers(1, 148))
 def test_as_few_clusters_as_take_no_more_turns(tiles: int, clusters: int) -> None:
-    found, turns = trim_clusters(tiles, clusters), -(-tiles // clusters)
-    assert -(-tiles // found) == turns
-    assert found == 1 or -(-tiles // (found - 1)) > turns
+    actual, turns = trim_clusters(tiles, clusters), -(-tiles // clusters)
+    assert -(-tiles // actual) == turns
+    assert actual == 1 or -(-tiles // (actual - 1)) > turns
 
 
 def test_a_grid_of_as_many_clusters() -> None:
-    """Five tiles take four CTAs two turns, and three."""
+    """Five tiles on four CTAs take two waves, and on three."""
     c = configured(HOPPER, PLAIN[0], tile=(128, 128))
-    _, _, report = gemm.run(HOPPER, c, 128, 5 * 128, 64, multiprocessors=4)
+    _, _, report = kernel_inputs.run(HOPPER, c, 128, 5 * 128, 64, multiprocessors=4)
     assert report.launches[0].grid[2] == 3
 
 
@@ -422,31 +430,31 @@ def test_which_last_rows_are_taken_sideways(schedule: Any, index: str, sideways:
     "choice", [{"cluster": (1, 2)}, {"cluster": (2, 1), "index": "a"}, {"cluster": (2, 1), "arch": BLACKWELL}]
 )
 def test_what_is_not_taken_sideways(choice: dict[str, Any]) -> None:
-    given = {"arch": HOPPER, "tile": (128, 64), "schedule": VarlenM(split_tail_n=True), **choice}
+    arguments = {"arch": HOPPER, "tile": (128, 64), "schedule": VarlenM(split_tail_n=True), **choice}
     with pytest.raises(ValueError, match="split_tail_n"):
-        gemm.compiled(given["arch"], configured(types=PLAIN[0], **given))
+        kernel_inputs.compiled(arguments["arch"], configured(types=PLAIN[0], **arguments))
 
 
 @pytest.mark.parametrize("arch", brief([(HOPPER,), (BLACKWELL,)], 0))
 def test_an_expert_loads_its_own_rows(arch: str) -> None:
     """What the epilogue loads ends where the expert does: the next one's infinities are in none of its maxima."""
     epilogue = (LoadTile("c", "bfloat16"), SquaredReluBackward(), Amax(by_expert=True), StoreTile("d", "float32"))
-    c = gemm.fitted(gemm.configuration(epilogue, schedule=VarlenM(), epi_tile_n=64), arch)
+    c = kernel_inputs.for_arch(kernel_inputs.configuration(epilogue, schedule=VarlenM(), epi_tile_n=64), arch)
     m, n, k, ends = 200, 72, 64, [70, 75, 200]
-    made, given = gemm.operands(c, m, n, k, 1, len(ends)), gemm.arguments(epilogue, m, n, 1)
-    given |= {"amax": torch.zeros(len(ends)), "offsets": torch.tensor(ends, dtype=torch.int32)}
-    given["c"][70:75] = torch.inf
-    kernel = gemm.compiled(arch, c)
+    made, arguments = kernel_inputs.operands(c, m, n, k, 1, len(ends)), kernel_inputs.arguments(epilogue, m, n, 1)
+    arguments |= {"amax": torch.zeros(len(ends)), "offsets": torch.tensor(ends, dtype=torch.int32)}
+    arguments["c"][70:75] = torch.inf
+    kernel = kernel_inputs.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=2):
-        gemm.call(kernel, c, {**made, **given}, 2)
-    largest = [given["d"][start:end].abs().amax() for start, end in itertools.pairwise([0, *ends])]
-    assert given["amax"][[0, 2]].tolist() == [largest[0], largest[2]]
-    assert given["amax"][[0, 2]].isfinite().all()
+        kernel_inputs.call(kernel, c, {**made, **arguments}, 2)
+    largest = [arguments["d"][start:end].abs().amax() for start, end in itertools.pairwise([0, *ends])]
+    assert arguments["amax"][[0, 2]].tolist() == [largest[0], largest[2]]
+    assert arguments["amax"][[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize(("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 3))
 def test_rows_of_experts_with_block_scales(types: Types, pointers: bool) -> None:
-    """Their factors are in atoms of 128 rows, so experts end where atoms do."""
+    """Their scale factors are in atoms of 128 rows, so experts end where atoms do."""
     check_rows(BLACKWELL, types, [256, 256, 384, 640], pointers, schedule=VarlenM(row_alignment=128))
     with pytest.raises(ValueError, match="rows of a group: got multiples of 64; allowed: multiples of 128, by scale"):
         check_rows(BLACKWELL, types, PADDED, schedule=VarlenM(row_alignment=64))
@@ -463,14 +471,20 @@ def test_other_pointers_in_a_later_call() -> None:
     """Nothing of the addresses is kept: the same kernel, and the same list of addresses, with others in it."""
     c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM())
     c = replace(c, b=replace(c.b, pointers=True))
-    made, kernel = gemm.operands(c, 256, 64, 64, 1, 2), gemm.compiled(HOPPER, c)
-    ends, d = [128, 256], gemm.matrix(256, 64, 1, "float32")
-    given = {**made, **gemm.scattered({"b": made["b"]}), "n": 64, "offsets": torch.tensor(ends).int(), "d": d}
+    made, kernel = kernel_inputs.operands(c, 256, 64, 64, 1, 2), kernel_inputs.compiled(HOPPER, c)
+    ends, d = [128, 256], kernel_inputs.matrix(256, 64, 1, "float32")
+    arguments = {
+        **made,
+        **kernel_inputs.pointer_arguments({"b": made["b"]}),
+        "n": 64,
+        "offsets": torch.tensor(ends).int(),
+        "d": d,
+    }
     with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=4):
         for b in (made["b"], made["b"].flip(2)):
-            gemm.call(kernel, c, given, 4)
-            assert torch.equal(d, gemm.product(c, {**made, "b": b}, ends))
-            given["b_ptrs"].copy_(given["b_ptrs"].flip(0))
+            kernel_inputs.call(kernel, c, arguments, 4)
+            assert torch.equal(d, kernel_inputs.product(c, {**made, "b": b}, ends))
+            arguments["b_ptrs"].copy_(arguments["b_ptrs"].flip(0))
 
 
 @pytest.mark.parametrize(("arch", "types", "choice"), brief([GROUPED[1], GROUPED[3]], 0))
@@ -478,14 +492,20 @@ def test_column_sums_of_experts(arch: str, types: Types, choice: dict[str, Any])
     """Over the rows of each, in the same order every time; 0 for an expert that has none."""
     c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=VarlenM())
     c, ends, m = replace(c, epilogue=(SumColumn("s"), *c.epilogue)), [0, 3, 3, 140, 141, 270], 300
-    made, kernel = gemm.operands(c, m, 136, 96, 1, len(ends)), gemm.compiled(arch, c)
-    expected = torch.stack([part.sum((0, 2)) for part in gemm.product(c, made, ends).tensor_split([*ends])[:-1]])
-    given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": gemm.matrix(m, 136, 1, "float32")}
+    made, kernel = kernel_inputs.operands(c, m, 136, 96, 1, len(ends)), kernel_inputs.compiled(arch, c)
+    expected = torch.stack(
+        [part.sum((0, 2)) for part in kernel_inputs.product(c, made, ends).tensor_split([*ends])[:-1]]
+    )
+    arguments = {
+        **made,
+        "offsets": torch.tensor(ends, dtype=torch.int32),
+        "d": kernel_inputs.matrix(m, 136, 1, "float32"),
+    }
     results = []
     for scheduler in ("lowest-pc", "random"):
         sums = torch.full((len(ends), 136), torch.nan)
         with ptx_emulator.emulate(arch, races=True, multiprocessors=4, scheduler=scheduler):
-            gemm.call(kernel, c, {**given, "s": sums}, 4)
+            kernel_inputs.call(kernel, c, {**arguments, "s": sums}, 4)
         results.append(sums)
     torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(*results)
@@ -494,50 +514,54 @@ def test_column_sums_of_experts(arch: str, types: Types, choice: dict[str, Any])
 def check_k(
     arch: str, types: Types, ends: list[int], m: int = 200, n: int = 136, store: StoreTile | None = None, **choice: Any
 ) -> None:
-    """Experts' parts of k; what is beyond the last one, in the factors' last atom too, is NaN."""
+    """Experts' segments of k; elements after the last one, in the last scale-factor atom too, are NaN."""
     c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=VarlenK())
     store = store or c.epilogue[0]
     c = replace(c, epilogue=(store,))
     step = 128 // c.a.bits
-    made = gemm.operands(c, m, n, (ends[-1] // step + 2) * step, 1)
-    expected = gemm.product(c, made, ends).to(getattr(torch, store.dtype))
+    made = kernel_inputs.operands(c, m, n, (ends[-1] // step + 2) * step, 1)
+    expected = kernel_inputs.product(c, made, ends).to(getattr(torch, store.dtype))
     for name, x in (("a", c.a), ("b", c.b)):
         if x.scale is not None:
-            made[f"sf{name}"] = gemms.atoms_by_part(made[f"sf{name}"], ends, x.scale.vector, 0xFF)
+            made[f"sf{name}"] = oracle.atoms_by_part(made[f"sf{name}"], ends, x.scale.vector, 0xFF)
         if x.index:
             made[x.index][ends[-1] :] = 1 << 30
         else:
             made[name][:, ends[-1] // x.packed :] = 0xFF if x.packed > 1 else torch.nan
-    given = {"d": gemm.matrix(m, n, len(ends), store.dtype, store.major == "m")}
+    arguments = {"d": kernel_inputs.matrix(m, n, len(ends), store.dtype, store.major == "m")}
     if store.adds:
-        given["d"].copy_(torch.randint(-99, 99, given["d"].shape) / 4)
-        expected = (given["d"].float() + expected.float()).to(expected.dtype)
+        arguments["d"].copy_(torch.randint(-99, 99, arguments["d"].shape) / 4)
+        expected = (arguments["d"].float() + expected.float()).to(expected.dtype)
     if store.pointers:
-        given |= gemm.scattered(given)
-    kernel, offsets = gemm.compiled(arch, c), torch.tensor(ends, dtype=torch.int32)
+        arguments |= kernel_inputs.pointer_arguments(arguments)
+    kernel, offsets = kernel_inputs.compiled(arch, c), torch.tensor(ends, dtype=torch.int32)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
-        gemm.call(kernel, c, {**made, "offsets": offsets, **given, "d": given.get("d_ptrs", given["d"])}, 4)
-    assert torch.equal(torch.stack(given["d copies"], 2) if store.pointers else given["d"], expected)
+        kernel_inputs.call(
+            kernel, c, {**made, "offsets": offsets, **arguments, "d": arguments.get("d_ptrs", arguments["d"])}, 4
+        )
+    assert torch.equal(torch.stack(arguments["d copies"], 2) if store.pointers else arguments["d"], expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ARCHES)
 def test_rows_of_experts_with_factors_of_sums(arch: str) -> None:
-    """Factors of rows are those of all experts, blocks of B are each expert's."""
+    """Scale factors of rows cover all experts, those of B's blocks are per expert."""
     check_rows(arch, SUMS[0], ENDS["any"])
 
 
 def test_factors_of_sums_and_results_in_two_buffers() -> None:
     """The library's tile, with four k tiles: they and the results leave less than a kilobyte."""
-    x, weights = (gemm.configuration((), E4M3, scale="float32", vector=128).given(name) for name in "ab")
+    x, weights = (
+        kernel_inputs.configuration((), E4M3, scale="float32", vector=128).source_operand(name) for name in "ab"
+    )
     c = heuristics.configure(GemmProblem(x, weights, (StoreTile("d", "bfloat16"),), VarlenM(), 256, 512))
     assert (c.tile, c.epi_stages) == ((128, 256, 128), 2)
     ends = [130, 130, 300]
-    made = gemm.operands(c, 320, 264, 592, 1, len(ends))
-    expected, d = gemm.product(c, made, ends).bfloat16(), gemm.matrix(320, 264, 1, "bfloat16")
-    kernel = gemm.compiled(HOPPER, c)
+    made = kernel_inputs.operands(c, 320, 264, 592, 1, len(ends))
+    expected, d = kernel_inputs.product(c, made, ends).bfloat16(), kernel_inputs.matrix(320, 264, 1, "bfloat16")
+    kernel = kernel_inputs.compiled(HOPPER, c)
     with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=2) as report:
-        gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 2)
+        kernel_inputs.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 2)
     torch.testing.assert_close(d, expected, rtol=0, atol=0, equal_nan=True)
     assert SHARED_MEMORY - 1024 < report.launches[-1].shared_bytes <= SHARED_MEMORY
 
@@ -559,12 +583,12 @@ def test_factors_of_rows_of_b(arch: str, blocks: tuple[int, int]) -> None:
 def test_factors_may_lie_in_any_order(arch: str) -> None:
     """Row after row, as existing code for training holds them, or column after column."""
     c = configured(arch, SUMS[0], tile=(128, 128))
-    made = gemm.operands(c, 136, 264, 400, 2)
-    expected, d = gemm.product(c, made), gemm.matrix(136, 264, 2, "float32")
+    made = kernel_inputs.operands(c, 136, 264, 400, 2)
+    expected, d = kernel_inputs.product(c, made), kernel_inputs.matrix(136, 264, 2, "float32")
     made["sfa"], made["sfb"] = made["sfa"].contiguous(), made["sfb"].permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    kernel = gemm.compiled(arch, c)
+    kernel = kernel_inputs.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
-        gemm.call(kernel, c, {**made, "d": d}, 4)
+        kernel_inputs.call(kernel, c, {**made, "d": d}, 4)
     assert torch.equal(d, expected)
 
 
@@ -606,7 +630,7 @@ def test_k_of_operands_by_number(grouped: Any, index: str, ends: list[int]) -> N
 
 @pytest.mark.parametrize(("index", "cluster", "tile"), [("a", (2, 1), (128, 64)), ("b", (1, 2), (256, 64))])
 def test_ctas_that_copy_lines_share_the_other_operand(index: str, cluster: Any, tile: Any) -> None:
-    """Which the copy engine sends to both."""
+    """TMA multicasts it to both."""
     check_k(HOPPER, PLAIN[0], [0, 1, 70, 70, 203, 300], major="mn", index=index, cluster=cluster, tile=tile)
 
 
@@ -628,9 +652,9 @@ def test_gradients_of_experts_added_or_behind_pointers(arch: str, store: StoreTi
 def test_what_stores_do_not_add_or_scatter(arch: str) -> None:
     c = configured(arch, PLAIN[0], schedule=VarlenM())
     with pytest.raises(ValueError, match=f"d: got {E4M3}; allowed: 16 and 32 bits, to add to"):
-        gemm.compiled(arch, replace(c, epilogue=(StoreTile("d", E4M3, adds=True),)))
+        kernel_inputs.compiled(arch, replace(c, epilogue=(StoreTile("d", E4M3, adds=True),)))
     with pytest.raises(ValueError, match="d: got pointers; allowed: a tensor, where experts have parts of rows"):
-        gemm.compiled(arch, replace(c, epilogue=(StoreTile("d", "float32", pointers=True),)))
+        kernel_inputs.compiled(arch, replace(c, epilogue=(StoreTile("d", "float32", pointers=True),)))
 
 
 @pytest.mark.parametrize("arch", brief(ARCHES, 0))
@@ -644,12 +668,12 @@ SCALED_PARTS = {32: [128, 128, 384, 544], 16: [64, 64, 320, 640, 672]}
 
 @pytest.mark.parametrize(("types", "tile"), brief([*itertools.product(SCALED, [(128, 128), (256, 128)])], 12))
 def test_k_of_experts_with_block_scales(types: Types, tile: tuple[int, int]) -> None:
-    """Each has factors of its own, in atoms of four blocks; the last one may end in the middle of an atom."""
+    """Each has separate scale factors, in atoms of four blocks; the last one may end in the middle of an atom."""
     check_k(BLACKWELL, types, SCALED_PARTS[types[3]], m=200, n=264, tile=tile, cluster=(tile[0] // 128, 2))
 
 
 def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: Any) -> dict[str, Any]:
-    """The rest of a problem: majors, sizes that the copy engine can take, schedule."""
+    """The rest of a problem: majors, sizes that TMA supports, schedule."""
     major, out = draw.choice(majors(arch, types)), draw.choice("nm")
     step = 128 // bits(types[0])  # elements in 16 bytes
 
@@ -676,13 +700,13 @@ MATRIX = [(arch, types, *shape) for arch in ARCHES for types in TYPES[arch] for 
 @pytest.mark.full
 @pytest.mark.parametrize(("arch", "types", "tile", "cluster"), MATRIX if FULL else MATRIX[:1])
 def test_the_whole_matrix(arch: str, types: Types, tile: Any, cluster: Any) -> None:
-    """All types with all tiles and clusters; majors, sizes and schedules drawn for each."""
+    """All types with all tiles and clusters; random majors, sizes and schedules for each."""
     check(arch, types, **problem(random.Random(str((arch, types, tile, cluster))), arch, types, tile, cluster))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("share", range(8))  # for as many processes
+@pytest.mark.parametrize("share", range(8))  # for this number of processes
 @pytest.mark.parametrize("arch", ARCHES)
 @settings(max_examples=8, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())

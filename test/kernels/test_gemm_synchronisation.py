@@ -22,8 +22,8 @@ from cudnn_kernels.epilogue import (  # noqa: E402
 )
 from cudnn_kernels.schedule import VarlenK, VarlenM  # noqa: E402
 from emulator.mutation import LANES, holds_registers, mutants, unexplained  # noqa: E402
-from support import gemm  # noqa: E402
-from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
+from support import kernel_inputs  # noqa: E402
+from support.kernel_inputs import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
 from support.selection import brief  # noqa: E402
 
 EPILOGUE = (
@@ -47,50 +47,58 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
     "cooperative": (
         HOPPER,
-        gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), epi_tile_n=32),
+        kernel_inputs.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), epi_tile_n=32),
         (768, 64, 384),
     ),
     "two buffers": (
         HOPPER,
-        gemm.configuration(STORE, tile=(128, 64, 128), epi_tile_n=32, epi_stages=2),
+        kernel_inputs.configuration(STORE, tile=(128, 64, 128), epi_tile_n=32, epi_stages=2),
         (768, 64, 384),
     ),
     "ping-pong": (
         HOPPER,
-        gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32),
+        kernel_inputs.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32),
         (512, 64, 192),
     ),
-    "wider": (HOPPER, gemm.configuration(WIDER, tile=(64, 64, 64), pingpong=True, epi_tile_n=32), (512, 64, 192)),
-    "wider, one CTA": (BLACKWELL, gemm.configuration(WIDER, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
-    "plain": (BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
-    "one CTA": (BLACKWELL, gemm.configuration(EPILOGUE, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
-    "pair": (BLACKWELL, gemm.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)),
+    "wider": (
+        HOPPER,
+        kernel_inputs.configuration(WIDER, tile=(64, 64, 64), pingpong=True, epi_tile_n=32),
+        (512, 64, 192),
+    ),
+    "wider, one CTA": (
+        BLACKWELL,
+        kernel_inputs.configuration(WIDER, tile=(128, 64, 256), epi_tile_n=32),
+        (768, 64, 320),
+    ),
+    "plain": (BLACKWELL, kernel_inputs.configuration(STORE, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
+    "one CTA": (BLACKWELL, kernel_inputs.configuration(EPILOGUE, tile=(128, 64, 256), epi_tile_n=32), (768, 64, 320)),
+    "pair": (BLACKWELL, kernel_inputs.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)),
     "pieces, cooperative": (
         HOPPER,
-        gemm.configuration(ROTATE, tile=(128, 128, 128), cluster=(2, 1), epi_tile_n=32),
+        kernel_inputs.configuration(ROTATE, tile=(128, 128, 128), cluster=(2, 1), epi_tile_n=32),
         (768, 128, 384),
     ),
-    "pieces": (BLACKWELL, gemm.configuration(ROTATE, tile=(128, 128, 128), epi_tile_n=32), (768, 128, 320)),
+    "pieces": (BLACKWELL, kernel_inputs.configuration(ROTATE, tile=(128, 128, 128), epi_tile_n=32), (768, 128, 320)),
     "block-scaled": (
         BLACKWELL,
-        gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)),
+        kernel_inputs.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)),
         (1024, 128, 320),
     ),
     "rows of experts": (
         HOPPER,
-        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32, schedule=VarlenM()),
+        kernel_inputs.configuration(STORE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32, schedule=VarlenM()),
         (928, 64, 192),
     ),
-    "rows with factors": (
+    "rows with scale factors": (
         HOPPER,
-        gemm.configuration(
+        kernel_inputs.configuration(
             STORE, E4M3, scale="float32", vector=128, tile=(128, 64, 128), epi_tile_n=32, schedule=VarlenM()
         ),
         (928, 256, 384),
     ),
     "last rows sideways": (
         HOPPER,
-        gemm.configuration(
+        kernel_inputs.configuration(
             STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, epi_tile_n=32, schedule=VarlenM(split_tail_n=True)
         ),
         (928, 192, 192),
@@ -98,36 +106,42 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     "weights behind pointers": (
         BLACKWELL,
         replace(
-            rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), epi_tile_n=32, schedule=VarlenM()),
+            rows := kernel_inputs.configuration(
+                STORE, tile=(128, 64, 256), cluster=(2, 1), epi_tile_n=32, schedule=VarlenM()
+            ),
             b=replace(rows.b, pointers=True),
         ),
         (928, 64, 320),
     ),
     "k of experts, Hopper": (
         HOPPER,
-        gemm.configuration(STORE, tile=(128, 64, 128), cluster=(2, 1), epi_tile_n=32, majors="mn", schedule=VarlenK()),
+        kernel_inputs.configuration(
+            STORE, tile=(128, 64, 128), cluster=(2, 1), epi_tile_n=32, majors="mn", schedule=VarlenK()
+        ),
         (512, 64, 928),
     ),
     "k of experts": (
         BLACKWELL,
-        gemm.configuration(STORE, tile=(128, 64, 128), epi_tile_n=32, schedule=VarlenK()),
+        kernel_inputs.configuration(STORE, tile=(128, 64, 128), epi_tile_n=32, schedule=VarlenK()),
         (256, 64, 928),
     ),
-    "rows by number": (
+    "gathered rows": (
         HOPPER,
-        gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32, schedule=VarlenM(), index="a"),
+        kernel_inputs.configuration(
+            STORE, tile=(64, 64, 64), pingpong=True, epi_tile_n=32, schedule=VarlenM(), index="a"
+        ),
         (928, 64, 192),
     ),
-    "k by number": (
+    "gathered k": (
         HOPPER,
-        gemm.configuration(
+        kernel_inputs.configuration(
             STORE, tile=(128, 64, 64), cluster=(2, 1), epi_tile_n=32, majors="mn", schedule=VarlenK(), index="a"
         ),
         (512, 64, 928),
     ),
-    "drawn": (
+    "dynamic scheduler": (
         HOPPER,
-        gemm.configuration(
+        kernel_inputs.configuration(
             STORE,
             tile=(128, 64, 64),
             cluster=(1, 2),
@@ -145,24 +159,24 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
     """Experts have the rows, or the k, of ``PARTS``."""
     torch.manual_seed(0)
     ends = PARTS if c.schedule.slots() else ()
-    made = gemm.operands(c, m, n, k, 1, len(ends) if isinstance(c.schedule, VarlenM) else 0)
-    given = gemm.arguments(c.epilogue, m, n, len(ends) if c.schedule.varlen_k else 1)
-    fresh, expected = ({name: x.clone() for name, x in given.items()} for _ in range(2))
-    gemm.reference.evaluate(c.epilogue, gemm.product(c, made, ends), expected)
+    made = kernel_inputs.operands(c, m, n, k, 1, len(ends) if isinstance(c.schedule, VarlenM) else 0)
+    inputs = kernel_inputs.arguments(c.epilogue, m, n, len(ends) if c.schedule.varlen_k else 1)
+    fresh, expected = ({name: x.clone() for name, x in inputs.items()} for _ in range(2))
+    kernel_inputs.reference.evaluate(c.epilogue, kernel_inputs.product(c, made, ends), expected)
     if ends:
         made["offsets"] = torch.tensor(ends, dtype=torch.int32)
     if c.b.pointers:
-        made |= gemm.scattered({"b": made["b"]}) | {"n": n}
-    kernel, count = gemm.compiled(arch, c), max(2, c.cluster[0] * c.cluster[1])
+        made |= kernel_inputs.pointer_arguments({"b": made["b"]}) | {"n": n}
+    kernel, count = kernel_inputs.compiled(arch, c), max(2, c.cluster[0] * c.cluster[1])
 
     def run(scheduler: str, seed: int) -> bool:
-        for name, x in given.items():
+        for name, x in inputs.items():
             x.copy_(fresh[name])
         with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed, multiprocessors=count):
-            gemm.call(kernel, c, {**made, **given}, count)
+            kernel_inputs.call(kernel, c, {**made, **inputs}, count)
         return all(
             torch.allclose(x.float(), expected[name].float(), rtol=1e-5, atol=1e-4, equal_nan=True)
-            for name, x in given.items()
+            for name, x in inputs.items()
         )
 
     return run
@@ -175,7 +189,7 @@ END = "the cluster's last barrier waits for what the producers' tails and the fr
 TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
 SHUFFLES = "the shuffles that add up the lanes' tiles wait for all lanes, too"
 IDLE = "a warpgroup without rows reads nothing of what it waits for"
-READ = "sums were only read since the products before, and what is looked for is writes"
+READ = "accumulators were only read since the MMAs before, and the check is for writes"
 DONE = "warpgroups have waited for all copies when the warps that copy end"
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
@@ -190,18 +204,18 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "last rows sideways": {WAIT: (1, IDLE), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
     "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
-EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
-EQUIVALENT["rows with factors"] = {
+EQUIVALENT["gathered rows"] = {"bar.warp.sync": (3, LANES)}
+EQUIVALENT["rows with scale factors"] = {
     WAIT: (1, IDLE),
     "bar.warp.sync": (4, f"{SHUFFLES}; {LANES}"),
     "wgmma.fence.sync.aligned": (1, READ),
 }
-EQUIVALENT["k by number"] = {
+EQUIVALENT["gathered k"] = {
     "bar.warp.sync": (2, f"{LANES}; {DONE}"),
     "cp.async.wait_group": (1, DONE),
     "fence.proxy.async.shared::cta": (1, DONE),
 }
-EQUIVALENT["drawn"] = {"bar.warp.sync": (2, LANES), **CLUSTER}
+EQUIVALENT["dynamic scheduler"] = {"bar.warp.sync": (2, LANES), **CLUSTER}
 
 
 def names(*brief: str) -> list[Any]:

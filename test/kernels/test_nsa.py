@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.native_sparse_attention.selection.inverse import choosing_rows
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
@@ -30,13 +30,13 @@ from support.selection import brief
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 
-def run(configuration: Any, given: dict[str, Any], arch: str = "sm_90a") -> None:
+def run(configuration: Any, inputs: dict[str, Any], arch: str = "sm_90a") -> None:
     """Compiles an architecture's kernel and runs it in the emulator."""
     module, kernel = ARCHITECTURES[arch].source(configuration).split(":")
     with ptx_emulator.emulate(arch, races=True):
         made = getattr(importlib.import_module(module), kernel)(configuration)
         compiled = compiler.compile_for(arch, made, *fakes.arguments(configuration))
-        compiled(*(given[slot.name] for slot in configuration.slots()))
+        compiled(*(inputs[slot.name] for slot in configuration.slots()))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Choice:
 def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any]:
     """Random tensors, different lists of blocks for all rows, some twice in a list, and results of NaN."""
     rows, dtype = sum(choice.lengths) + choice.spare, getattr(torch, c.dtype)
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "q": torch.randn(rows, c.heads, c.head_dim).to(dtype),
         "k": torch.randn(rows, c.key_heads, c.head_dim).to(dtype),
         "v": torch.randn(rows, c.key_heads, c.head_dim_v).to(dtype),
@@ -67,44 +67,44 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     }
     indices = torch.full((rows, c.key_heads, choice.chosen), 1 << 20, dtype=torch.int32)
     counts = torch.zeros(rows, c.key_heads, dtype=torch.int32)
-    for first, last in pairwise(given["cum_seqlen_q"].tolist()):
+    for first, last in pairwise(inputs["cum_seqlen_q"].tolist()):
         blocks = -(-(last - first) // c.block)
         for row in range(first, last):
             for head in range(c.key_heads):
                 count = int(torch.randint(0, choice.chosen + 1, ()))
                 indices[row, head, :count] = torch.randint(0, blocks, (count,)).int()
                 counts[row, head] = count
-    last = int(given["cum_seqlen_q"][-1])
-    indices[last - 1, 0, :3] = torch.tensor([-1, 1 << 28, 0], dtype=torch.int32)  # two that there are not
+    last = int(inputs["cum_seqlen_q"][-1])
+    indices[last - 1, 0, :3] = torch.tensor([-1, 1 << 28, 0], dtype=torch.int32)  # two that do not exist
     counts[last - 1, 0] = choice.chosen + 5
     for name in "qkv":
-        given[name][last:] = math.nan
+        inputs[name][last:] = math.nan
     if isinstance(c, SelectionConfiguration) and c.lse:
         indices.masked_fill_(torch.arange(choice.chosen) >= counts[..., None], -1)
-    return {**given, "block_indices": indices, "block_counts": counts}
+    return {**inputs, "block_indices": indices, "block_counts": counts}
 
 
-def assert_selected(given: dict[str, Any], c: SelectionConfiguration, *_: Any) -> None:
+def assert_selected(inputs: dict[str, Any], c: SelectionConfiguration, *_: Any) -> None:
     """Over the keys that are in the rows' blocks. Spare rows are left alone."""
-    rows = int(given["cum_seqlen_q"][-1])
-    assert given["o"][rows:].isnan().all()
-    expected = selected(c, given, *(given[x][:rows].double() for x in "qkv"))
-    o, *found = (given[x][:rows].double().transpose(0, 1) for x in ("o", *(x.name for x in c.sums)))
+    rows = int(inputs["cum_seqlen_q"][-1])
+    assert inputs["o"][rows:].isnan().all()
+    expected = selected(c, inputs, *(inputs[x][:rows].double() for x in "qkv"))
+    o, *actual = (inputs[x][:rows].double().transpose(0, 1) for x in ("o", *(x.name for x in c.sums)))
     if c.lse:
-        torch.testing.assert_close(found[0], expected.lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[0], expected.lse, rtol=1e-5, atol=1e-5)
     else:
         total = (expected.lse - expected.largest).exp().nan_to_num(0.0)
-        torch.testing.assert_close(found[0], total, rtol=1e-4, atol=0)
-        torch.testing.assert_close(found[1], expected.largest, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[0], total, rtol=1e-4, atol=0)
+        torch.testing.assert_close(actual[1], expected.largest, rtol=1e-5, atol=1e-5)
     error = (o - expected.o).norm(dim=2)
-    assert bool((error <= 2 * torch.finfo(given["o"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
+    assert bool((error <= 2 * torch.finfo(inputs["o"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
 
 
-def selected(c: SelectionConfiguration, given: dict[str, Any], *qkv: torch.Tensor) -> Attended:
+def selected(c: SelectionConfiguration, inputs: dict[str, Any], *qkv: torch.Tensor) -> Attended:
     """What the rows' lists lead to."""
-    rows, lists = len(qkv[0]), (given["block_indices"], given["block_counts"])
-    times = times_seen(*(x[:rows] for x in lists), given["cum_seqlen_q"], c.block, c.causal)
-    return attend_selected(*qkv, times, given["scale_softmax"])
+    rows, lists = len(qkv[0]), (inputs["block_indices"], inputs["block_counts"])
+    times = times_seen(*(x[:rows] for x in lists), inputs["cum_seqlen_q"], c.block, c.causal)
+    return attend_selected(*qkv, times, inputs["scale_softmax"])
 
 
 @pytest.mark.parametrize(
@@ -127,50 +127,50 @@ def selected(c: SelectionConfiguration, given: dict[str, Any], *qkv: torch.Tenso
 )
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_selection(c: SelectionConfiguration, choice: Choice, arch: str) -> None:
-    given = selection_inputs(c, choice)
-    run(c, given, arch)
-    assert_selected(given, c)
+    inputs = selection_inputs(c, choice)
+    run(c, inputs, arch)
+    assert_selected(inputs, c)
 
 
 def gated_inputs(c: GatedSelectionConfiguration, choice: Choice, window: int) -> dict[str, Any]:
     """Those of selection, compression's O and gates, and more results of NaN."""
-    given = selection_inputs(c, choice)
+    inputs = selection_inputs(c, choice)
     lse = torch.full((len(choice.lengths), c.heads, max(choice.lengths)), math.nan)
-    return given | {
-        "compressed": torch.randn_like(given["o"]),
-        "near": given["o"].clone(),
-        "selected": given["o"].clone(),
-        "gates": torch.rand(*given["o"].shape[:2], 3).to(getattr(torch, c.gates)),
+    return inputs | {
+        "compressed": torch.randn_like(inputs["o"]),
+        "near": inputs["o"].clone(),
+        "selected": inputs["o"].clone(),
+        "gates": torch.rand(*inputs["o"].shape[:2], 3).to(getattr(torch, c.gates)),
         "near_lse": lse,
         "window": window,
     }
 
 
-def assert_gated(given: dict[str, Any], c: GatedSelectionConfiguration, *_: Any) -> None:
+def assert_gated(inputs: dict[str, Any], c: GatedSelectionConfiguration, *_: Any) -> None:
     """The sum of branches that were rounded, and those that the kernel computes. Spare rows are left alone."""
-    rows, eps = int(given["cum_seqlen_q"][-1]), torch.finfo(given["o"].dtype).eps
-    for number, (first, last) in enumerate(pairwise(given["cum_seqlen_q"].tolist())):
-        q, k, v, near = (given[x][first:last].double().transpose(0, 1) for x in ("q", "k", "v", "near"))
-        seen = band(last - first, last - first, given["window"] - 1, 0)
-        expected = attend(q, k, v, seen, scale=given["scale_softmax"])
+    rows, eps = int(inputs["cum_seqlen_q"][-1]), torch.finfo(inputs["o"].dtype).eps
+    for number, (first, last) in enumerate(pairwise(inputs["cum_seqlen_q"].tolist())):
+        q, k, v, near = (inputs[x][first:last].double().transpose(0, 1) for x in ("q", "k", "v", "near"))
+        seen = band(last - first, last - first, inputs["window"] - 1, 0)
+        expected = attend(q, k, v, seen, scale=inputs["scale_softmax"])
         error = (near - expected.o).norm(dim=2)
         assert bool((error <= 2 * eps * expected.o.norm(dim=2) + 1e-6).all())
-        lse = given["near_lse"][number].double()
+        lse = inputs["near_lse"][number].double()
         assert lse[:, last - first if c.save_for_backward else 0 :].isnan().all()
         if c.save_for_backward:
             torch.testing.assert_close(lse[:, : last - first], expected.lse, rtol=1e-5, atol=1e-5)
-    own = selected(c, given, *(given[x][:rows].double() for x in "qkv")).o.transpose(0, 1)
+    own = selected(c, inputs, *(inputs[x][:rows].double() for x in "qkv")).o.transpose(0, 1)
     if c.save_for_backward:
-        assert_selected({**given, "o": given["selected"]}, c)
-        own = given["selected"][:rows].double()
-    branches = (given["compressed"][:rows].double(), own, given["near"][:rows].double())
-    gates = given["gates"][:rows].double().unbind(-1)
+        assert_selected({**inputs, "o": inputs["selected"]}, c)
+        own = inputs["selected"][:rows].double()
+    branches = (inputs["compressed"][:rows].double(), own, inputs["near"][:rows].double())
+    gates = inputs["gates"][:rows].double().unbind(-1)
     expected = sum(x * g[..., None] for x, g in zip(branches, gates, strict=True))
     slack = eps * expected.abs() + (
         0 if c.save_for_backward else 3 * eps * own.norm(dim=2, keepdim=True)
     )  # its O was rounded
-    assert bool(((given["o"][:rows].double() - expected).abs() <= slack + 1e-6).all())
-    assert given["o"][rows:].isnan().all()
+    assert bool(((inputs["o"][:rows].double() - expected).abs() <= slack + 1e-6).all())
+    assert inputs["o"][rows:].isnan().all()
 
 
 GATED = GatedSelectionConfiguration("bfloat16", 8, 2, 64, 64, 16)
@@ -198,9 +198,9 @@ GATED = GatedSelectionConfiguration("bfloat16", 8, 2, 64, 64, 16)
 )
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, window: int, arch: str) -> None:
-    given = gated_inputs(c, choice, window)
-    run(c, given, arch)
-    assert_gated(given, c)
+    inputs = gated_inputs(c, choice, window)
+    run(c, inputs, arch)
+    assert_gated(inputs, c)
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
     """On Hopper, whatever rows share."""
     c = replace(c, single_query_threshold=1000)
     gated = isinstance(c, GatedSelectionConfiguration)
-    given = gated_inputs(c, choice, 9) if gated else selection_inputs(c, choice)
-    given["o"] = given["o"].to(getattr(torch, c.result or c.dtype))
-    run(c, given)
-    (assert_gated if gated else assert_selected)(given, c)
+    inputs = gated_inputs(c, choice, 9) if gated else selection_inputs(c, choice)
+    inputs["o"] = inputs["o"].to(getattr(torch, c.result or c.dtype))
+    run(c, inputs)
+    (assert_gated if gated else assert_selected)(inputs, c)
 
 
 @pytest.mark.parametrize("apart", brief([0, 1000], 0))
@@ -234,27 +234,27 @@ def test_scores_that_exceed_what_was_subtracted(apart: int) -> None:
     c = SelectionConfiguration(
         "bfloat16", 16, 1, 64, 64, 64, causal=True, stages=3, single_query_threshold=apart, lse=True
     )
-    given = selection_inputs(c, Choice((150,), 3, spare=0))
-    given["q"].fill_(1.0)
+    inputs = selection_inputs(c, Choice((150,), 3, spare=0))
+    inputs["q"].fill_(1.0)
     for block, most in enumerate((-400, 5, 400)):
-        given["k"][block * 64 : block * 64 + 64] = most / 8 / c.head_dim**0.5
-    given["block_indices"].copy_(torch.tensor([0, 1, 2]))
-    given["block_counts"].fill_(3)
-    run(c, given)
-    assert_selected(given, c)
+        inputs["k"][block * 64 : block * 64 + 64] = most / 8 / c.head_dim**0.5
+    inputs["block_indices"].copy_(torch.tensor([0, 1, 2]))
+    inputs["block_counts"].fill_(3)
+    run(c, inputs)
+    assert_selected(inputs, c)
 
 
 def by_blocks_inputs(c: SelectionKVOuterConfiguration, choice: Choice, first: int, some: int) -> dict[str, Any]:
     """Those of selection, its lists turned around, and memory of NaN for what rows have of blocks of some heads."""
-    given = selection_inputs(SelectionConfiguration(*astuple(c)[:6], causal=c.causal), choice)
-    lists = [given[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
+    inputs = selection_inputs(SelectionConfiguration(*astuple(c)[:6], causal=c.causal), choice)
+    lists = [inputs[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
     entries = lists[0].shape[0] * lists[0].shape[2] * some
     turned = choosing_rows(*lists, c.block, c.causal, c.list_chunk, True)
     return (
-        given
+        inputs
         | dict(zip(("choosing", "choosing_ends", "entry_positions"), turned, strict=True))
         | {
-            "o_partial": torch.full((entries, c.group, c.head_dim_v), math.nan, dtype=given["o"].dtype),
+            "o_partial": torch.full((entries, c.group, c.head_dim_v), math.nan, dtype=inputs["o"].dtype),
             "partial_stats": torch.full((entries, c.group, 2), math.nan),
             "first_head": first,
             "some_heads": some,
@@ -262,15 +262,15 @@ def by_blocks_inputs(c: SelectionKVOuterConfiguration, choice: Choice, first: in
     )
 
 
-def assert_by_blocks(given: dict[str, Any], c: SelectionKVOuterConfiguration, *_: Any) -> None:
+def assert_by_blocks(inputs: dict[str, Any], c: SelectionKVOuterConfiguration, *_: Any) -> None:
     """As selection by rows, of the heads that the call has; others are left alone."""
-    first, some = given["first_head"], given["some_heads"]
+    first, some = inputs["first_head"], inputs["some_heads"]
     heads = slice(first * c.group, (first + some) * c.group)
     for name in "olm":
-        assert given[name][:, : heads.start].isnan().all()
-        assert given[name][:, heads.stop :].isnan().all()
-    keys = {x: given[x][:, first : first + some] for x in ("k", "v", "block_indices", "block_counts")}
-    own = {**given, **{x: given[x][:, heads] for x in "qolm"}, **keys}
+        assert inputs[name][:, : heads.start].isnan().all()
+        assert inputs[name][:, heads.stop :].isnan().all()
+    keys = {x: inputs[x][:, first : first + some] for x in ("k", "v", "block_indices", "block_counts")}
+    own = {**inputs, **{x: inputs[x][:, heads] for x in "qolm"}, **keys}
     plain = SelectionConfiguration(c.dtype, some * c.group, some, *astuple(c)[3:7])
     assert_selected(own, plain)
 
@@ -297,24 +297,24 @@ def assert_by_blocks(given: dict[str, Any], c: SelectionKVOuterConfiguration, *_
     ),
 )
 def test_selection_by_blocks(c: SelectionKVOuterConfiguration, choice: Choice, heads: tuple[int, int]) -> None:
-    """Of heads of K from one on, so many."""
-    given = by_blocks_inputs(c, choice, *heads)
-    run(c, given)
-    assert_by_blocks(given, c)
+    """A number of heads of K, from head 1 on."""
+    inputs = by_blocks_inputs(c, choice, *heads)
+    run(c, inputs)
+    assert_by_blocks(inputs, c)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_which_rows_are_taken_one_by_one(shared: bool) -> None:
     """Those that share few blocks: sums are in another order then."""
     c = SelectionConfiguration("bfloat16", 16, 1, 64, 64, 64)
-    given, found = selection_inputs(c, Choice((132,), 3, spare=0)), {}
-    given["block_counts"].fill_(1)
-    given["block_indices"].copy_((torch.arange(132) % (1 if shared else 3))[:, None, None])
+    inputs, actual = selection_inputs(c, Choice((132,), 3, spare=0)), {}
+    inputs["block_counts"].fill_(1)
+    inputs["block_indices"].copy_((torch.arange(132) % (1 if shared else 3))[:, None, None])
     for limit in (12, 0, 1000):
-        run(replace(c, single_query_threshold=limit), given)
-        assert_selected(given, c)
-        found[limit] = given["l"].clone()
-    default, together, apart = found.values()
+        run(replace(c, single_query_threshold=limit), inputs)
+        assert_selected(inputs, c)
+        actual[limit] = inputs["l"].clone()
+    default, together, apart = actual.values()
     assert torch.equal(default, together if shared else apart)
     assert not torch.equal(together, apart)
 
@@ -356,22 +356,22 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
     }
 
 
-def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = True) -> None:
-    """Every row by itself: its scores, that blocks have the scores that they stand beside, and that equal ones rise.
+def assert_ranked(inputs: dict[str, Any], c: Any, ranking: Ranking, ties: bool = True) -> None:
+    """Each row: its scores, that each block has its score, and that blocks of equal scores ascend.
 
-    Where there are no scores, the blocks' own have to be the best.
+    Without scores, the blocks must have the best scores.
     """
     share, found_any = c.block // c.stride, 0
     for index, (queries, keys) in enumerate(ranking.lengths):
         parts = {}
-        for name in {"q", "k", "lse", "topk_scores", "topk_indices"} & given.keys():
-            ends = given["cum_seqlen_k" if name == "k" else "cum_seqlen_q"].tolist()
-            x = given[name]
+        for name in {"q", "k", "lse", "topk_scores", "topk_indices"} & inputs.keys():
+            ends = inputs["cum_seqlen_k" if name == "k" else "cum_seqlen_q"].tolist()
+            x = inputs[name]
             parts[name] = x[ends[index] : ends[index + 1]].transpose(0, 1) if c.varlen else x[index]
         for row in range(queries):
             for head in range(c.key_heads):
                 heads = slice(head * c.group, (head + 1) * c.group)
-                logits = given["scale_softmax"] * parts["q"][heads, row].double() @ parts["k"][head].double().mT
+                logits = inputs["scale_softmax"] * parts["q"][heads, row].double() @ parts["k"][head].double().mT
                 factor = -1 if c.full_list else math.log(2)
                 p = (logits + factor * parts["lse"][heads, row].double()[:, None]).exp().sum(0)
                 blocks = range(1, min((row + 1) // c.block - 2, -(-keys // share)))
@@ -382,13 +382,13 @@ def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = 
                 listed = parts["topk_indices"][head, row].tolist()
                 always, chosen = listed[: c.num_fixed], listed[c.num_fixed :]
                 own = torch.tensor([scores[b] for b in chosen[: len(best)]] + [-math.inf] * missing)
-                found = parts["topk_scores"][head, row] if "topk_scores" in parts else own
+                actual = parts["topk_scores"][head, row] if "topk_scores" in parts else own
                 newest = range(max((row + 1) // c.block - 2, 1), row // c.block + 1)
                 assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.full_list else [])
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=0)
                 assert chosen[len(best) :] == [-1] * missing
                 assert len(set(chosen)) == len(best) + (missing > 0)
-                torch.testing.assert_close(found, own, rtol=1e-4, atol=0)
+                torch.testing.assert_close(actual, own, rtol=1e-4, atol=0)
                 equal = [b for b in blocks if b % 2 and b < keys // share] if ties else []
                 listed = [b for b in chosen if b in equal]
                 assert listed == equal[: len(listed)]
@@ -426,9 +426,9 @@ RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, varlen=True)
 )
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_top_k(c: TopKConfiguration, ranking: Ranking, arch: str) -> None:
-    given = top_k_inputs(c, ranking)
-    run(c, given, arch)
-    assert_ranked(given, c, ranking)
+    inputs = top_k_inputs(c, ranking)
+    run(c, inputs, arch)
+    assert_ranked(inputs, c, ranking)
 
 
 SPARE = 3  # rows, and keys, that belong to no sequence
@@ -436,37 +436,37 @@ SPARE = 3  # rows, and keys, that belong to no sequence
 
 def one_pass_inputs(c: CompressionTopKConfiguration, ranking: Ranking) -> dict[str, Any]:
     """Those of top-k, values, and results of NaN and 77."""
-    given = top_k_inputs(replace(RANK, **{x: getattr(c, x) for x in vars(RANK).keys() & vars(c).keys()}), ranking)
-    given["v"] = torch.randn(len(given["k"]), c.key_heads, c.head_dim_v).to(given["k"].dtype)
+    inputs = top_k_inputs(replace(RANK, **{x: getattr(c, x) for x in vars(RANK).keys() & vars(c).keys()}), ranking)
+    inputs["v"] = torch.randn(len(inputs["k"]), c.key_heads, c.head_dim_v).to(inputs["k"].dtype)
     for name in "qkv":
-        given[name] = torch.nn.functional.pad(given[name], (0, 0, 0, 0, 0, SPARE), value=math.nan)
-    rows = len(given["q"])
-    del given["topk_scores"]
-    return given | {
-        "o": torch.full((rows, c.heads, c.head_dim_v), math.nan, dtype=given["q"].dtype),
+        inputs[name] = torch.nn.functional.pad(inputs[name], (0, 0, 0, 0, 0, SPARE), value=math.nan)
+    rows = len(inputs["q"])
+    del inputs["topk_scores"]
+    return inputs | {
+        "o": torch.full((rows, c.heads, c.head_dim_v), math.nan, dtype=inputs["q"].dtype),
         "num_sms": 5,
         "lse": torch.full((rows, c.heads), math.nan),
         "topk_indices": torch.full((rows, c.key_heads, c.num_fixed + c.count), 77, dtype=torch.int32),
     }
 
 
-def assert_one_pass(given: dict[str, Any], c: CompressionTopKConfiguration, ranking: Ranking) -> None:
+def assert_one_pass(inputs: dict[str, Any], c: CompressionTopKConfiguration, ranking: Ranking) -> None:
     """O and LSE of compression attention, and the lists that they lead to. Spare rows are left alone."""
-    rows = len(given["q"]) - SPARE
-    assert given["o"][rows:].isnan().all()
-    assert given["lse"][rows:].isnan().all()
-    assert (given["topk_indices"][rows:] == 77).all()
-    ends = (pairwise(given[f"cum_seqlen_{x}"].tolist()) for x in "qk")
+    rows = len(inputs["q"]) - SPARE
+    assert inputs["o"][rows:].isnan().all()
+    assert inputs["lse"][rows:].isnan().all()
+    assert (inputs["topk_indices"][rows:] == 77).all()
+    ends = (pairwise(inputs[f"cum_seqlen_{x}"].tolist()) for x in "qk")
     for (first, last), (first_key, last_key) in zip(*ends, strict=True):
-        q, o = (given[x][first:last].double().transpose(0, 1) for x in "qo")
-        k, v = (given[x][first_key:last_key].double().transpose(0, 1) for x in "kv")
+        q, o = (inputs[x][first:last].double().transpose(0, 1) for x in "qo")
+        k, v = (inputs[x][first_key:last_key].double().transpose(0, 1) for x in "kv")
         ratio = max((last - first) // max(last_key - first_key, 1), 1)
         seen = torch.arange(last_key - first_key) < (torch.arange(last - first)[:, None] + 1) // ratio
-        expected = attend(q, k, v, seen, scale=given["scale_softmax"])
-        torch.testing.assert_close(given["lse"][first:last].double().T, expected.lse, rtol=1e-5, atol=1e-5)
+        expected = attend(q, k, v, seen, scale=inputs["scale_softmax"])
+        torch.testing.assert_close(inputs["lse"][first:last].double().T, expected.lse, rtol=1e-5, atol=1e-5)
         error = (o - expected.o).norm(dim=2)
-        assert bool((error <= 2 * torch.finfo(given["q"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
-    assert_ranked(given, c, ranking)
+        assert bool((error <= 2 * torch.finfo(inputs["q"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
+    assert_ranked(inputs, c, ranking)
 
 
 SMALL = CompressionTopKConfiguration("float16", 32, 2, 64, 64, 3, 16, 8)
@@ -490,39 +490,39 @@ SMALL = CompressionTopKConfiguration("float16", 32, 2, 64, 64, 3, 16, 8)
 )
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_compression_and_top_k_in_one(c: CompressionTopKConfiguration, ranking: Ranking, arch: str) -> None:
-    given = one_pass_inputs(c, ranking)
-    run(c, given, arch)
-    assert_one_pass(given, c, ranking)
+    inputs = one_pass_inputs(c, ranking)
+    run(c, inputs, arch)
+    assert_one_pass(inputs, c, ranking)
 
 
-def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration) -> dict[str, torch.Tensor]:
+def selection_gradients(inputs: dict[str, Any], c: SelectionBackwardConfiguration) -> dict[str, torch.Tensor]:
     """dQ, dK and dV in float64; sets O and LSE."""
-    leaves = [given[x].double().nan_to_num(0.0).requires_grad_() for x in "qkv"]
-    found = selected(c, given, *leaves)
-    given["o"].copy_(found.o.detach().transpose(0, 1))
-    given["lse"].copy_(found.lse.detach().T)
-    gradients = torch.autograd.grad(found.o, leaves, given["do"].double().transpose(0, 1))
+    leaves = [inputs[x].double().nan_to_num(0.0).requires_grad_() for x in "qkv"]
+    actual = selected(c, inputs, *leaves)
+    inputs["o"].copy_(actual.o.detach().transpose(0, 1))
+    inputs["lse"].copy_(actual.lse.detach().T)
+    gradients = torch.autograd.grad(actual.o, leaves, inputs["do"].double().transpose(0, 1))
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def selection_backward_inputs(c: SelectionBackwardConfiguration, choice: Choice) -> dict[str, Any]:
     """Those forward and its results, lists turned around, gradients of NaN, and what these have to be."""
-    given = selection_inputs(c, choice)
-    given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
-    given["expected"] = selection_gradients(given, c)
+    inputs = selection_inputs(c, choice)
+    inputs["lse"], inputs["do"] = torch.empty_like(inputs["l"]), torch.randn_like(inputs["o"])
+    inputs["expected"] = selection_gradients(inputs, c)
     for name in "qkv":
-        given[f"d{name}"] = torch.full_like(given[name], math.nan)
-    lists = (given["block_indices"], given["block_counts"], given["cum_seqlen_q"])
-    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.list_chunk)
-    size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
-    return {**given, "workspace": torch.full((size,), 255, dtype=torch.uint8)}
+        inputs[f"d{name}"] = torch.full_like(inputs[name], math.nan)
+    lists = (inputs["block_indices"], inputs["block_counts"], inputs["cum_seqlen_q"])
+    inputs["choosing"], inputs["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.list_chunk)
+    size = workspace_size(c.slots(), {"s": inputs["q"].shape[0], "choices": inputs["choosing"].shape[0]})
+    return {**inputs, "workspace": torch.full((size,), 255, dtype=torch.uint8)}
 
 
-def assert_differentiated(given: dict[str, Any], c: SelectionBackwardConfiguration, *_: Any) -> None:
+def assert_differentiated(inputs: dict[str, Any], c: SelectionBackwardConfiguration, *_: Any) -> None:
     """dQ, dK and dV, as a whole."""
-    for name, gradient in given["expected"].items():
-        error = (given[name].double() - gradient).norm() / gradient.norm()
-        assert error < 4 * torch.finfo(given["q"].dtype).eps, name
+    for name, gradient in inputs["expected"].items():
+        error = (inputs[name].double() - gradient).norm() / gradient.norm()
+        assert error < 4 * torch.finfo(inputs["q"].dtype).eps, name
 
 
 @pytest.mark.parametrize(
@@ -555,6 +555,6 @@ def assert_differentiated(given: dict[str, Any], c: SelectionBackwardConfigurati
 )
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice, arch: str) -> None:
-    given = selection_backward_inputs(c, choice)
-    run(c, given, arch)
-    assert_differentiated(given, c)
+    inputs = selection_backward_inputs(c, choice)
+    run(c, inputs, arch)
+    assert_differentiated(inputs, c)

@@ -15,7 +15,7 @@ import torch
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn.native_sparse_attention import reference  # noqa: E402
-from cudnn.native_sparse_attention.selection.inverse import choosing_rows  # noqa: E402
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows  # noqa: E402
 from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
 from cudnn_kernels.attention.sparse import (  # noqa: E402
@@ -40,8 +40,8 @@ LISTS = {"bar.warp.sync": (1, "lanes meet at match.sync before they read again; 
 
 def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
     """Arguments of the second pass of turning lists around, after the first, in PyTorch, and what it has to find."""
-    given = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
-    indices, counts, ends = given["block_indices"], given["block_counts"], given["cum_seqlen_q"]
+    kwargs = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
+    indices, counts, ends = kwargs["block_indices"], kwargs["block_counts"], kwargs["cum_seqlen_q"]
     rows, table = choosing_rows(indices, counts, ends, c.block, c.causal)
     begins, warps = table[:, 0].tolist(), -(-len(indices) // c.rows)
     places = torch.empty(len(begins) - 1, warps, dtype=torch.int32)
@@ -58,31 +58,31 @@ def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
     }
 
 
-def assert_sorted(given: dict[str, Any], *_: Any) -> None:
-    assert torch.equal(given["choosing"][: len(given["expected"])], given["expected"])
+def assert_sorted(kwargs: dict[str, Any], *_: Any) -> None:
+    assert torch.equal(kwargs["choosing"][: len(kwargs["expected"])], kwargs["expected"])
 
 
 def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str, Any]:
     """Arguments of a decode step, caches with NaN behind each sequence, and what it has to find."""
     dtype, rows = getattr(torch, c.dtype), max(lengths)
     small = [x // c.stride for x in lengths]
-    given: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head_dim).to(dtype)}
+    kwargs: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head_dim).to(dtype)}
     for name, width, ends in (
         ("k", c.head_dim, lengths),
         ("v", c.head_dim_v, lengths),
         ("compressed_k", c.head_dim, small),
         ("compressed_v", c.head_dim_v, small),
     ):
-        given[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
-        for cache, end in zip(given[name], ends, strict=True):
+        kwargs[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
+        for cache, end in zip(kwargs[name], ends, strict=True):
             cache[end:] = math.nan
-    given["gates"] = torch.rand(len(lengths), c.heads, 3).to(getattr(torch, c.gates))
-    expected = torch.empty(*given["q"].shape[:2], c.head_dim_v, dtype=torch.float64)
-    wide = [given[x].double() for x in ("q", "k", "v", "compressed_k", "compressed_v", "gates")]
+    kwargs["gates"] = torch.rand(len(lengths), c.heads, 3).to(getattr(torch, c.gates))
+    expected = torch.empty(*kwargs["q"].shape[:2], c.head_dim_v, dtype=torch.float64)
+    wide = [kwargs[x].double() for x in ("q", "k", "v", "compressed_k", "compressed_v", "gates")]
     caches = [x.transpose(1, 2) for x in wide[1:5]]
     sizes = (c.block, c.stride, c.count, c.window)
     reference.decode(wide[0], *caches, wide[5], list(lengths), small, expected, c.head_dim**-0.5, sizes)
-    return given | {
+    return kwargs | {
         "lengths": torch.tensor(lengths, dtype=torch.int32),
         "expected": expected,
         "stream": 0,
@@ -93,8 +93,8 @@ def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str,
     }
 
 
-def assert_decoded(given: dict[str, Any], *_: Any) -> None:
-    torch.testing.assert_close(given["o"].double(), given["expected"], atol=2e-3, rtol=2e-3)
+def assert_decoded(kwargs: dict[str, Any], *_: Any) -> None:
+    torch.testing.assert_close(kwargs["o"].double(), kwargs["expected"], atol=2e-3, rtol=2e-3)
 
 
 @dataclass(frozen=True)
@@ -106,23 +106,23 @@ class Listed(Choice):
 
 def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any]:
     """Those of :mod:`kernels.test_nsa`, with the lists that the choice says."""
-    given = nsa.selection_inputs(c, choice)
+    kwargs = nsa.selection_inputs(c, choice)
     if isinstance(choice, Listed):
-        given["block_counts"].zero_()
+        kwargs["block_counts"].zero_()
         for row, blocks in enumerate(choice.blocks):
-            given["block_counts"][row] = len(blocks)
-            given["block_indices"][row, :, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        given["num_sms"] = 1
-    return given
+            kwargs["block_counts"][row] = len(blocks)
+            kwargs["block_indices"][row, :, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        kwargs["num_sms"] = 1
+    return kwargs
 
 
 def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
-    return lambda *given: inputs(*given) | {"num_sms": 1}
+    return lambda *kwargs: inputs(*kwargs) | {"num_sms": 1}
 
 
 ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
-    # what makes a kernel's arguments, and what judges its results
+    # the functions that make the arguments and check the results
     CompressionTopKConfiguration: (one_cta(nsa.one_pass_inputs), nsa.assert_one_pass),
     SelectionConfiguration: (selection_inputs, nsa.assert_selected),
     SelectionKVOuterConfiguration: (lambda c, choice: nsa.by_blocks_inputs(c, choice, 1, 1), nsa.assert_by_blocks),
@@ -138,9 +138,9 @@ SOURCES = {  # of kernels that Hopper and Blackwell share
 BACKWARD = SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 16, True, (128, 16), 3, list_chunk=32)
 TOP_K = replace(nsa.RANK, tile=(128, 32), stages=2, block=2, stride=1)
 ONE_PASS = replace(nsa.SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2)
-SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a path of their own
+SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a separate path
 CASES: dict[str, tuple[Any, Any]] = {
-    # tiles are small, so that buffers are filled again, and lists short, so that a warpgroup passes over blocks that
+    # tiles are small, so that buffers are filled again, and lists short, so that a warpgroup skips blocks that
     # another one's rows chose, and some rows have none
     "lists": (CsrTransposeConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
     "selection": (
@@ -199,7 +199,7 @@ QUERIES = "Q may be overwritten once all four warps have read theirs, and the em
 AGAIN = (1, "a step that was looked at already is waited for again")
 IN_ONE = {
     "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, QUERIES),
-    "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the product before, on one of two paths"),
+    "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the MMA before, on one of two paths"),
 }
 KERNELS = {"gradients by rows": "_rows", "gradients by blocks": "_blocks"}  # parts of names, where a call has several
 OF_TOP_K = {
@@ -237,7 +237,7 @@ NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruc
 
 
 def one_by_one(run: Callable[[str, int], bool]) -> Callable[[Instruction], bool]:
-    """Synchronisations of a warpgroup that takes its rows one by one. Only there does it meet by itself."""
+    """Synchronisations of a warpgroup that processes rows one by one: only it has barriers of one warpgroup."""
     seen: list[Program] = []
     with without(None, seen, "selection"):
         assert run(*ATTEMPTS[0])
@@ -260,11 +260,11 @@ def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
         compiled = compiler.compile_for("sm_90a", made, *fakes.arguments(c))
 
     def run(scheduler: str, seed: int) -> bool:
-        given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in fresh.items()}
+        kwargs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in fresh.items()}
         with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=seed):
-            compiled(*(given[slot.name] for slot in c.slots()))
+            compiled(*(kwargs[slot.name] for slot in c.slots()))
         try:
-            check(given, c, problem)
+            check(kwargs, c, problem)
         except AssertionError:
             return False
         return True

@@ -12,7 +12,7 @@ import torch
 from cudnn.runtime.launch import emulate, emulation
 from cudnn_kernels.gemm.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.gemm.problem import BlockScale, Operand
-from support import gemms
+from support import oracle
 from support.compiled import compile_kernel
 from support.selection import brief
 
@@ -43,7 +43,7 @@ def with_major(x: torch.Tensor, major: str) -> torch.Tensor:
 
 def atoms(codes: torch.Tensor) -> torch.Tensor:
     """Scale codes (l, mn, blocks) in atoms; what no operand reaches is a NaN."""
-    return gemms.in_atoms(codes.permute(1, 2, 0), beyond=255)
+    return oracle.in_atoms(codes.permute(1, 2, 0), beyond=255)
 
 
 def scale_values(codes: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -73,7 +73,7 @@ def dequantised(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel makes of codes (l, mn, k) and scale codes (l, mn, blocks), and what is right."""
     c, fp4 = configuration, configuration.source.packed > 1
-    values = gemms.fp4_values(codes).float() if fp4 else codes.view(getattr(torch, c.source.dtype)).float()
+    values = oracle.fp4_values(codes).float() if fp4 else codes.view(getattr(torch, c.source.dtype)).float()
     target = with_major(torch.full_like(values, 12345, dtype=torch.bfloat16), c.source.major)
     run(c, *matrices(c, codes, scales), target)
     factor = scale_values(scales, c.source.scale.dtype).repeat_interleave(c.source.scale.vector, dim=2)
@@ -118,7 +118,7 @@ def test_dequantised_sizes(operand: tuple[Any, ...], mn: int, k: int, l: int) ->
 
 @pytest.mark.parametrize("operand", brief(GROUPED, 0), ids=str)
 def test_dequantised_from_pointers(operand: tuple[Any, ...]) -> None:
-    """Matrices and their factors lie anywhere."""
+    """Matrices and their scale factors at any address."""
     c = configured(*operand, resident=1)
     codes, scales = random_codes(c, 3, 144, 320)
     pairs = [matrices(c, codes[i : i + 1], scales[i : i + 1]) for i in range(3)]
@@ -131,7 +131,7 @@ def test_dequantised_from_pointers(operand: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("operand", brief(GROUPED, len(GROUPED) - 1), ids=str)
 def test_dequantised_parts_of_k(operand: tuple[Any, ...]) -> None:
-    """Every part has factors of its own, and what is beyond the last part is not looked at."""
+    """Every segment has separate scale factors, and elements after the last segment are not read."""
     c = configured(*operand, resident=1, varlen_k=True)
     vector, (mn, k) = c.source.scale.vector, (272, 1024)
     ends = [part * vector for part in (0, 4, 4, 16, 18)]
@@ -139,7 +139,7 @@ def test_dequantised_parts_of_k(operand: tuple[Any, ...]) -> None:
     dense = configured(*operand, resident=1)
     _, expected = dequantised(dense, codes, scales)
     source, factors = matrices(c, codes, scales)
-    by_part = gemms.atoms_by_part(factors, ends, vector, 0xFF)
+    by_part = oracle.atoms_by_part(factors, ends, vector, 0xFF)
     target = with_major(torch.full((1, mn, k), 12345, dtype=torch.bfloat16), c.source.major)
     run(c, source, by_part, torch.tensor(ends, dtype=torch.int32), target)
     assert_same_bits(target[:, : ends[-1]], expected[:, : ends[-1]])
@@ -193,7 +193,7 @@ def test_transposed(dtype: torch.dtype, mn: int, k: int, l: int) -> None:  # noq
 
 
 def test_strided_parts() -> None:
-    """Of larger tensors: strides are the caller's, what lies around stays."""
+    """Of larger tensors: strides are the caller's, memory around is not written."""
     codes = torch.randint(0, 256, (3, 64, 96), dtype=torch.uint8)
     scales = torch.full((3, 64, 3), 127, dtype=torch.uint8)
     target = torch.zeros(3, 64, 96, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The products of GEMM kernels in their machine code: the parser on small programs, and a sample of configurations."""
+"""The MMAs of GEMM kernels in SASS: the parser on small programs, and a sample of configurations."""
 
 from __future__ import annotations
 
@@ -167,14 +167,14 @@ def compiled(arch: str, c: GemmConfiguration) -> tuple[Compiled, sass.Products]:
 @pytest.mark.parametrize(("arch", "name"), brief(SAMPLE, 0, 3, len(SAMPLE) - 1))
 def test_kernels_are_what_their_configurations_ask_for(arch: str, name: str) -> None:
     c, hopper = CONFIGURATIONS[arch][name], arch == resources.HOPPER
-    found = compiled(arch, c)[1]
+    actual = compiled(arch, c)[1]
     vector = c.a.scale.vector if c.tensor_core_scale else 0
-    assert found.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, c.tile[1])
-    assert found.run == (8 if c.pingpong else 4)  # 128 bytes of k at 32 a product; ping-pong: 128 rows at 64
-    assert found.waits <= 2  # for registers: an index that is read late, the issue of a product
-    factors = c.tile[2] // vector // 4 if vector else 0  # columns of factors, four to a copy of 128 rows
-    assert found.copies == factors * (1 + -(-c.tile[1] // 128))
-    assert found.columns == (0 if hopper else c.tile[1])
+    assert actual.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, c.tile[1])
+    assert actual.run == (8 if c.pingpong else 4)  # 128 bytes of k at 32 a product; ping-pong: 128 rows at 64
+    assert actual.waits <= 2  # for registers: an index that is read late, the issue of a product
+    factors = c.tile[2] // vector // 4 if vector else 0  # columns of scale factors, four to a copy of 128 rows
+    assert actual.copies == factors * (1 + -(-c.tile[1] // 128))
+    assert actual.columns == (0 if hopper else c.tile[1])
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_additions_of_sums_read_two_banks_of_registers(index: str, epilogue: tup
     problem = GemmProblem(replace(a, index=index), b, epilogue, VarlenM(), 1536, 2048, groups=128)
     c = heuristics.configure(problem)
     code = sass.disassemble(compile_kernel("sm_90a", hopper.Gemm(c), *fakes.arguments(c)).cubin)
-    found = [set(map(int, each)) for each in ADDITION.findall(code)]
-    assert len(found) >= c.tile[1] // 2
-    assert not [each for each in found if len(each) == 3 and len({number % 2 for number in each}) == 1]
+    actual = [set(map(int, each)) for each in ADDITION.findall(code)]
+    assert len(actual) >= c.tile[1] // 2
+    assert not [each for each in actual if len(each) == 3 and len({number % 2 for number in each}) == 1]
 
 
 ADDITION = re.compile(r"FFMA R\d+, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+) ;")

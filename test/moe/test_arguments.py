@@ -30,12 +30,12 @@ def routed(**changed: Any) -> Callable[[], Any]:
 
 
 def experts(**changed: Any) -> Callable[[], Any]:
-    given: dict[str, Any] = {"x": X, "routing": (CHOICES, WEIGHTS), "up": UP, "down": DOWN, **changed}
-    return lambda: moe_mlp(**given)
+    inputs: dict[str, Any] = {"x": X, "routing": (CHOICES, WEIGHTS), "up": UP, "down": DOWN, **changed}
+    return lambda: moe_mlp(**inputs)
 
 
-def others(*given: Any) -> Callable[[], Any]:
-    function, *arguments = given
+def others(*inputs: Any) -> Callable[[], Any]:
+    function, *arguments = inputs
     return lambda: function(*arguments)
 
 

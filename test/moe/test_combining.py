@@ -11,29 +11,29 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.moe import combine, sort
-from cudnn.moe.combining import values_of_choices, values_of_rows
+from cudnn.moe.combining import permute_weights, unpermute_weights
 from support.selection import ALONE, WHERE, in_turn, within
 
 
 def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool) -> Any:
-    """Rows, row_of_choice and weights."""
+    """Rows, scatter_idx and weights."""
     device = "cuda" if where == "gpu" else "cpu"
     indices = torch.randint(-1 if dropped else 0, 4, (tokens, top_k), dtype=torch.int32)
     if dropped:
         indices[:1] = -1
-    _, _, row_of_choice = sort(indices, 4)
+    _, _, scatter_idx = sort(indices, 4)
     rows = torch.randn(tokens * top_k, hidden).to(dtype)
-    rows[(row_of_choice >= 0).sum() :] = torch.nan  # nobody's
-    weights = torch.rand(tokens, top_k).where(row_of_choice >= 0, torch.nan).to(device) if weighted else None
-    return rows.to(device), row_of_choice.to(device), weights
+    rows[(scatter_idx >= 0).sum() :] = torch.nan  # rows without a slot
+    weights = torch.rand(tokens, top_k).where(scatter_idx >= 0, torch.nan).to(device) if weighted else None
+    return rows.to(device), scatter_idx.to(device), weights
 
 
-def definition(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def definition(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """In float64, with gradients; row -1 is one of zeros."""
-    found = torch.cat([rows.double(), torch.zeros(1, rows.shape[1], device=rows.device)])[row_of_choice.long()]
+    actual = torch.cat([rows.double(), torch.zeros(1, rows.shape[1], device=rows.device)])[scatter_idx.long()]
     if weights is None:
-        return found.sum(1)
-    return (found * weights.double().where(row_of_choice >= 0, 0.0)[..., None]).sum(1)
+        return actual.sum(1)
+    return (actual * weights.double().where(scatter_idx >= 0, 0.0)[..., None]).sum(1)
 
 
 CASES = [
@@ -52,19 +52,19 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x)
 
 
-def assert_combined(where: str, given: Any) -> None:
-    rows, row_of_choice, weights = given
+def assert_combined(where: str, tensors: Any) -> None:
+    rows, scatter_idx, weights = tensors
     rows.requires_grad_()
     if weights is not None:
         weights.requires_grad_()
     with within(where):
-        out = combine(rows, row_of_choice, weights)
+        out = combine(rows, scatter_idx, weights)
         gradient = torch.randn_like(out)
-        given = apart(gradient)
-        given[(row_of_choice < 0).all(1)] = torch.nan  # of a token that has no row
-        out.backward(given)
+        tensors = apart(gradient)
+        tensors[(scatter_idx < 0).all(1)] = torch.nan  # of a token that has no row
+        out.backward(tensors)
     exact = [None if x is None else x.detach().clone().requires_grad_() for x in (rows, weights)]
-    expected = definition(exact[0], row_of_choice, exact[1])
+    expected = definition(exact[0], scatter_idx, exact[1])
     expected.backward(gradient.double())
     tolerance = {torch.bfloat16: 1 / 256, torch.float16: 1 / 2048, torch.float32: 1e-5}[rows.dtype]
     assert out.dtype == rows.dtype
@@ -89,16 +89,16 @@ def test_tensors_at_odd_addresses(where: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "tokens"), in_turn([(90,)], 1, WHERE))
-def test_numbers_of_choices_as_those_of_rows_and_back(where: str, tokens: int) -> None:
-    _, row_of_choice, weights = problem(where, tokens, 3, 8, torch.bfloat16, True, True)
+def test_weights_of_slots_by_row_and_back(where: str, tokens: int) -> None:
+    _, scatter_idx, weights = problem(where, tokens, 3, 8, torch.bfloat16, True, True)
     with within(where):
-        of_rows, sums = values_of_rows(weights, row_of_choice, row_of_choice.numel())
-        back = values_of_choices(of_rows, row_of_choice)
-    kept = row_of_choice >= 0
-    rows = row_of_choice[kept].long()
-    assert torch.equal(of_rows[rows, 0, 0], weights[kept])
-    assert not sums[rows].any()
-    assert torch.equal(back, weights.where(kept, 0.0))
+        prob, dprob = permute_weights(weights, scatter_idx, scatter_idx.numel())
+        back = unpermute_weights(prob, scatter_idx)
+    is_routed = scatter_idx >= 0
+    rows = scatter_idx[is_routed].long()
+    assert torch.equal(prob[rows, 0, 0], weights[is_routed])
+    assert not dprob[rows].any()
+    assert torch.equal(back, weights.where(is_routed, 0.0))
 
 
 @settings(max_examples=12)
@@ -109,11 +109,11 @@ def test_combine_of_any_size(tokens: int, top_k: int, eighths: int, weighted: bo
 
 @pytest.mark.parametrize("where", ALONE)
 def test_compiles_without_breaks(where: str) -> None:
-    rows, row_of_choice, weights = problem(where, 6, 2, 16, torch.float32, True, False)
+    rows, scatter_idx, weights = problem(where, 6, 2, 16, torch.float32, True, False)
     rows.requires_grad_()
-    found = torch.compile(combine, backend="aot_eager", fullgraph=True)(rows, row_of_choice, weights)
-    assert torch.equal(found, combine(rows, row_of_choice, weights))
-    torch.library.opcheck(cudnn.moe.combining.moe_combine, (rows, row_of_choice, weights))
+    actual = torch.compile(combine, backend="aot_eager", fullgraph=True)(rows, scatter_idx, weights)
+    assert torch.equal(actual, combine(rows, scatter_idx, weights))
+    torch.library.opcheck(cudnn.moe.combining.moe_combine, (rows, scatter_idx, weights))
 
 
 ROWS, CHOICES = torch.zeros(8, 16), torch.zeros(4, 2, dtype=torch.int32)

@@ -41,7 +41,7 @@ class Case:
 
     def expected(self) -> tuple[list[Any], list[Any], list[Any], Any]:
         """Results, and gradients of tokens, weights and experts, without an exchange."""
-        x, weights = ([t.clone().requires_grad_() for t in given] for given in (self.x, self.weights))
+        x, weights = ([t.clone().requires_grad_() for t in arguments] for arguments in (self.x, self.weights))
         experts = self.experts.clone().requires_grad_()
         results = []
         for tokens, factors, indices in zip(x, weights, self.indices, strict=True):
@@ -54,23 +54,23 @@ class Case:
         """A rank's part, forward and backward, twice."""
         results, d_x, d_weights, d_experts = self.expected()
         for _ in range(2):
-            x, weights = (given[rank].detach().requires_grad_() for given in (self.x, self.weights))
+            x, weights = (arguments[rank].detach().requires_grad_() for arguments in (self.x, self.weights))
             here = slice(rank * EXPERTS // self.ranks, (rank + 1) * EXPERTS // self.ranks)
             experts = self.experts[here].clone().requires_grad_()
             received = parallel.dispatch(x, self.indices[rank], weights)
-            offsets, token_of_row, row_of_choice = sort(received.indices, parallel.local_experts)
+            offsets, gather_idx, scatter_idx = sort(received.indices, parallel.local_experts)
             starts = [0, *offsets.tolist()]
-            rows = received.tokens[token_of_row[: starts[-1]].long()]
+            rows = received.tokens[gather_idx[: starts[-1]].long()]
             parts = [rows[i:j] @ matrix for (i, j), matrix in zip(itertools.pairwise(starts), experts, strict=True)]
-            y = parallel.combine(torch.cat(parts), row_of_choice, received)
+            y = parallel.combine(torch.cat(parts), scatter_idx, received)
             torch.testing.assert_close(y, results[rank], rtol=1e-5, atol=1e-5)
             y.backward(self.d_y[rank])
             for one, other in ((x.grad, d_x[rank]), (weights.grad, d_weights[rank]), (experts.grad, d_experts[here])):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             went = parallel.is_sent(self.indices[rank])
             assert went.sum() <= (self.indices[rank] >= 0).sum()
-            if received.sent.out:
-                assert received.sent.out == went.sum(0).tolist()  # a token once to a rank
+            if received.sent.send_counts:
+                assert received.sent.send_counts == went.sum(0).tolist()  # a token once to a rank
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_by_all_to_all(counts: tuple[int, ...], tmp_path: Path) -> None:
     case = Case(len(counts), counts)
 
     def rank(number: int) -> None:
-        given = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu"}
-        case.check(number, Exchange(None, EXPERTS, TOP_K, HIDDEN, **given))
+        arguments = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu"}
+        case.check(number, Exchange(None, EXPERTS, TOP_K, HIDDEN, **arguments))
 
     run_processes(len(counts), tmp_path, rank)
 
@@ -112,9 +112,9 @@ def test_by_kernels_on_shared_memory(arch: str, counts: tuple[int, ...], monkeyp
     )
 
     def rank(group: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
+        arguments: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
         with cudnn.emulation(arch, races=True):
-            case.check(group.number, Exchange(group, EXPERTS, TOP_K, HIDDEN, **given))
+            case.check(group.number, Exchange(group, EXPERTS, TOP_K, HIDDEN, **arguments))
 
     Threads(len(counts), monkeypatch).run(rank)
 
@@ -124,9 +124,9 @@ def test_a_rank_that_sends_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that waits for them ends in time."""
 
     def rank(group: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True, "time_limit": 1}
+        arguments: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True, "time_limit": 1}
         with cudnn.emulation("sm_90a"):
-            parallel = Exchange(group, 4, 2, 16, **given)
+            parallel = Exchange(group, 4, 2, 16, **arguments)
             indices = torch.tensor([[0, 2]] * 3, dtype=torch.int32)  # an expert of each
             received = parallel.dispatch(torch.ones(3, 16).bfloat16(), indices, torch.ones(3, 2))
             if group.number:
@@ -137,63 +137,63 @@ def test_a_rank_that_sends_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     Threads(2, monkeypatch).run(rank)
 
 
-def test_ranks_meet_before_others_memory_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a CUDA graph runs is not known: it may have a part of what happens, again and again."""
-    (group,), said, capture = Threads(1, monkeypatch).groups, list[str](), 0
-    monkeypatch.setattr(exchange, "run", lambda source, *_: said.append(source.split(":")[1]))
+def test_barriers_before_other_ranks_memory_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not see when a CUDA graph runs: it may replay any part of the calls."""
+    (group,), calls, capture = Threads(1, monkeypatch).groups, list[str](), 0
+    monkeypatch.setattr(exchange, "run", lambda source, *_: calls.append(source.split(":")[1]))
     monkeypatch.setattr(exchange, "capture_of", lambda _: capture)
-    way = Exchange(group, 8, 2, 16, max_tokens=4, device="cpu", symmetric=True).way
-    monkeypatch.setattr(way.tokens, "meet", lambda: said.append("meet"))
+    transport = Exchange(group, 8, 2, 16, max_tokens=4, device="cpu", symmetric=True).transport
+    monkeypatch.setattr(transport.tokens, "barrier", lambda: calls.append("barrier"))
     x, indices = torch.ones(4, 16).bfloat16(), torch.zeros(4, 2, dtype=torch.int32)
 
     def dispatch() -> None:
-        way.dispatch(x, indices, torch.ones(4, 2))
+        transport.dispatch(x, indices, torch.ones(4, 2))
 
-    def give_back() -> None:
-        way.give_back(x, indices, None, exchange.Sent(indices, indices[:, :1], 8))
+    def combine() -> None:
+        transport.combine(x, indices, None, exchange.Sent(indices, indices[:, :1], 8))
 
     for now, call, expected in (
-        (0, dispatch, ["Dispatch", "meet"]),
-        (0, give_back, ["CombineExchange"]),
-        (0, give_back, ["meet", "CombineExchange"]),
-        (0, dispatch, ["Dispatch", "meet"]),
-        (0, dispatch, ["meet", "Dispatch", "meet"]),
-        (1, give_back, ["meet", "CombineExchange"]),
-        (1, dispatch, ["Dispatch", "meet"]),
-        (2, give_back, ["meet", "CombineExchange"]),
-        (0, dispatch, ["meet", "Dispatch", "meet"]),
-        (0, give_back, ["meet", "CombineExchange"]),
+        (0, dispatch, ["Dispatch", "barrier"]),
+        (0, combine, ["CombineExchange"]),
+        (0, combine, ["barrier", "CombineExchange"]),
+        (0, dispatch, ["Dispatch", "barrier"]),
+        (0, dispatch, ["barrier", "Dispatch", "barrier"]),
+        (1, combine, ["barrier", "CombineExchange"]),
+        (1, dispatch, ["Dispatch", "barrier"]),
+        (2, combine, ["barrier", "CombineExchange"]),
+        (0, dispatch, ["barrier", "Dispatch", "barrier"]),
+        (0, combine, ["barrier", "CombineExchange"]),
     ):
-        said.clear()
+        calls.clear()
         capture = now
         call()
-        assert said == expected
+        assert calls == expected
 
 
-def test_a_group_hears_nothing_of_another_one_over_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one before it, which is gone, and of a rank that gave up."""
+def test_a_group_ignores_earlier_groups_over_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finished, and one whose rank timed out."""
     first = Threads(2, monkeypatch)
-    first.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
+    first.run(lambda group: exchange.check_all_ranks(group, "layer", 0, 60, "MoE"))
     for number in (0, 1):
         again = Threads(2, monkeypatch, first.store)
         with pytest.raises(
             RuntimeError, match=rf"got no answer of ranks {1 - number} within 0\.01 s on rank {number};"
         ):
-            exchange.agree(again.groups[number], "layer", 0, 0.01, "MoE")
+            exchange.check_all_ranks(again.groups[number], "layer", 0, 0.01, "MoE")
     last = Threads(2, monkeypatch, first.store)
-    last.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
+    last.run(lambda group: exchange.check_all_ranks(group, "layer", 0, 60, "MoE"))
 
 
-def test_ranks_that_came_late_meet_the_others_at_their_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All who wait with one that gives up hear it."""
+def test_late_ranks_join_the_others_at_their_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks that wait with one that times out get its error."""
     ranks, limits = Threads(3, monkeypatch), {0: 0.2, 1: 60.0}
 
     def rank(group: Rank) -> None:
         if group.number < 2:
             with pytest.raises(RuntimeError, match=r"got no answer of ranks 2 within 0\.2 s on rank 0;"):
-                exchange.agree(group, "layer", 0, limits[group.number], "MoE")
+                exchange.check_all_ranks(group, "layer", 0, limits[group.number], "MoE")
         ranks.barrier.wait()
-        assert exchange.agree(group, "layer", group.number, 60, "MoE") == [0, 1, 2]
+        assert exchange.check_all_ranks(group, "layer", group.number, 60, "MoE") == [0, 1, 2]
 
     ranks.run(rank)
 
@@ -206,22 +206,22 @@ def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     (group,) = Threads(1, monkeypatch, SimpleNamespace(set=fail)).groups
     with pytest.raises(RuntimeError, match=r"^MoE: group: got an error of its store, Broken pipe; allowed: every rank"):
-        exchange.agree(group, "layer", 0, 60, "MoE")
+        exchange.check_all_ranks(group, "layer", 0, 60, "MoE")
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
     monkeypatch.setattr(exchange, "Path", lambda _: boot)
-    found = {exchange._host()}  # where nothing says when it started
+    actual = {exchange._host()}  # without a boot ID
     for text in ("one", "another"):
         boot.write_text(text)
-        found.add(exchange._host())
-    assert len(found) == 3
+        actual.add(exchange._host())
+    assert len(actual) == 3
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = Threads(1, monkeypatch).groups
-    given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True}
+    arguments: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True}
     changed: Any
     for changed, words in (
         ({"experts": 0}, "experts: got 0; allowed: multiples of 1 ranks"),
@@ -233,17 +233,17 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": torch.float64}, "dtype: got torch.float64; allowed: torch.bfloat16, torch.float16, torch.float32"),
     ):
         with pytest.raises(ValueError, match=f"Exchange: {words}"):
-            Exchange(**{"group": group, "experts": 8, "top_k": 2, "hidden": 16, **given, **changed})
+            Exchange(**{"group": group, "experts": 8, "top_k": 2, "hidden": 16, **arguments, **changed})
     for wrong, words in ((None, "got no initialised torch.distributed"), (-100, "got -100")):
         allowed = f"group: {words}; allowed: a process group of torch.distributed that this rank belongs to, or a"
         with pytest.raises(TypeError, match=f"^Exchange: {allowed}"):
-            Exchange(wrong, 8, 2, 16, **given)
+            Exchange(wrong, 8, 2, 16, **arguments)
     with pytest.raises(TypeError, match=r"^MoE: group: got -100; "):
         cudnn.nn.MoE(64, 32, 4, 2, group=-100)
     x, up, down = (torch.zeros(shape).bfloat16() for shape in ((5, 64), (1, 64, 64), (1, 64, 32)))
     with pytest.raises(TypeError, match=r"^moe_mlp: group: got 3; "):
         cudnn.ops.moe_mlp(x, (torch.zeros(5, 1).long(), torch.ones(5, 1)), up, down, group=3)
-    parallel = Exchange(group, 8, 2, 16, **given)
+    parallel = Exchange(group, 8, 2, 16, **arguments)
     x, indices, weights = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
     for changed, words in (
         (

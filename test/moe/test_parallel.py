@@ -39,14 +39,14 @@ def parameters(bias: bool) -> list[torch.Tensor]:
     """up, down and, with ``bias``, those of both."""
     generator = torch.Generator().manual_seed(99)
     shapes = ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
-    found = [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
-    found += [torch.randn(shape[:2], generator=generator) for shape in shapes] if bias else []
-    return [each.bfloat16() for each in found]
+    actual = [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
+    actual += [torch.randn(shape[:2], generator=generator) for shape in shapes] if bias else []
+    return [each.bfloat16() for each in actual]
 
 
-def nearly(found: torch.Tensor, expected: torch.Tensor) -> None:
+def nearly(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """The sums over ranks were rounded once more."""
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
 def same_as_alone(
@@ -72,14 +72,14 @@ def same_as_alone(
     parts = (mine, mine, *[own] * (len(alone) - 2))
     for _ in range(2):
         here = [t.detach()[part].clone().requires_grad_() for t, part in zip(alone, parts, strict=True)]
-        given: list[Any] = [list(t.unbind(0)) if lists else t for t in here[2:4]]
-        found = moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group)
-        found.backward(gradient[mine])
-        close(found, y[mine])
+        arguments: list[Any] = [list(t.unbind(0)) if lists else t for t in here[2:4]]
+        actual = moe_mlp(here[0], (indices[mine], here[1]), *arguments, *here[4:], group=group)
+        actual.backward(gradient[mine])
+        close(actual, y[mine])
         for one, other, part in zip(here, alone, parts, strict=True):
             close(one.grad, other.grad[part])
     with torch.no_grad():
-        close(moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group), y[mine])
+        close(moe_mlp(here[0], (indices[mine], here[1]), *arguments, *here[4:], group=group), y[mine])
 
 
 def in_autocast(rank: int, ranks: int) -> None:
@@ -101,11 +101,11 @@ def main_grads(rank: int, ranks: int) -> None:
     share = EXPERTS // ranks
     up, down = (w[rank * share :][:share].clone().requires_grad_() for w in parameters(False))
     sums = torch.ones(up.shape), torch.ones(down.shape)
-    given: dict[str, Any] = {"group": dist.group.WORLD}
-    moe_mlp(x, (indices, scores), up, down, main_grads=sums, **given).backward(gradient)
+    arguments: dict[str, Any] = {"group": dist.group.WORLD}
+    moe_mlp(x, (indices, scores), up, down, main_grads=sums, **arguments).backward(gradient)
     assert up.grad is None
     assert down.grad is None
-    moe_mlp(x, (indices, scores), up, down, **given).backward(gradient)
+    moe_mlp(x, (indices, scores), up, down, **arguments).backward(gradient)
     for total, weight in zip(sums, (up, down), strict=True):
         nearly(total - 1, weight.grad)
 
@@ -167,7 +167,7 @@ def absent(rank: int) -> None:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """This process as a group of its own."""
+    """A group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -183,7 +183,7 @@ def test_one_rank() -> None:
             same_as_alone(0, 1, dist.group.WORLD)
             gc.collect()
             assert not any(each() for each in left)
-            ((made,),) = parallel._KNOWN[dist.group.WORLD].exchanges.values()
+            ((made,),) = parallel._GROUPS[dist.group.WORLD].exchanges.values()
             left.append(weakref.ref(made))
             del made
             groups += [dist.group.WORLD] if keeps else []  # as PyTorch's functions may
@@ -207,8 +207,8 @@ def test_a_compiled_layer_is_left_for_its_experts_only() -> None:
         compiled = torch.compile(lambda x: layer(x.sin()).cos(), backend="aot_eager")
         for count in (10, 11, 12):
             x = torch.randn(count, HIDDEN).bfloat16().requires_grad_()
-            found, expected = (torch.autograd.grad(y.sum(), x) for y in (compiled(x), layer(x.sin()).cos()))
-            torch.testing.assert_close(found, expected)
+            actual, expected = (torch.autograd.grad(y.sum(), x) for y in (compiled(x), layer(x.sin()).cos()))
+            torch.testing.assert_close(actual, expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
         (reason,) = torch._dynamo.utils.counters["graph_break"]
         assert "ranks exchange tokens" in reason
@@ -230,9 +230,9 @@ def test_e4m3_on_one_rank() -> None:
     x, up, down = torch.randn(20, 128).bfloat16(), layer.up.detach(), layer.down.detach()
     indices, weights = torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
     with one_rank():
-        found = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
-    assert torch.equal(found, moe_mlp(x, (indices, weights), up, down, fp8=True))
-    assert not torch.equal(found, moe_mlp(x, (indices, weights), up, down))
+        actual = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
+    assert torch.equal(actual, moe_mlp(x, (indices, weights), up, down, fp8=True))
+    assert not torch.equal(actual, moe_mlp(x, (indices, weights), up, down))
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
@@ -253,9 +253,9 @@ def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(("arch", "ranks"), [("sm_90a", 2), ("sm_100a", 2), ("sm_90a", 4)])
 def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(here: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": 8, "device": "cpu", "symmetric": True}
+        arguments: dict[str, Any] = {"max_tokens": 8, "device": "cpu", "symmetric": True}
         with cudnn.emulation(arch, races=ranks == 2):
-            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **given)
+            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **arguments)
             same_as_alone(here.number, ranks, group, most=7, bias=ranks == 4)
 
     Threads(ranks, monkeypatch).run(rank)
@@ -263,18 +263,24 @@ def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.Mon
 
 @pytest.mark.full
 def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More choices of experts of a rank than there is memory for."""
+    """More (token, k) slots of a rank's experts than ``max_rows``."""
 
     def rank(here: Rank) -> None:
-        given: dict[str, Any] = {"max_tokens": 8, "max_rows": 4, "device": "cpu", "symmetric": True, "time_limit": 20}
+        arguments: dict[str, Any] = {
+            "max_tokens": 8,
+            "max_rows": 4,
+            "device": "cpu",
+            "symmetric": True,
+            "time_limit": 20,
+        }
         x, _, weights, _ = tokens(here.number, 3)
         indices = torch.full(weights.shape, -1)
         indices[:, 0] = 1  # those of both ranks are on the first
         up, down = (w[4 * here.number :][:4] for w in parameters(False))
         with cudnn.emulation("sm_90a"):
-            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **given)
+            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **arguments)
             moe_mlp(x, (indices, weights), up, down, group=group)
 
     ranks = Threads(2, monkeypatch)
-    with pytest.raises(AssertionError, match="Exchange: max_rows=4 is less than the choices of experts here"):
+    with pytest.raises(AssertionError, match=r"Exchange: max_rows=4 is less than the \(token, k\) slots"):
         ranks.run(rank)

@@ -24,12 +24,12 @@ def test_the_kernel_of_e4m3(arch: str) -> None:
     """Rows, tokens by choice and weights: the bits of the reference; with zeros, and rows that fill no block."""
     x = torch.randn(150, 256).bfloat16()
     x[3, 128:] = 0.0
-    offsets, _, of_choice = moe.sort(torch.randint(-1, 4, (150, 2), dtype=torch.int32), 4)
+    offsets, _, scatter_idx = moe.sort(torch.randint(-1, 4, (150, 2), dtype=torch.int32), 4)
     weights = list(torch.randn(2, 128, 256).bfloat16())
 
     def made() -> list[torch.Tensor]:
-        by_choice = [t[: offsets[-1]] for t in quantized(x, of_choice, 300)]
-        every = [*quantized(x), *by_choice, *quantized_weights(weights, True)]
+        of_slots = [t[: offsets[-1]] for t in quantized(x, scatter_idx, 300)]
+        every = [*quantized(x), *of_slots, *quantized_weights(weights, True)]
         return [t.view(torch.uint8) if t.itemsize == 1 else t for t in every]
 
     expected = made()
@@ -49,17 +49,17 @@ def test_blocks_of_any_magnitude(arch: str) -> None:
     rules = [block_scales.rule(float(value), 448.0, "float32") for value in amax]
     scales, multipliers = (torch.tensor(each, dtype=torch.float32) for each in zip(*rules, strict=True))
     expected = (x.float() * multipliers[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    of_choice = torch.arange(len(x), dtype=torch.int32).flip(0)[:, None].contiguous()
+    scatter_idx = torch.arange(len(x), dtype=torch.int32).flip(0)[:, None].contiguous()
     weights = [row.expand(128, 128).contiguous() for row in x[:, None]]
     with cudnn.emulation(arch) if arch else contextlib.nullcontext():
-        rows, by_choice, by_block = (
+        rows, of_slots, by_block = (
             quantized(x.float() if not arch else x),
-            quantized(x, of_choice, len(x)),
+            quantized(x, scatter_idx, len(x)),
             quantized_weights(weights, True),
         )
-    found = [rows, [t.view(torch.uint8).flip(0).view(t.dtype) if t.itemsize == 1 else t.flip(0) for t in by_choice]]
-    found.append([by_block[0][:, 5], by_block[1][:, 0]])
-    for q, s in found:
+    actual = [rows, [t.view(torch.uint8).flip(0).view(t.dtype) if t.itemsize == 1 else t.flip(0) for t in of_slots]]
+    actual.append([by_block[0][:, 5], by_block[1][:, 0]])
+    for q, s in actual:
         assert block_scales.same(s[:, 0], scales)
         assert block_scales.same(q, expected)
         block_scales.check(x.float(), q.float(), s[:, 0], 448.0, "float32")
@@ -110,9 +110,9 @@ def test_weights_in_e4m3_on_other_streams() -> None:
     torch.cuda._sleep(100_000_000)
     quantized_weights([up], False)
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = quantized_weights([up], False)[1].clone()
+        actual = quantized_weights([up], False)[1].clone()
     torch.cuda.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_one_thread_at_a_time_makes_weights_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +133,15 @@ def test_one_thread_at_a_time_makes_weights_in_e4m3(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 def test_threads_share_a_layer_of_e4m3() -> None:
-    """Each on a stream of its own, with and without gradients in turn: the bits of one alone."""
+    """Threads on separate streams, alternately with and without gradients: bitwise equal to one thread."""
     layer = MoE(256, 128, 8, 2, fp8=True, device="cuda")
     every = [torch.randn(tokens, 256, device="cuda").bfloat16() for tokens in (300, 1, 777, 64)]
 
     def passes_of(x: torch.Tensor) -> list[torch.Tensor]:
         y = layer(x)
-        found = [y.detach(), *torch.autograd.grad(y, [*layer.parameters()], torch.ones_like(y))]
+        actual = [y.detach(), *torch.autograd.grad(y, [*layer.parameters()], torch.ones_like(y))]
         with torch.no_grad():
-            return [*found, layer(x)]
+            return [*actual, layer(x)]
 
     expected = [passes_of(x) for x in every]
     torch.cuda.synchronize()
@@ -149,11 +149,11 @@ def test_threads_share_a_layer_of_e4m3() -> None:
     def repeated(x: torch.Tensor) -> list[torch.Tensor]:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(40):
-                found = passes_of(x)
-        return found
+                actual = passes_of(x)
+        return actual
 
     with ThreadPoolExecutor(len(every)) as threads:
-        found = list(threads.map(repeated, every))
+        actual = list(threads.map(repeated, every))
     torch.cuda.synchronize()
-    for some, right in zip(found, expected, strict=True):
+    for some, right in zip(actual, expected, strict=True):
         assert all(map(torch.equal, some, right))

@@ -68,19 +68,19 @@ def assert_sorted(offsets: Any, token_of_row: Any, row_of_choice: Any, indices: 
     assert {x.dtype for x in (offsets, token_of_row, row_of_choice)} == {torch.int32}
 
 
-def assert_routed(found: Routing, logits: torch.Tensor, top_k: int, bias: Any = None, **options: Any) -> None:
-    found = Routing(*(x.detach().cpu() for x in found))
+def assert_routed(actual: Routing, logits: torch.Tensor, top_k: int, bias: Any = None, **options: Any) -> None:
+    actual = Routing(*(x.detach().cpu() for x in actual))
     logits, bias = logits.detach().cpu(), None if bias is None else bias.cpu()
     z, clear = selection(logits, bias, options)
-    assert found.indices.shape == (len(logits), top_k)
-    assert found.indices.dtype == torch.int32
-    own = z.gather(1, found.indices.long())
+    assert actual.indices.shape == (len(logits), top_k)
+    assert actual.indices.dtype == torch.int32
+    own = z.gather(1, actual.indices.long())
     torch.testing.assert_close(own[clear], z.topk(top_k)[0][clear], rtol=0, atol=1e-6)
     assert int((~clear).sum()) <= 1
-    assert all(len(set(chosen)) == top_k for chosen in found.indices.tolist())
-    expected = weigh(logits, found.indices, options)
-    torch.testing.assert_close(found.weights, expected.float(), rtol=1e-5, atol=1e-7)
-    assert_sorted(*found[2:], found.indices, logits.shape[1])
+    assert all(len(set(chosen)) == top_k for chosen in actual.indices.tolist())
+    expected = weigh(logits, actual.indices, options)
+    torch.testing.assert_close(actual.weights, expected.float(), rtol=1e-5, atol=1e-7)
+    assert_sorted(*actual[2:], actual.indices, logits.shape[1])
 
 
 V3 = {"score": "sigmoid", "renormalize": True, "n_group": 4, "topk_group": 2, "scaling_factor": 2.5}
@@ -104,8 +104,8 @@ def test_route(where: str, tokens: int, experts: int, top_k: int, dtype: torch.d
     bias = torch.randn(experts, device=device(where)) * 0.1 if options.get("bias") else None
     options = {**options, "bias": bias}
     with within(where):
-        found = route(logits, top_k, **options)
-    assert_routed(found, logits, top_k, **options)
+        actual = route(logits, top_k, **options)
+    assert_routed(actual, logits, top_k, **options)
 
 
 @settings(max_examples=15)
@@ -145,10 +145,10 @@ def test_equal_values_and_values_that_are_no_numbers(where: str) -> None:
     )
     logits[4, 1] = torch.tensor(-4194304, dtype=torch.int32).view(torch.float32)  # a NaN with a sign
     with within(where):
-        found = route(logits, 3)
-    assert found.indices.tolist() == [[1, 2, 3], [0, 1, 2], [1, 4, 0], [0, 1, 2], [1, 5, 4]]
-    assert found.weights[2:].isnan().all()
-    assert found.weights[:2].isfinite().all()
+        actual = route(logits, 3)
+    assert actual.indices.tolist() == [[1, 2, 3], [0, 1, 2], [1, 4, 0], [0, 1, 2], [1, 5, 4]]
+    assert actual.weights[2:].isnan().all()
+    assert actual.weights[:2].isfinite().all()
 
 
 INDICES = [
@@ -189,10 +189,10 @@ def test_gradient_of_logits(where: str, options: dict[str, Any]) -> None:
     logits = torch.randn(13, 40, device=device(where), requires_grad=True)
     d_weights = torch.randn(13, 6, device=device(where))
     with within(where):
-        found = route(logits, 6, **options)
-        (gradient,) = torch.autograd.grad(found.weights, logits, d_weights)
+        actual = route(logits, 6, **options)
+        (gradient,) = torch.autograd.grad(actual.weights, logits, d_weights)
     exact = logits.detach().cpu().double().requires_grad_()
-    weigh(exact, found.indices.cpu(), options).backward(d_weights.cpu().double())
+    weigh(exact, actual.indices.cpu(), options).backward(d_weights.cpu().double())
     torch.testing.assert_close(gradient.cpu().double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -209,9 +209,9 @@ def test_what_is_kept_for_the_gradient(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(where: str, tokens: int) -> None:
     logits = torch.randn(tokens, 8, device=device(where), requires_grad=True)
-    found = route(logits, 2)
-    found.weights.sum().backward()
-    assert_routed(found, logits, 2)
+    actual = route(logits, 2)
+    actual.weights.sum().backward()
+    assert_routed(actual, logits, 2)
     assert logits.grad is not None
     assert logits.grad.shape == logits.shape
 
@@ -219,16 +219,16 @@ def test_few_tokens(where: str, tokens: int) -> None:
 @pytest.mark.parametrize("where", ALONE)
 def test_compiles_without_breaks(where: str) -> None:
     def step(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = route(logits, 3, score="sigmoid", renormalize=True)
-        return (*found, *sort(found.indices, 16))
+        actual = route(logits, 3, score="sigmoid", renormalize=True)
+        return (*actual, *sort(actual.indices, 16))
 
     logits = torch.randn(10, 16, device=device(where), requires_grad=True)
-    found = torch.compile(step, backend="aot_eager", fullgraph=True)(logits)
-    for one, other in zip(found, step(logits), strict=True):
+    actual = torch.compile(step, backend="aot_eager", fullgraph=True)(logits)
+    for one, other in zip(actual, step(logits), strict=True):
         assert torch.equal(one, other)
     options = (None, 3, "sigmoid", True, True, 1, 1, 1.0)
     torch.library.opcheck(cudnn.moe.routing.moe_route, (logits, *options))
-    torch.library.opcheck(cudnn.moe.routing.moe_sort, (found[0], 16))
+    torch.library.opcheck(cudnn.moe.routing.moe_sort, (actual[0], 16))
 
 
 def test_losses() -> None:
@@ -240,12 +240,12 @@ def test_losses() -> None:
     share = torch.tensor([0.0, 0.0, 2.0, 0.0]).softmax(0)[2]
     torch.testing.assert_close(load_balance_loss(uneven, route(uneven, 1)), 4 * share)
     s = uneven[0].sigmoid()
-    found = load_balance_loss(uneven, route(uneven, 1, score="sigmoid"), score="sigmoid")
-    torch.testing.assert_close(found, 4 * s[2] / s.sum())
+    actual = load_balance_loss(uneven, route(uneven, 1, score="sigmoid"), score="sigmoid")
+    torch.testing.assert_close(actual, 4 * s[2] / s.sum())
     low = torch.full((2, 4), -200.0, requires_grad=True)  # whose scores are 0 in float32
-    found = load_balance_loss(low, route(low, 1, score="sigmoid"), score="sigmoid")
-    torch.testing.assert_close(found, torch.tensor(1.0))
-    assert torch.autograd.grad(found, low)[0].isfinite().all()
+    actual = load_balance_loss(low, route(low, 1, score="sigmoid"), score="sigmoid")
+    torch.testing.assert_close(actual, torch.tensor(1.0))
+    assert torch.autograd.grad(actual, low)[0].isfinite().all()
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log() ** 2)
     none = torch.zeros(0, 4, requires_grad=True)
     (load_balance_loss(none, route(none, 1)) + z_loss(none)).backward()

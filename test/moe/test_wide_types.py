@@ -80,16 +80,16 @@ def test_gradients_of_routers(rule: dict[str, Any], corrected: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_of_what_combines(weighted: bool) -> None:
     """Around experts of one's own; a choice was dropped."""
-    offsets, token_of_row, row_of_choice = moe.sort(torch.tensor([[0, 2], [-1, 1], [2, 0]], dtype=torch.int32), 3)
+    offsets, gather_idx, scatter_idx = moe.sort(torch.tensor([[0, 2], [-1, 1], [2, 0]], dtype=torch.int32), 3)
 
     def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        rows = x[token_of_row[: offsets[-1]].long()].square()
-        return moe.combine(rows, row_of_choice, weights if weighted else None)
+        rows = x[gather_idx[: offsets[-1]].long()].square()
+        return moe.combine(rows, scatter_idx, weights if weighted else None)
 
-    given = [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, HIDDEN), (3, 2))]
-    assert gradcheck(layer, given)
+    arguments = [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, HIDDEN), (3, 2))]
+    assert gradcheck(layer, arguments)
     with cudnn.emulation("sm_90a"), pytest.raises(ValueError, match=r"^combine: type of rows: got torch\.float64;"):
-        layer(*given)
+        layer(*arguments)
 
 
 def test_a_router_tells_apart_what_float32_does_not() -> None:
@@ -120,10 +120,10 @@ def test_gradients_of_the_module(options: dict[str, Any]) -> None:
 
 def test_float32_is_float64_but_for_rounding() -> None:
     """Results and gradients, of the operator and with gradients added to others, which are float32."""
-    indices, found = torch.randint(EXPERTS, (40, 2)), []
-    given = operands(tokens=40)
+    indices, actual = torch.randint(EXPERTS, (40, 2)), []
+    arguments = operands(tokens=40)
     for dtype in (F64, F32):
-        x, up, down, up_bias, down_bias, weights = (t.detach().to(dtype).requires_grad_() for t in given)
+        x, up, down, up_bias, down_bias, weights = (t.detach().to(dtype).requires_grad_() for t in arguments)
         sums = [torch.ones(w.shape) for w in (up, down)]
         for main_grads in (None, (sums[0], sums[1])):
             y = moe_mlp(x, (indices, weights), up, down, up_bias, down_bias, main_grads=main_grads)
@@ -131,8 +131,8 @@ def test_float32_is_float64_but_for_rounding() -> None:
         gradients = [t.grad for t in (x, up, down, up_bias, down_bias, weights)]
         assert y.dtype is dtype
         assert all(g is not None and g.dtype is dtype for g in gradients)
-        found.append([y, *gradients, *sums])
-    for exact, rounded in zip(*found, strict=True):
+        actual.append([y, *gradients, *sums])
+    for exact, rounded in zip(*actual, strict=True):
         exact = exact.detach().double()
         torch.testing.assert_close(rounded.detach().double(), exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
 

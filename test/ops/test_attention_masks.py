@@ -40,12 +40,12 @@ SHAPES = [(S_Q, S_KV), (1, S_KV), (S_Q, 1), (B, 1, 1, S_KV), (H, S_Q, S_KV), (B,
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_masks(shape: tuple[int, ...], added: bool) -> None:
     """What is added has a gradient."""
-    *given, d_out = tensors()
+    *inputs, d_out = tensors()
     seen = torch.rand(shape) < 0.7
     seen[..., 0] = True  # every row sees a key
-    given, options = ([*given, torch.randn(shape, dtype=F64)], {}) if added else (given, {"attn_mask": seen})
+    inputs, options = ([*inputs, torch.randn(shape, dtype=F64)], {}) if added else (inputs, {"attn_mask": seen})
     ours, theirs = (
-        with_gradients(functools.partial(function, **options), [*given, d_out])
+        with_gradients(functools.partial(function, **options), [*inputs, d_out])
         for function in (scaled_dot_product_attention, F.scaled_dot_product_attention)
     )
     assert len(ours) == 4 + added
@@ -59,17 +59,17 @@ def test_rows_that_see_nothing_are_zero(added: bool) -> None:
     seen = torch.rand(B, 1, S_Q, S_KV) < 0.7
     seen[0, :, 3] = seen[1, :, :5] = False
     mask: Any = torch.zeros(seen.shape, dtype=F64).masked_fill(~seen, -torch.inf) if added else seen
-    q, k, v, d_out = given = tensors()
-    found = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), given)
-    assert all(torch.isfinite(x).all() for x in found)
-    for x in found[:2]:
+    q, k, v, d_out = inputs = tensors()
+    actual = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), inputs)
+    assert all(torch.isfinite(x).all() for x in actual)
+    for x in actual[:2]:
         assert not x[0, :, 3].any()
         assert not x[1, :, :5].any()
     some = torch.cat([q[0, :, :3], q[0, :, 4:]], 1)
     expected = F.scaled_dot_product_attention(some, k[0], v[0], torch.cat([seen[0, 0, :3], seen[0, 0, 4:]]))
-    torch.testing.assert_close(torch.cat([found[0][0, :, :3], found[0][0, :, 4:]], 1), expected)
+    torch.testing.assert_close(torch.cat([actual[0][0, :, :3], actual[0][0, :, 4:]], 1), expected)
     d_out[0, :, 3], d_out[1, :, :5] = 0, 0
-    for one, other in zip(found[1:], with_gradients(functools.partial(reference, seen=seen), given)[1:], strict=True):
+    for one, other in zip(actual[1:], with_gradients(functools.partial(reference, seen=seen), inputs)[1:], strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
@@ -87,12 +87,12 @@ def test_grouped_heads_and_the_numerical_test() -> None:
 
 
 def test_float32_masks_beside_other_types() -> None:
-    given = tensors(torch.bfloat16)
+    inputs = tensors(torch.bfloat16)
     bias = torch.randn(S_Q, S_KV)
-    found = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=bias), given)
-    expected = F.scaled_dot_product_attention(*(x.float() for x in given[:3]), bias)
-    assert {x.dtype for x in found} == {torch.bfloat16}
-    torch.testing.assert_close(found[0].float(), expected, atol=3e-2, rtol=3e-2)
+    actual = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=bias), inputs)
+    expected = F.scaled_dot_product_attention(*(x.float() for x in inputs[:3]), bias)
+    assert {x.dtype for x in actual} == {torch.bfloat16}
+    torch.testing.assert_close(actual[0].float(), expected, atol=3e-2, rtol=3e-2)
 
 
 def kept_and_scaled(p: float, **options: Any) -> torch.Tensor:
@@ -142,15 +142,17 @@ def test_the_backward_pass_drops_the_same_weights(masked: bool) -> None:
     def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         return attend(q, k, v, bias=sum(bias), kept=kept.to(q.dtype) / 0.7).o
 
-    given = [q, k, v, *more, d_out]
-    torch.testing.assert_close(with_gradients(attention, given), with_gradients(by_hand, given), atol=1e-10, rtol=1e-10)
+    inputs = [q, k, v, *more, d_out]
+    torch.testing.assert_close(
+        with_gradients(attention, inputs), with_gradients(by_hand, inputs), atol=1e-10, rtol=1e-10
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     q, k, v, d_out = tensors()
     mask = torch.rand(S_Q, S_KV) < 0.7
-    given = [q, k, v, torch.randn(H, S_Q, S_KV, dtype=F64), d_out]
+    inputs = [q, k, v, torch.randn(H, S_Q, S_KV, dtype=F64), d_out]
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         once = scaled_dot_product_attention(2 * q, k, v, bias, 0.3)
@@ -158,8 +160,8 @@ def test_compiled(dynamic: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    found = [with_gradients(function, given) for function in (compiled, layer) if not torch.manual_seed(3) or True]
-    torch.testing.assert_close(*found, atol=1e-12, rtol=1e-12)
+    actual = [with_gradients(function, inputs) for function in (compiled, layer) if not torch.manual_seed(3) or True]
+    torch.testing.assert_close(*actual, atol=1e-12, rtol=1e-12)
 
 
 def test_operators_are_registered_right() -> None:
@@ -188,7 +190,7 @@ def test_refusals() -> None:
     _refused(ValueError, "dropout_p: got 1.0; allowed: 0 and more, less than 1", dropout_p=1.0)
     _refused(ValueError, "dropout_p: got -0.1", dropout_p=-0.1)
     for options in ({"is_causal": True}, {"left_bound": 3}, {"seq_len_kv": torch.tensor([3, 4])}):
-        _refused(ValueError, "attn_mask: got a tensor beside bounds or lengths.*put all of them", mask, **options)
+        _refused(ValueError, "attn_mask: got a tensor with bounds or lengths.*put all of them", mask, **options)
     _refused(
         ValueError, r"shape of attn_mask: got \(24, 31\); allowed: what broadcasts to \(2, 4, 24, 32\)", mask[:, 1:]
     )
@@ -225,8 +227,8 @@ def test_a_bias_with_gradient_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
-@pytest.mark.parametrize("given", ["nothing", "is_causal", "seen", "lengths", "bias", "sink"])
-def test_gradients_of_one_row_and_one_key(given: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("inputs", ["nothing", "is_causal", "seen", "lengths", "bias", "sink"])
+def test_gradients_of_one_row_and_one_key(inputs: str, dtype: torch.dtype) -> None:
     """cuDNN has no engine for them."""
     seen = torch.tensor([True, False, True]).view(3, 1, 1, 1)
     options: dict[str, dict[str, Any]] = {
@@ -236,19 +238,19 @@ def test_gradients_of_one_row_and_one_key(given: str, dtype: torch.dtype) -> Non
     }
     torch.manual_seed(0)
     drawn = [torch.randn(3, heads, 1, d) for heads, d in ((4, 16), (2, 16), (2, 24))]
-    drawn += [torch.randn(shape) for shape in {"bias": [(1, 4, 1, 1)], "sink": [(4,)]}.get(given, [])]
+    drawn += [torch.randn(shape) for shape in {"bias": [(1, 4, 1, 1)], "sink": [(4,)]}.get(inputs, [])]
     leaves = [x.to(dtype) for x in (*drawn, torch.randn(3, 4, 1, 24))]
 
-    def found(*x: torch.Tensor) -> torch.Tensor:
-        more = dict(zip(["sinks" if given == "sink" else "attn_mask"], x[3:], strict=False))
-        return scaled_dot_product_attention(*x[:3], enable_gqa=True, **more, **options.get(given, {}))
+    def actual(*x: torch.Tensor) -> torch.Tensor:
+        more = dict(zip(["sinks" if inputs == "sink" else "attn_mask"], x[3:], strict=False))
+        return scaled_dot_product_attention(*x[:3], enable_gqa=True, **more, **options.get(inputs, {}))
 
     def expected(*x: torch.Tensor) -> torch.Tensor:
-        more: dict[str, Any] = dict(zip([given], x[3:], strict=False))
-        return attend(*x[:3], seen if given in ("seen", "lengths") else None, **more).o
+        more: dict[str, Any] = dict(zip([inputs], x[3:], strict=False))
+        return attend(*x[:3], seen if inputs in ("seen", "lengths") else None, **more).o
 
     slack, wide = 1e-10 if dtype is F64 else 3e-2, [x.double() for x in leaves]
-    for one, other in zip(with_gradients(found, leaves), with_gradients(expected, wide), strict=True):
+    for one, other in zip(with_gradients(actual, leaves), with_gradients(expected, wide), strict=True):
         torch.testing.assert_close(one.double(), other, atol=slack, rtol=slack)
 
 
@@ -256,9 +258,9 @@ def test_no_tokens() -> None:
     q, k, v, d_out = tensors()
     bias = torch.zeros(S_Q, S_KV, dtype=F64)
     empty = [q, k[:, :, :0], v[:, :, :0], bias[:, :0], d_out]
-    found = with_gradients(scaled_dot_product_attention, empty)
-    assert [x.shape for x in found] == [d_out.shape, *(x.shape for x in empty[:4])]
-    assert not any(x.any() for x in found)
+    actual = with_gradients(scaled_dot_product_attention, empty)
+    assert [x.shape for x in actual] == [d_out.shape, *(x.shape for x in empty[:4])]
+    assert not any(x.any() for x in actual)
 
 
 @pytest.mark.deviceless_919
@@ -267,7 +269,7 @@ def test_cudnn_has_engines(name: str, device_properties: Any, monkeypatch: pytes
     """Both graphs as on a GPU, up to the plans."""
     built = planned_by(module, device_properties, monkeypatch)
     q, k, v, d_out = tensors(torch.float16)
-    given = [q, k, v, *([torch.randn(H, S_Q, S_KV).half()] if name in ("bias", "bias and dropout") else []), d_out]
+    inputs = [q, k, v, *([torch.randn(H, S_Q, S_KV).half()] if name in ("bias", "bias and dropout") else []), d_out]
     options: dict[str, Any] = {"dropout_p": 0.1} if "dropout" in name else {}
     if "causal" in name:
         options["is_causal"] = True
@@ -276,9 +278,9 @@ def test_cudnn_has_engines(name: str, device_properties: Any, monkeypatch: pytes
     function = functools.partial(scaled_dot_product_attention, **options)
     if name == "bias and dropout" and device_properties.sm_version >= 100:
         with pytest.raises(cudnn.cudnnGraphNotSupportedError):  # with the bias's gradient: no engine
-            with_gradients(function, given)
+            with_gradients(function, inputs)
         return
-    with_gradients(function, given)
+    with_gradients(function, inputs)
     assert [graph.get_execution_plan_count() > 0 for graph in built] == [True, True]
 
 

@@ -42,9 +42,9 @@ def formula(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ac
 @pytest.mark.parametrize(("t", "w"), [(17, 4), (3, 8), (1, 2), (20, 1)])
 def test_results_and_gradients(t: int, w: int, kind: torch.dtype, activation: str) -> None:
     tensors = operands(kind, t=t, w=w)
-    found = with_gradients(lambda *x: causal_conv1d(*x, activation=activation), tensors)
+    actual = with_gradients(lambda *x: causal_conv1d(*x, activation=activation), tensors)
     expected = with_gradients(lambda *x: formula(*x, activation), tensors)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype is kind
         # One rounding to the type, after sums in float32.
         eps = torch.finfo(kind).eps
@@ -56,10 +56,10 @@ def test_results_and_gradients(t: int, w: int, kind: torch.dtype, activation: st
 def test_no_bias_and_any_strides() -> None:
     x, weight, _, d_y = operands()
     strided = [x.mT.contiguous().mT, weight.mT.contiguous().mT, d_y.mT.contiguous().mT]
-    found = with_gradients(lambda x, w: causal_conv1d(x, w, activation="silu"), strided)
+    actual = with_gradients(lambda x, w: causal_conv1d(x, w, activation="silu"), strided)
     expected = with_gradients(lambda x, w: formula(x, w, None, "silu"), [x, weight, d_y])
-    assert found[0].is_contiguous()
-    for one, other in zip(found, expected, strict=True):
+    assert actual[0].is_contiguous()
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other.float())
 
 
@@ -108,10 +108,10 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    error, words, given = REFUSED[name]
+    error, words, inputs = REFUSED[name]
     x, weight, bias, _ = operands()
     with pytest.raises(error, match=f"^causal_conv1d: .*{words}"):
-        causal_conv1d(**({"x": x, "weight": weight, "bias": bias} | given))
+        causal_conv1d(**({"x": x, "weight": weight, "bias": bias} | inputs))
 
 
 # What runs on a GPU.

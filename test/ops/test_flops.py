@@ -1,4 +1,4 @@
-"""FLOPs of operators, as ``torch.utils.flop_counter`` counts them, beside those of the same in plain PyTorch."""
+"""FLOPs of operators by ``torch.utils.flop_counter``, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_every_operator_has_a_formula() -> None:
 
 @pytest.mark.parametrize("name", registry.packages())
 def test_every_fused_api_declares_its_flops(name: str) -> None:
-    found = registry.find(name).flops({"m": 8, "n": 16, "k": 32, "l": 3})
-    assert found == (0 if name == "rmsnorm_rht_amax" else 2 * 8 * 16 * 32 * 3)
+    actual = registry.find(name).flops({"m": 8, "n": 16, "k": 32, "l": 3})
+    assert actual == (0 if name == "rmsnorm_rht_amax" else 2 * 8 * 16 * 32 * 3)
 
 
 def attention(mine: bool, **options: Any) -> int:
@@ -64,7 +64,7 @@ def test_attention_with_a_mask_counts_the_same() -> None:
 
 
 def test_an_mlp_counts_what_pytorch_counts() -> None:
-    """gemm_swiglu and the backward pass of its product, beside the products alone."""
+    """gemm_swiglu and its backward pass, compared with the GEMMs alone."""
     a, b = torch.randn(64, 128, 1, dtype=BF16), torch.randn(96 * 2, 128, 1, dtype=BF16)
     plain = counted(lambda: a[..., 0] @ b[..., 0].mT)
     assert counted(lambda: ops.gemm_swiglu(a, b)) == plain == 2 * 64 * 192 * 128
@@ -129,8 +129,8 @@ def test_sparse_attention() -> None:
     ends = [torch.tensor([0, rows], dtype=torch.int32) for rows in (t, small)]
     sizes = {"block_size": block, "selected_blocks": best, "window_size": window}
     keys = small + best * block + window
-    found = counted(lambda: ops.nsa_attention(q, k, v, ck, cv, gates, *ends, **sizes).sum().backward())
-    assert found == 2 * t * heads * (small * d + keys * 2 * d + keys * 5 * d)
+    actual = counted(lambda: ops.nsa_attention(q, k, v, ck, cv, gates, *ends, **sizes).sum().backward())
+    assert actual == 2 * t * heads * (small * d + keys * 2 * d + keys * 5 * d)
 
 
 def test_products_of_experts() -> None:

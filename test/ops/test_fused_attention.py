@@ -55,11 +55,11 @@ def passes(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
 )
 def test_agrees_with_cudnns_graph(rows: tuple[int, int], options: dict[str, Any]) -> None:
     tensors = drawn(rows=rows)
-    found, expected = (passes(tensors, backend=name, **options) for name in ("fused", "cudnn"))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (passes(tensors, backend=name, **options) for name in ("fused", "cudnn"))
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
         assert one.shape == other.shape
-    assert found[0].is_contiguous()
+    assert actual[0].is_contiguous()
 
 
 def test_tensors_at_odd_addresses_are_copied() -> None:
@@ -91,9 +91,9 @@ def test_float32_in_autocast_is_its_type() -> None:
     q, k, v, _ = drawn()
     wide = [x.float().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype=q.dtype):
-        found = attention(*wide, enable_gqa=True, backend="fused")
-    assert torch.equal(found, attention(q, k, v, enable_gqa=True, backend="fused"))
-    assert torch.autograd.grad(found.float().sum(), wide)[0].dtype is torch.float32
+        actual = attention(*wide, enable_gqa=True, backend="fused")
+    assert torch.equal(actual, attention(q, k, v, enable_gqa=True, backend="fused"))
+    assert torch.autograd.grad(actual.float().sum(), wide)[0].dtype is torch.float32
 
 
 def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +119,12 @@ def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = drawn()
     calls: list[Any] = []
-    monkeypatch.setattr(fused, "attend", lambda *given, **others: calls.append(given) or given[:1])
+    monkeypatch.setattr(fused, "attend", lambda *inputs, **others: calls.append(inputs) or inputs[:1])
     for faster in (True, False):
-        monkeypatch.setattr(fused, "is_faster", lambda *given, faster=faster: faster)
+        monkeypatch.setattr(fused, "is_faster", lambda *inputs, faster=faster: faster)
         attention(q, k, v, enable_gqa=True)
         attention(q, k, v, enable_gqa=True, backend="cudnn")
-    monkeypatch.setattr(fused, "is_faster", lambda *given: True)
+    monkeypatch.setattr(fused, "is_faster", lambda *inputs: True)
     attention(q, k, v, enable_gqa=True, left_bound=3)  # not timed
     attention(q, k, v, enable_gqa=True, is_causal=True)  # from the top left
     attention(q, k, v, enable_gqa=True, right_bound=3, diagonal_alignment=BOTTOM_RIGHT)
@@ -161,10 +161,10 @@ def by_mask(
     if is_causal or right_bound != -1:
         seen &= torch.arange(keys) <= place + max(right_bound, 0)
 
-    def attend(*given: torch.Tensor) -> torch.Tensor:
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
         bias = torch.zeros(rows, keys).masked_fill(~seen, -torch.inf).masked_fill(~seen.any(1, keepdim=True), 0)
-        found = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=bias, enable_gqa=True)
-        return found * seen.any(1, keepdim=True)
+        actual = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=True)
+        return actual * seen.any(1, keepdim=True)
 
     return [x.bfloat16() for x in with_gradients(attend, [x.float() for x in tensors])]
 
@@ -195,8 +195,8 @@ def test_the_operators_of_head_size_256() -> None:
         results.append([o, stats, *torch.autograd.grad(o, leaves, do)])
     torch.testing.assert_close(*results, atol=3e-2, rtol=3e-2)
     o, stats = results[0][:2]
-    found = torch.ops.cudnn.sdpa_bwd_d256(do, q, k, v, o, stats, *arguments, True)
-    assert all(map(torch.equal, found, results[0][2:]))
+    actual = torch.ops.cudnn.sdpa_bwd_d256(do, q, k, v, o, stats, *arguments, True)
+    assert all(map(torch.equal, actual, results[0][2:]))
     for place, value, message in [
         (5, torch.ones(2, 1, 1, 1).int(), "the kernels take bounds alone"),
         (3, 4, "left_bound=4: the kernels take -1"),
@@ -224,12 +224,12 @@ def test_existing_programs_reach_them_on_blackwell(monkeypatch: pytest.MonkeyPat
         ({"left_bound": 3}, 4),
         ({"is_causal": True, "right_bound": 1}, 5),
     ]:
-        found = experimental(q, k, v, enable_gqa=True, **options)
+        actual = experimental(q, k, v, enable_gqa=True, **options)
         assert len(graphs._fprop_cache) == entries
         if options == {"is_causal": True}:
-            torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+            torch.testing.assert_close(actual, expected, atol=3e-2, rtol=3e-2)
     experimental(q, k[:, :, :6], v[:, :, :6], is_causal=True, enable_gqa=True)  # another diagonal
     assert len(graphs._fprop_cache) == 6
-    found = experimental(q, k, v, scale=0.0, enable_gqa=True)  # the kernels' 0 means another scale
+    actual = experimental(q, k, v, scale=0.0, enable_gqa=True)  # the kernels' 0 means another scale
     mean = v.mean(2, keepdim=True).repeat_interleave(2, 1)
-    torch.testing.assert_close(found, mean.expand_as(found), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual, mean.expand_as(actual), atol=2e-2, rtol=2e-2)

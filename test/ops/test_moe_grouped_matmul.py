@@ -47,15 +47,15 @@ def indices(mode: str) -> dict[str, Any]:
     return {}
 
 
-def formula(token: torch.Tensor, weight: torch.Tensor, first: list[int], given: dict[str, Any]) -> torch.Tensor:
+def formula(token: torch.Tensor, weight: torch.Tensor, first: list[int], inputs: dict[str, Any]) -> torch.Tensor:
     """Row by row."""
-    places = range(token.shape[1]) if given.get("mode") != "gather" else given["token_index"].flatten().tolist()
+    places = range(token.shape[1]) if inputs.get("mode") != "gather" else inputs["token_index"].flatten().tolist()
     rows = [
         token[0, place] @ weight[max(expert for expert, start in enumerate(first) if start <= row)]
         for row, place in enumerate(places)
     ]
-    if given.get("mode") == "scatter":
-        order = (given["token_index"] * 2 + given["token_ks"]).flatten().tolist()
+    if inputs.get("mode") == "scatter":
+        order = (inputs["token_index"] * 2 + inputs["token_ks"]).flatten().tolist()
         rows = [rows[order.index(row)] for row in range(len(rows))]
     return torch.stack(rows)[None]
 
@@ -63,23 +63,23 @@ def formula(token: torch.Tensor, weight: torch.Tensor, first: list[int], given: 
 @pytest.mark.parametrize("mode", MODES_OF_ROWS)
 @pytest.mark.parametrize("name", OFFSETS)
 def test_results_and_gradients(name: str, mode: str) -> None:
-    given = indices(mode)
+    inputs = indices(mode)
     tensors = operands(rows=24 if mode == "gather" else M)
-    function = functools.partial(moe_grouped_matmul, first_token_offset=offsets(OFFSETS[name]), **given)
-    found = with_gradients(function, tensors)
-    expected = with_gradients(lambda *x: formula(*x, OFFSETS[name], given), tensors)
-    assert found[0].is_contiguous()
-    assert found[2].stride(1) == 1
-    torch.testing.assert_close(found, expected)
+    function = functools.partial(moe_grouped_matmul, first_token_offset=offsets(OFFSETS[name]), **inputs)
+    actual = with_gradients(function, tensors)
+    expected = with_gradients(lambda *x: formula(*x, OFFSETS[name], inputs), tensors)
+    assert actual[0].is_contiguous()
+    assert actual[2].stride(1) == 1
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3), (torch.float32, 1e-6)])
 def test_types(dtype: torch.dtype, eps: float) -> None:
     token, weight, _ = operands(dtype)
-    found = moe_grouped_matmul(token, weight, offsets(OFFSETS["even"]))
-    assert found.dtype is dtype
+    actual = moe_grouped_matmul(token, weight, offsets(OFFSETS["even"]))
+    assert actual.dtype is dtype
     expected = formula(token.double(), weight.double(), OFFSETS["even"], {})
-    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=1e-5)
 
 
 def test_gradients_pass_the_numerical_test() -> None:
@@ -104,8 +104,8 @@ def test_any_strides_of_tokens_and_offsets() -> None:
     flat = torch.tensor([0, *OFFSETS["uneven"]], dtype=torch.int32)[1:]  # at an address that graphs do not take
     assert flat.data_ptr() % 16
     for strided in (token.mT.contiguous().mT, token[:, :1].expand(-1, M, -1)):
-        found = moe_grouped_matmul(strided, weight, flat)
-        torch.testing.assert_close(found, formula(strided, weight, OFFSETS["uneven"], {}))
+        actual = moe_grouped_matmul(strided, weight, flat)
+        torch.testing.assert_close(actual, formula(strided, weight, OFFSETS["uneven"], {}))
 
 
 def test_the_name_is_the_function() -> None:
@@ -132,9 +132,9 @@ def test_one_graph_for_each_configuration() -> None:
 
 @pytest.mark.parametrize("mode", MODES_OF_ROWS)
 def test_operators_are_registered_right(mode: str) -> None:
-    given = indices(mode)
+    inputs = indices(mode)
     token, weight, d_out = operands()
-    arguments = (offsets([0, 1, 7]), given.get("token_index"), given.get("token_ks"), mode, given.get("top_k", 1))
+    arguments = (offsets([0, 1, 7]), inputs.get("token_index"), inputs.get("token_ks"), mode, inputs.get("top_k", 1))
     leaves = token.clone().requires_grad_(), weight.clone().requires_grad_()
     torch.library.opcheck(torch.ops.cudnn.moe_grouped_matmul, (*leaves, *arguments))
     torch.library.opcheck(torch.ops.cudnn.moe_grouped_matmul_bwd, (d_out, token, arguments[0]))
@@ -167,11 +167,11 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    error, words, given = REFUSED[name]
+    error, words, inputs = REFUSED[name]
     token, weight, _ = operands(torch.float32)
     usual = {"token": token, "weight": weight, "first_token_offset": offsets(OFFSETS["even"])}
     with pytest.raises(error, match=words):
-        moe_grouped_matmul(**usual | given)
+        moe_grouped_matmul(**usual | inputs)
 
 
 def test_what_cudnn_does_not_support_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from cudnn.native_sparse_attention import gates as gates_module
 from cudnn.native_sparse_attention import operator as nsa
 from cudnn.native_sparse_attention.gates import nsa_gates, selection_takes_gates
 from cudnn.native_sparse_attention.operator import nsa_selection
-from cudnn.native_sparse_attention.selection import by_blocks
+from cudnn.native_sparse_attention.selection import kv_outer
 from cudnn.ops import nsa_attention, nsa_decode
 from cudnn.runtime import streams
 from cudnn.runtime.run import run
@@ -49,12 +49,12 @@ def tensors(
     rows = sum(lengths)
     q = torch.randn(rows, heads[0], d, dtype=dtype)
     k, v = (torch.randn(rows, heads[1], d, dtype=dtype) for _ in range(2))
-    found = {"query": q, "key": k, "value": v, "gates": torch.rand(rows, heads[0], 3, dtype=dtype)}
+    actual = {"query": q, "key": k, "value": v, "gates": torch.rand(rows, heads[0], 3, dtype=dtype)}
     for name in ("key", "value"):
-        parts = (x[: len(x) // stride * stride] for x in found[name].split(lengths))
-        found[f"compressed_{name}"] = torch.cat([x.unflatten(0, (-1, stride)).mean(1) for x in parts])
+        parts = (x[: len(x) // stride * stride] for x in actual[name].split(lengths))
+        actual[f"compressed_{name}"] = torch.cat([x.unflatten(0, (-1, stride)).mean(1) for x in parts])
     ends, small = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, [n // stride for n in lengths]))
-    return {**found, "cu_seqlens": ends, "cu_seqlens_compressed": small}
+    return {**actual, "cu_seqlens": ends, "cu_seqlens_compressed": small}
 
 
 def batched(call: dict[str, Any], batch: int) -> dict[str, Any]:
@@ -102,20 +102,20 @@ def test_half_precision(arch: str) -> None:
     options = {**OPTIONS, "block_size": 16, "compress_stride": 8}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
     with within(arch, races=False):
-        found = nsa_attention(**moved(call, arch), **options)
-    assert found.dtype is torch.float16
-    torch.testing.assert_close(found.cpu().double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
+        actual = nsa_attention(**moved(call, arch), **options)
+    assert actual.dtype is torch.float16
+    torch.testing.assert_close(actual.cpu().double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
 
 
 def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for compression and top-k where a sequence's compressed keys are one tile of it, and no gates of their own
+    """One for compression and top-k where a sequence's compressed keys are one tile of it, and no separate gates
     where selection's takes them.
     """
     names = ("nsa_compression", "nsa_top_k", "nsa_compression_top_k", "nsa_selection", "nsa_gates")
     done: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (done.append(name), function(*given))[1]
+        return lambda *inputs: (done.append(name), function(*inputs))[1]
 
     for name in names:
         monkeypatch.setattr(nsa, name, noted(name, getattr(nsa, name)))
@@ -137,8 +137,8 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
     monkeypatch.setattr(nsa, "selection_takes_gates", lambda *_: True)
-    monkeypatch.setattr(nsa, "nsa_gated_selection", noted("both", lambda *given: given[3]))
-    monkeypatch.setattr(nsa, "gated_selection", noted("both, and selection's", lambda *given: given[8]))
+    monkeypatch.setattr(nsa, "nsa_gated_selection", noted("both", lambda *inputs: inputs[3]))
+    monkeypatch.setattr(nsa, "gated_selection", noted("both, and selection's", lambda *inputs: inputs[8]))
     assert run(call) == [*one, "both"]
     leaves(call)
     assert run(call) == [*one, "both, and selection's"]
@@ -155,10 +155,10 @@ def leaves(call: dict[str, Any]) -> list[torch.Tensor]:
 def test_gradients_are_those_of_the_dense_computation() -> None:
     call = tensors((24, 40))
     of = leaves(call)
-    found = nsa_attention(**call, **OPTIONS)
+    actual = nsa_attention(**call, **OPTIONS)
     expected = dense(call)
-    weights = torch.randn_like(found)
-    for mine, other in zip(*(torch.autograd.grad((x * weights).sum(), of) for x in (found, expected)), strict=True):
+    weights = torch.randn_like(actual)
+    for mine, other in zip(*(torch.autograd.grad((x * weights).sum(), of) for x in (actual, expected)), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
 
 
@@ -167,12 +167,12 @@ def test_gradients_of_sequences_of_one_row(packed: bool) -> None:
     """cuDNN has none of one row and one key."""
     call, options = tensors((1, 1, 1), stride=1), {**OPTIONS, "compress_stride": 1}
     of, expected = leaves(call), dense(call, options=options)
-    given = {**call, "max_seqlen": 1} if packed else batched(call, 3)
-    out = nsa_attention(**given, **options)
-    found = out if packed else out.transpose(1, 2).flatten(0, 1)
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(found)
-    torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), of) for x in (found, expected)))
+    inputs = {**call, "max_seqlen": 1} if packed else batched(call, 3)
+    out = nsa_attention(**inputs, **options)
+    actual = out if packed else out.transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(actual)
+    torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), of) for x in (actual, expected)))
 
 
 @pytest.mark.parametrize(
@@ -195,28 +195,28 @@ def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None
     call = tensors((72, 72) if stride > 1 else (144, 144), (2, 1), 64, torch.float16, stride)
     call = batched(call, batch) if batch else call
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
-    weights, found = torch.randn(call["query"].shape), []
-    for given, where in ((moved(call, arch), arch), (wide, "")):
-        of = leaves(given)
+    weights, actual = torch.randn(call["query"].shape), []
+    for inputs, where in ((moved(call, arch), arch), (wide, "")):
+        of = leaves(inputs)
         with within(where, races=False):
-            out = nsa_attention(**given, **{**OPTIONS_16, "compress_stride": stride})
-            found.append(torch.autograd.grad((out * weights.to(out.device)).sum(), of))
-    for mine, other in zip(*found, strict=True):
+            out = nsa_attention(**inputs, **{**OPTIONS_16, "compress_stride": stride})
+            actual.append(torch.autograd.grad((out * weights.to(out.device)).sum(), of))
+    for mine, other in zip(*actual, strict=True):
         assert mine.dtype is torch.float16
         assert (mine.cpu().double() - other).norm() < 4e-3 * other.norm()
 
 
 def test_tensors_at_odd_addresses_are_copied() -> None:
     """With the kernels of the test before."""
-    call, found = batched(tensors((32, 32), (2, 1), 64, torch.float16, 8), 2), []
+    call, actual = batched(tensors((32, 32), (2, 1), 64, torch.float16, 8), 2), []
     apart = {name: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for name, x in call.items()}
     with cudnn.emulation("sm_90a"):
-        for given in (call, apart):
-            of = leaves(given)
-            inferred = nsa_attention(**{n: x.detach() for n, x in given.items()}, **OPTIONS_16)
-            out = nsa_attention(**given, **OPTIONS_16)
-            found.append([inferred, out, *torch.autograd.grad(out.float().sin().sum(), of)])
-    torch.testing.assert_close(*found)
+        for inputs in (call, apart):
+            of = leaves(inputs)
+            inferred = nsa_attention(**{n: x.detach() for n, x in inputs.items()}, **OPTIONS_16)
+            out = nsa_attention(**inputs, **OPTIONS_16)
+            actual.append([inferred, out, *torch.autograd.grad(out.float().sin().sum(), of)])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize("seed", brief(list(range(24)), 0))
@@ -250,13 +250,13 @@ def test_numeric_gradients_of_the_parts() -> None:
         (nsa_gates, [q, q.flip(0), q.roll(1, 0), gates], []),
     ]
     for part, of, rest in parts:
-        given = [x.detach().clone().requires_grad_() for x in of]
+        inputs = [x.detach().clone().requires_grad_() for x in of]
 
         def attend(*x: torch.Tensor, part: Any = part, rest: list[Any] = rest) -> torch.Tensor:
-            found = part(*x, *rest)
-            return found[0] if isinstance(found, tuple) else found
+            actual = part(*x, *rest)
+            return actual[0] if isinstance(actual, tuple) else actual
 
-        assert torch.autograd.gradcheck(attend, given, fast_mode=True)
+        assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
 def test_numeric_gradients() -> None:
@@ -265,8 +265,8 @@ def test_numeric_gradients() -> None:
     names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
     rest = {name: x for name, x in call.items() if name not in names}
 
-    def attend(*given: torch.Tensor) -> torch.Tensor:
-        return nsa_attention(**dict(zip(names, given, strict=True)), **rest, block_indices=lists, **OPTIONS)
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(**dict(zip(names, inputs, strict=True)), **rest, block_indices=lists, **OPTIONS)
 
     assert torch.autograd.gradcheck(attend, leaves(call), fast_mode=True)
 
@@ -277,35 +277,35 @@ def test_numeric_gradients() -> None:
 )
 def test_gates_by_the_kernel(heads: int, d: int, dtype: torch.dtype, gates: torch.dtype) -> None:
     branches = [torch.randn(13, heads, d).to(dtype) for _ in range(3)]
-    given = [x.requires_grad_() for x in (*branches, torch.rand(13, heads, 3).to(gates))]
-    wide = [x.detach().double().requires_grad_() for x in given]
+    inputs = [x.requires_grad_() for x in (*branches, torch.rand(13, heads, 3).to(gates))]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
     d_out = torch.randn(13, heads, d).to(dtype)
     with cudnn.emulation("sm_90a", races=True):
-        found = nsa_gates(*given)
-        gradients = torch.autograd.grad(found, given, d_out)
+        actual = nsa_gates(*inputs)
+        gradients = torch.autograd.grad(actual, inputs, d_out)
     expected = sum(x * g[..., None] for x, g in zip(wide[:3], wide[3].unbind(-1), strict=True))
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, atol=eps, rtol=eps)
+    torch.testing.assert_close(actual.double(), expected, atol=eps, rtol=eps)
     for mine, other in zip(gradients, torch.autograd.grad(expected, wide, d_out.double()), strict=True):
         torch.testing.assert_close(mine.double(), other, atol=1e-4, rtol=eps)
-    torch.library.opcheck(nsa_gates, [x.detach() for x in given])
+    torch.library.opcheck(nsa_gates, [x.detach() for x in inputs])
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", GPU])
 def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From some rows on, blocks of keys are outermost, a few heads at a time, in operators and in the wrapper."""
-    monkeypatch.setattr(by_blocks, "FROM", {2: 100})
-    monkeypatch.setattr(by_blocks, "HEADS", ((64, 64),))
-    monkeypatch.setattr(by_blocks, "MEMORY", 1)  # fewer bytes than one head of K takes
+    monkeypatch.setattr(kv_outer, "MIN_ROWS", {2: 100})
+    monkeypatch.setattr(kv_outer, "HEADS", ((64, 64),))
+    monkeypatch.setattr(kv_outer, "MEMORY", 1)  # fewer bytes than one head of K takes
     call = tensors((70, 40), (4, 2), 64, torch.bfloat16, 16)
     call["lists"] = torch.randint(-1, 2, (110, 2, 3)).int()
     expected, done = nsa_selection(*(call[x] for x in ("query", "key", "value", "lists", "cu_seqlens")), 0.1, 64), []
     q, k, v, lists, ends = (moved(call, arch)[x] for x in ("query", "key", "value", "lists", "cu_seqlens"))
-    monkeypatch.setattr(by_blocks, "run", lambda *given: (done.append(given[-2:]), run(*given)))
+    monkeypatch.setattr(kv_outer, "run", lambda *inputs: (done.append(inputs[-2:]), run(*inputs)))
     with within(arch, races=False):
         nsa_selection(q[:99], k[:99], v[:99], lists[:99], ends.clamp(max=99), 0.1, 64)
         assert not done
-        found = nsa_selection(q, k, v, lists, ends, 0.1, 64)
+        actual = nsa_selection(q, k, v, lists, ends, 0.1, 64)
         wrapped = cudnn.NSA.selection_attention_wrapper(
             q,
             k,
@@ -319,7 +319,7 @@ def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
         none = nsa_selection(q, k, v, lists[..., :0].contiguous(), ends, 0.1, 64)
     assert done == [(0, 1), (1, 1)] * 2
     assert not none[0].any()
-    for mine in (found, (wrapped["o_tensor"], (wrapped["m_tensor"] + wrapped["l_tensor"].log()).squeeze(-1))):
+    for mine in (actual, (wrapped["o_tensor"], (wrapped["m_tensor"] + wrapped["l_tensor"].log()).squeeze(-1))):
         torch.testing.assert_close(mine[0].cpu(), expected[0], atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(mine[1].cpu(), expected[1], atol=1e-4, rtol=1e-4)
 
@@ -333,31 +333,31 @@ def test_branches_with_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyP
         nsa_attention(**{n: x.double() if x.is_floating_point() else x for n, x in call.items()}, **options),
         [],
     )
-    monkeypatch.setattr(by_blocks, "FROM", {1: 100})
-    monkeypatch.setattr(by_blocks, "HEADS", ((64, 64),))
-    attend = by_blocks.attend
-    monkeypatch.setattr(by_blocks, "attend", lambda *given: (done.append(1), attend(*given)))
+    monkeypatch.setattr(kv_outer, "MIN_ROWS", {1: 100})
+    monkeypatch.setattr(kv_outer, "HEADS", ((64, 64),))
+    attend = kv_outer.attend
+    monkeypatch.setattr(kv_outer, "attend", lambda *inputs: (done.append(1), attend(*inputs)))
     with cudnn.emulation(arch):
         inferred = nsa_attention(**call, **options)
         leaves(call)
         kept = nsa_attention(**call, **options)
     assert len(done) == (2 if arch == "sm_90a" else 0)
-    for found in (inferred, kept):
-        torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+    for actual in (inferred, kept):
+        torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the type of the branches, which autocast gave them, not that of the caller's tensors."""
     taken: list[Any] = []
-    monkeypatch.setattr(gates_module, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
+    monkeypatch.setattr(gates_module, "run", lambda _, kind, *inputs: taken.append([kind.dtype, *inputs[:6]]))
     q, k, v = (torch.zeros(8, heads, 64).half() for heads in (2, 1, 1))
     branch, gates = torch.zeros(8, 2, 64).bfloat16(), torch.zeros(8, 2, 3).half()
     lists, ends = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int()
     with cudnn.emulation("sm_90a"), torch.autocast("cpu", torch.bfloat16):
         out = nsa.nsa_gated_selection(q, k, v, branch, gates, lists, ends, None, 0.1, 16, 5, 8)
-    ((kind, *given),) = taken
+    ((kind, *inputs),) = taken
     assert kind == "bfloat16"
-    assert {x.dtype for x in (out, *given)} == {torch.bfloat16}
+    assert {x.dtype for x in (out, *inputs)} == {torch.bfloat16}
 
 
 def test_mixed_types_under_autocast() -> None:
@@ -387,16 +387,16 @@ def test_lists_of_the_caller() -> None:
     ]  # the row's own block: no row is empty
     lists[..., 1:] = lists[..., 1:].masked_fill(lists[..., 1:] == lists[..., :1], -1)
     lists[..., 2] = lists[..., 2].masked_fill(lists[..., 2] == lists[..., 1], -1)
-    found = nsa_attention(**call, block_indices=lists, **OPTIONS)
-    torch.testing.assert_close(found, dense(call, lists), atol=1e-6, rtol=1e-6)
+    actual = nsa_attention(**call, block_indices=lists, **OPTIONS)
+    torch.testing.assert_close(actual, dense(call, lists), atol=1e-6, rtol=1e-6)
 
 
 def test_sequences_of_one_length() -> None:
     call = tensors((64, 64))
     packed = nsa_attention(**call, **OPTIONS)
     batched = {name: x.unflatten(0, (2, -1)).transpose(1, 2) for name, x in call.items() if "seqlens" not in name}
-    found = nsa_attention(**batched, **OPTIONS)
-    torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
+    actual = nsa_attention(**batched, **OPTIONS)
+    torch.testing.assert_close(actual.transpose(1, 2).flatten(0, 1), packed)
 
 
 def test_sequences_too_short_for_a_compressed_key() -> None:
@@ -407,8 +407,8 @@ def test_sequences_too_short_for_a_compressed_key() -> None:
     batched = {
         name: x.view(2, len(x) // 2, *x.shape[1:]).transpose(1, 2) for name, x in call.items() if "seqlens" not in name
     }
-    found = nsa_attention(**batched, **OPTIONS)
-    torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
+    actual = nsa_attention(**batched, **OPTIONS)
+    torch.testing.assert_close(actual.transpose(1, 2).flatten(0, 1), packed)
 
 
 def test_compiled_it_is_the_same() -> None:
@@ -416,9 +416,9 @@ def test_compiled_it_is_the_same() -> None:
     of = leaves(call)
     expected = nsa_attention(**call, **OPTIONS)
     compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
-    found = compiled(**call, **OPTIONS)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), of) for x in (found, expected)))
+    actual = compiled(**call, **OPTIONS)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), of) for x in (actual, expected)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -430,12 +430,12 @@ def test_compilers_know_how_gradients_lie_in_memory(dtype: torch.dtype) -> None:
     one = ops.nsa_compression(q, ck, cv, ends, small, 0.5)
     two = ops.nsa_selection(q, k, v, lists, ends, 0.5, 16)
     three = ops.nsa_window(q, k, v, None, 0.5, WINDOW, 32)
-    given = [*one, *two, *three, lists, ends, small, None, 0.5, 16, WINDOW, 32]
+    inputs = [*one, *two, *three, lists, ends, small, None, 0.5, 16, WINDOW, 32]
     for operator, arguments in (
         (ops.nsa_compression_bwd, [one[0], q, ck, cv, *one, ends, small, 0.5]),
         (ops.nsa_selection_bwd, [two[0], q, k, v, *two, lists, ends, 0.5, 16]),
         (ops.nsa_window_bwd, [three[0], q, k, v, *three, None, 0.5, WINDOW, 32]),
-        (ops.nsa_branches_bwd, [one[0], q, k, v, ck, cv, gates, *given]),
+        (ops.nsa_branches_bwd, [one[0], q, k, v, ck, cv, gates, *inputs]),
     ):
         torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
 
@@ -466,27 +466,27 @@ def test_each_stream_has_a_second_one_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 def test_fewer_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for compression and top-k, no gates of their own: as with all of them, and the same bits each time."""
+    """One for compression and top-k, no separate gates: as with all of them, and the same bits each time."""
     call = {name: x.cuda() for name, x in tensors((512, 1000), (16, 1), 64, torch.bfloat16, 16).items()}
     options = {"block_size": 32, "compress_stride": 16, "selected_blocks": 8, "window_size": 100}
-    found = nsa_attention(**call, **options)
+    actual = nsa_attention(**call, **options)
     for _ in range(20):
-        assert torch.equal(nsa_attention(**call, **options), found)
+        assert torch.equal(nsa_attention(**call, **options), actual)
     for rule in ("selection_takes_gates", "_in_one_pass"):
         monkeypatch.setattr(nsa, rule, lambda *_: False)
         expected = nsa_attention(**call, **options)
-        assert (found - expected).float().norm() < 0.01 * expected.float().norm()
+        assert (actual - expected).float().norm() < 0.01 * expected.float().norm()
 
 
 @pytest.mark.parametrize(("batch", "rows", "small"), [(2, 0, 0), (0, 8, 2), (2, 0, 3)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_nothing_to_attend(batch: int, rows: int, small: int, dtype: torch.dtype) -> None:
     shapes = [(4, rows, 64), *[(2, rows, 64)] * 2, *[(2, small, 64)] * 2, (4, rows, 3)]
-    given = [torch.ones(batch, *shape, dtype=dtype).requires_grad_() for shape in shapes]
-    out = nsa_attention(*given, **{**OPTIONS, "block_size": 16})
-    assert out.shape == given[0].shape
-    gradients = torch.autograd.grad(out, given, torch.ones_like(out))
-    assert all(x.shape == y.shape and not y.any() for x, y in zip(given, gradients, strict=True))
+    inputs = [torch.ones(batch, *shape, dtype=dtype).requires_grad_() for shape in shapes]
+    out = nsa_attention(*inputs, **{**OPTIONS, "block_size": 16})
+    assert out.shape == inputs[0].shape
+    gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert all(x.shape == y.shape and not y.any() for x, y in zip(inputs, gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -534,15 +534,15 @@ def test_rows_behind_the_last_sequence(dtype: torch.dtype) -> None:
     rest = {name: x for name, x in call.items() if name not in names}
     longer = [torch.cat([call[n], call[n].new_full((9, *call[n].shape[1:]), torch.nan)]) for n in names]
 
-    def passes(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        out = nsa_attention(**dict(zip(names, given, strict=True)), **rest, **options)
+    def passes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = nsa_attention(**dict(zip(names, inputs, strict=True)), **rest, **options)
         with torch.no_grad():
-            again = nsa_attention(**dict(zip(names, given, strict=True)), **rest, **options)
-        return [out, again, *torch.autograd.grad(out, given, torch.ones_like(out))]
+            again = nsa_attention(**dict(zip(names, inputs, strict=True)), **rest, **options)
+        return [out, again, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
     alone = [call[name] for name in names]
-    expected, found = (passes([x.detach().requires_grad_() for x in given]) for given in (alone, longer))
-    for one, other in zip(expected, found, strict=True):
+    expected, actual = (passes([x.detach().requires_grad_() for x in inputs]) for inputs in (alone, longer))
+    for one, other in zip(expected, actual, strict=True):
         torch.testing.assert_close(other[: len(one)], one)
         assert len(other) == len(one) + 9
         assert not other[len(one) :].any()
@@ -572,23 +572,23 @@ def decode_call(dtype: torch.dtype, d: int = 16) -> dict[str, torch.Tensor]:
     """The newest rows of sequences of 64 and 88 rows, and caches with NaN behind them; keys of the compressed means."""
     call = tensors(d=d, dtype=dtype)
     ends, small = call.pop("cu_seqlens"), call.pop("cu_seqlens_compressed")
-    found = {name: call[name][ends[1:] - 1] for name in ("query", "gates")}
+    actual = {name: call[name][ends[1:] - 1] for name in ("query", "gates")}
     for name, x in call.items():
-        if name not in found:
+        if name not in actual:
             parts = x.tensor_split((small if "compressed" in name else ends)[1:-1].tolist())
             cache = torch.full((len(LENGTHS), x.shape[1], 100, d), float("nan"), dtype=dtype)
             for i, part in enumerate(parts):
                 cache[i, :, : len(part)] = part.transpose(0, 1)
-            found[name] = cache
-    return {**found, "lengths": ends.diff(), "compressed_lengths": small.diff()}
+            actual[name] = cache
+    return {**actual, "lengths": ends.diff(), "compressed_lengths": small.diff()}
 
 
 def test_a_decode_step_is_the_last_row() -> None:
-    found = nsa_decode(**decode_call(torch.float64), **OPTIONS)
+    actual = nsa_decode(**decode_call(torch.float64), **OPTIONS)
     torch.manual_seed(0)
     call = tensors()
     expected = nsa_attention(**call, **OPTIONS)[call["cu_seqlens"][1:] - 1]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_decode_step_of_mixed_types_under_autocast() -> None:
@@ -596,8 +596,8 @@ def test_a_decode_step_of_mixed_types_under_autocast() -> None:
     mixed = {**call, "key": call["key"].bfloat16(), "compressed_value": call["compressed_value"].bfloat16()}
     expected = nsa_decode(**{n: x.bfloat16() if x.is_floating_point() else x for n, x in call.items()}, **OPTIONS)
     with torch.autocast("cpu", torch.bfloat16):
-        found = nsa_decode(**{**mixed, "gates": call["gates"].bfloat16()}, **OPTIONS)
-    assert torch.equal(found, expected)
+        actual = nsa_decode(**{**mixed, "gates": call["gates"].bfloat16()}, **OPTIONS)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -617,8 +617,8 @@ def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, bloc
     options = {**OPTIONS, "block_size": block, "compress_stride": 4, "selected_blocks": 5, "window_size": 21}
     expected = nsa_decode(**{name: x.double() if x.is_floating_point() else x for name, x in call.items()}, **options)
     with within(arch):
-        found = nsa_decode(**moved(call, arch), **options)
-    torch.testing.assert_close(found.cpu().double(), expected, atol=8e-3, rtol=8e-3)
+        actual = nsa_decode(**moved(call, arch), **options)
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=8e-3, rtol=8e-3)
 
 
 def test_no_sequences_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

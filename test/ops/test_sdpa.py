@@ -31,9 +31,11 @@ def _empty_caches() -> None:
         cache.clear()
 
 
-def assert_solved(problem: Varying, found: list[torch.Tensor], tensors: list[torch.Tensor], **tolerance: float) -> None:
+def assert_solved(
+    problem: Varying, actual: list[torch.Tensor], tensors: list[torch.Tensor], **tolerance: float
+) -> None:
     expected = with_gradients(problem.solve, [x.double() for x in tensors])
-    for name, one, other in zip(("O", "dQ", "dK", "dV"), found, expected, strict=True):
+    for name, one, other in zip(("O", "dQ", "dK", "dV"), actual, expected, strict=True):
         torch.testing.assert_close(one.double(), other, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -42,19 +44,19 @@ def test_results_and_gradients(name: str) -> None:
     problem = CASES[name]
     tensors = problem.tensors(F64)
     function = functools.partial(scaled_dot_product_attention, **problem.keywords())
-    found = with_gradients(function, tensors)
-    assert_solved(problem, found, tensors, atol=1e-10, rtol=1e-10)
+    actual = with_gradients(function, tensors)
+    assert_solved(problem, actual, tensors, atol=1e-10, rtol=1e-10)
     packed = problem.starts_q is not None
-    assert (found[0].transpose(1, 2) if packed else found[0]).is_contiguous()
+    assert (actual[0].transpose(1, 2) if packed else actual[0]).is_contiguous()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", SOME)
 def test_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     tensors = CASES[name].tensors(dtype)
-    found = with_gradients(functools.partial(scaled_dot_product_attention, **CASES[name].keywords()), tensors)
-    assert {x.dtype for x in found} == {dtype}
-    assert_solved(CASES[name], found, tensors, atol=tolerance, rtol=tolerance)
+    actual = with_gradients(functools.partial(scaled_dot_product_attention, **CASES[name].keywords()), tensors)
+    assert {x.dtype for x in actual} == {dtype}
+    assert_solved(CASES[name], actual, tensors, atol=tolerance, rtol=tolerance)
 
 
 def test_the_gradient_passes_the_numerical_test() -> None:
@@ -86,8 +88,8 @@ def test_any_strides(name: str, how: str) -> None:
     problem = CASES[name]
     tensors = problem.tensors(F64)
     function = functools.partial(scaled_dot_product_attention, **problem.keywords())
-    found = with_gradients(function, [laid_out(x, how) for x in tensors])
-    assert_solved(problem, found, tensors, atol=1e-10, rtol=1e-10)
+    actual = with_gradients(function, [laid_out(x, how) for x in tensors])
+    assert_solved(problem, actual, tensors, atol=1e-10, rtol=1e-10)
 
 
 def test_lengths_that_are_parts_of_other_tensors() -> None:
@@ -105,8 +107,8 @@ def test_lengths_that_are_parts_of_other_tensors() -> None:
 def test_one_key_for_the_whole_batch() -> None:
     q, k, v, _ = CASES["causal"].tensors(F64)
     k, v = (x[:1].expand(2, -1, -1, -1) for x in (k, v))
-    found = scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(found, CASES["causal"].solve(q, k, v))
+    actual = scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(actual, CASES["causal"].solve(q, k, v))
 
 
 def test_what_lies_beyond_the_lengths_does_not_matter() -> None:
@@ -151,9 +153,9 @@ def test_no_tokens(b: int, s_q: int, s_kv: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_new", lambda x, shape, packed: x.new_full(shape, torch.nan))
     problem = dataclasses.replace(CASES["plain"], b=b, s_q=s_q, s_kv=s_kv)
     *leaves, d_o = problem.tensors(F64)
-    found = with_gradients(scaled_dot_product_attention, [*leaves, d_o])
-    assert [x.shape for x in found] == [x.shape for x in (d_o, *leaves)]
-    assert not any(x.any() for x in found)
+    actual = with_gradients(scaled_dot_product_attention, [*leaves, d_o])
+    assert [x.shape for x in actual] == [x.shape for x in (d_o, *leaves)]
+    assert not any(x.any() for x in actual)
 
 
 def test_one_graph_for_each_configuration() -> None:
@@ -186,9 +188,9 @@ def test_threads_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CASES["causal"]
     tensors = [problem.tensors(F64) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda x: scaled_dot_product_attention(*x[:3], is_causal=True), tensors)]
+        actual = [*pool.map(lambda x: scaled_dot_product_attention(*x[:3], is_causal=True), tensors)]
     assert len(built) == 1
-    for x, result in zip(tensors, found, strict=True):
+    for x, result in zip(tensors, actual, strict=True):
         torch.testing.assert_close(result, problem.solve(*x[:3]))
 
 
@@ -271,8 +273,8 @@ def test_refusals() -> None:
     for ends in ([0, 1, 2 * longest + 1], [-1, 1, 2], [0, 2, 1], [1 << 32, 2, 2]):
         starts = {f"cumulative_seq_len_{side}": torch.tensor(ends) for side in ("q", "kv")}
         _refused(ValueError, "cumulative_seq_len_q: got .* do not decrease", **starts)
-    _refused(ValueError, "cumulative_seq_len_kv: got None beside the other", cumulative_seq_len_q=three)
-    _refused(ValueError, "cumulative_seq_len_q: got None beside the other", cumulative_seq_len_kv=three)
+    _refused(ValueError, "cumulative_seq_len_kv: got None with the other one set", cumulative_seq_len_q=three)
+    _refused(ValueError, "cumulative_seq_len_q: got None with the other one set", cumulative_seq_len_kv=three)
     wide = dataclasses.replace(CASES["plain"], d=12)
     _refused(cudnn.cudnnGraphNotSupportedError, "head size: got d_qk=12", wide)
     tall = dataclasses.replace(CASES["plain"], s_q=32)

@@ -35,12 +35,14 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tens
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name: str) -> None:
-    given = tensors(F64)
-    found = scaled_dot_product_attention(*given[:3], enable_gqa=True, sinks=given[3], **CASES[name])
-    expected = formula(*given, **CASES[name])
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn(found.shape, dtype=F64)
-    pairs = zip(torch.autograd.grad(found, given, weights), torch.autograd.grad(expected, given, weights), strict=True)
+    arguments = tensors(F64)
+    actual = scaled_dot_product_attention(*arguments[:3], enable_gqa=True, sinks=arguments[3], **CASES[name])
+    expected = formula(*arguments, **CASES[name])
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn(actual.shape, dtype=F64)
+    pairs = zip(
+        torch.autograd.grad(actual, arguments, weights), torch.autograd.grad(expected, arguments, weights), strict=True
+    )
     for one, other in pairs:
         torch.testing.assert_close(one, other)
 
@@ -48,13 +50,13 @@ def test_results_and_gradients(name: str) -> None:
 def test_vmap() -> None:
     many = [torch.stack([x.detach(), 2 * x.detach()]).requires_grad_() for x in tensors(F64)]
 
-    def step(*given: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(*given[:3], is_causal=True, enable_gqa=True, sinks=given[3])
+    def step(*arguments: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(*arguments[:3], is_causal=True, enable_gqa=True, sinks=arguments[3])
 
-    found, expected = torch.vmap(step)(*many), torch.stack([step(*(x[i] for x in many)) for i in range(2)])
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn(found.shape, dtype=F64)
-    torch.testing.assert_close(*(torch.autograd.grad(y, many, weights) for y in (found, expected)))
+    actual, expected = torch.vmap(step)(*many), torch.stack([step(*(x[i] for x in many)) for i in range(2)])
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn(actual.shape, dtype=F64)
+    torch.testing.assert_close(*(torch.autograd.grad(y, many, weights) for y in (actual, expected)))
 
 
 def test_compiled_and_in_autocast() -> None:
@@ -65,9 +67,9 @@ def test_compiled_and_in_autocast() -> None:
 
     expected = step(q)
     (expected_gradient,) = torch.autograd.grad(expected.sum(), [q])
-    found = torch.compile(step, backend="aot_eager", fullgraph=True)(q)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found.sum(), [q])[0], expected_gradient)
+    actual = torch.compile(step, backend="aot_eager", fullgraph=True)(q)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), [q])[0], expected_gradient)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = step(q)
     (gradient,) = torch.autograd.grad(half.sum(), [q])
@@ -81,7 +83,7 @@ def test_compiled_and_in_autocast() -> None:
     [
         ({"sinks": torch.zeros(2)}, r"sinks: got torch.float32 of the shape \(2,\) on cpu; allowed: .* \(4,\)"),
         ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks: got torch.int32"),
-        ({"seq_len_q": torch.tensor([9, 9])}, "sinks: got lengths beside them"),
+        ({"seq_len_q": torch.tensor([9, 9])}, "sinks: got lengths with them"),
         ({"attn_mask": torch.zeros(9, 11, dtype=F64).requires_grad_()}, "sinks: got a mask with a gradient"),
     ],
 )

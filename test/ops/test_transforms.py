@@ -1,4 +1,4 @@
-"""Operators under ``torch.compile``, ``torch.autocast`` and ``torch.vmap``, beside PyTorch's own of the kind."""
+"""Operators under ``torch.compile``, ``torch.autocast`` and ``torch.vmap``, compared with PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: 
     with torch.no_grad():
         assert not operator(x, weight, bias, "silu").requires_grad
     negated = torch.randn(2, 8, 20, dtype=torch.complex64).conj().imag
-    for given in (negated, x.as_subclass(Other), x.to("meta")):
+    for inputs in (negated, x.as_subclass(Other), x.to("meta")):
         with pytest.raises(SeenError):
-            operator(given, weight, bias, "silu")
+            operator(inputs, weight, bias, "silu")
     around = [TorchDispatchMode(), BaseTorchFunctionMode(), torch.autocast("cpu", dtype=BF16)]
     for context in (*around, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])):
         with pytest.raises(SeenError), context:
             operator(x, weight, bias, "silu")
     with pytest.raises(SeenError), warnings.catch_warnings(action="ignore"):
-        torch.jit.trace(lambda *given: operator(*given, "silu"), tuple(leaf.detach() for leaf in leaves))
+        torch.jit.trace(lambda *inputs: operator(*inputs, "silu"), tuple(leaf.detach() for leaf in leaves))
     with pytest.raises(SeenError):
         torch.vmap(lambda x: operator(x, weight, bias, "silu"))(x[None])
     (once,) = torch.autograd.grad(operator(*leaves, "silu").sum(), [x], create_graph=True)
@@ -184,8 +184,8 @@ def numbers(mode: str, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable
     _, peer, tensors = experts(dtype)
     place = torch.randperm(16).int().view(1, 16, 1)
     index = {"token_index": place // 2, "token_ks": place % 2, "top_k": 2} if mode == "scatter" else {}
-    given = {"first_token_offset": FIRST, "mode": mode, "token_index": place} | index
-    return functools.partial(moe_grouped_matmul, **given), peer, tensors
+    inputs = {"first_token_offset": FIRST, "mode": mode, "token_index": place} | index
+    return functools.partial(moe_grouped_matmul, **inputs), peer, tensors
 
 
 COMPILED = [
@@ -205,8 +205,8 @@ def test_compiled(make: Any, dynamic: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    given = [*tensors, torch.randn_like(layer(*tensors))]
-    for one, other in zip(with_gradients(compiled, given), with_gradients(layer, given), strict=True):
+    inputs = [*tensors, torch.randn_like(layer(*tensors))]
+    for one, other in zip(with_gradients(compiled, inputs), with_gradients(layer, inputs), strict=True):
         assert torch.equal(one, other)
 
 
@@ -215,19 +215,19 @@ def test_compiled(make: Any, dynamic: bool) -> None:
 
 @CASE
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("given", [F32, BF16, F16, F64])
-def test_autocast_as_pytorch(make: Any, given: torch.dtype, dtype: torch.dtype) -> None:
-    if (make, given) == (convolution, F64):
-        given = F32  # it has no float64
-    ours, peer, tensors = make(given)
+@pytest.mark.parametrize("inputs", [F32, BF16, F16, F64])
+def test_autocast_as_pytorch(make: Any, inputs: torch.dtype, dtype: torch.dtype) -> None:
+    if (make, inputs) == (convolution, F64):
+        inputs = F32  # it has no float64
+    ours, peer, tensors = make(inputs)
     leaves = [x.requires_grad_() for x in tensors]
     with torch.autocast("cpu", dtype=dtype):
-        found, expected = ours(*leaves), peer(*leaves)
-    assert found.dtype == expected.dtype == (F64 if given is F64 else dtype)
-    torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
-    gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (found, expected)]
+        actual, expected = ours(*leaves), peer(*leaves)
+    assert actual.dtype == expected.dtype == (F64 if inputs is F64 else dtype)
+    torch.testing.assert_close(actual, expected, atol=5e-2, rtol=5e-2)
+    gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (actual, expected)]
     for one, other in zip(*gradients, strict=True):
-        assert one.dtype == given
+        assert one.dtype == inputs
         torch.testing.assert_close(one, other, atol=0.2, rtol=5e-2)
 
 
@@ -252,9 +252,9 @@ def test_autocast_compiled(make: Any) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = compiled(*tensors)
-    assert found.dtype == BF16
-    assert torch.equal(found, layer(*tensors))
+    actual = compiled(*tensors)
+    assert actual.dtype == BF16
+    assert torch.equal(actual, layer(*tensors))
 
 
 def test_autocast_off_within() -> None:
@@ -279,9 +279,9 @@ def test_autocast_of_fused_gemms() -> None:
         "cpu",
     )
     with torch.autocast("cpu", dtype=BF16):
-        found = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
+        actual = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
     expected = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 # vmap.
@@ -296,16 +296,16 @@ def mapped(
     ]
     places = dims if isinstance(dims, tuple) else (dims,) * len(leaves)
     size = next(x.shape[dim] for x, dim in zip(leaves, places, strict=True) if dim is not None)
-    found = torch.vmap(function, places, **options)(*leaves)
+    actual = torch.vmap(function, places, **options)(*leaves)
     rows = [
         [x if dim is None else x.select(dim, entry) for x, dim in zip(leaves, places, strict=True)]
         for entry in range(size)
     ]
     expected = torch.stack([function(*row) for row in rows])
-    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
     weight = torch.randn_like(expected)
     some = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-    gradients = [torch.autograd.grad(x, some, weight) for x in (found, expected)]
+    gradients = [torch.autograd.grad(x, some, weight) for x in (actual, expected)]
     torch.testing.assert_close(*gradients, atol=atol, rtol=rtol)
 
 
@@ -324,7 +324,7 @@ def test_vmap_of_attention(name: str, dims: Any) -> None:
 
 
 @VMAP
-@pytest.mark.parametrize("own", [False, True], ids=["the same lengths", "lengths of their own"])
+@pytest.mark.parametrize("own", [False, True], ids=["the same lengths", "separate lengths"])
 @pytest.mark.parametrize("name", ["lengths", "lengths of keys", "packed", "packed with gaps", "packed, empty entries"])
 def test_vmap_of_lengths(name: str, own: bool) -> None:
     problem = CASES[name]
@@ -333,18 +333,18 @@ def test_vmap_of_lengths(name: str, own: bool) -> None:
     lengths = {key: x for key, x in keywords.items() if isinstance(x, torch.Tensor)}
     rest = {key: x for key, x in keywords.items() if key not in lengths}
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(q, k, v, **dict(zip(lengths, given, strict=True)), **rest)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, **dict(zip(lengths, inputs, strict=True)), **rest)
 
-    given = [torch.stack([x, x, x]) if own else x for x in lengths.values()]
+    inputs = [torch.stack([x, x, x]) if own else x for x in lengths.values()]
     if own and "cumulative_seq_len_q" not in lengths:
-        given = [x - torch.arange(3).view(-1, 1, 1, 1, 1) for x in given]  # others for each
-    mapped(attend, q, k, v, *given, dims=(0, 0, 0, *[0 if own else None] * len(given)))
+        inputs = [x - torch.arange(3).view(-1, 1, 1, 1, 1) for x in inputs]  # others for each
+    mapped(attend, q, k, v, *inputs, dims=(0, 0, 0, *[0 if own else None] * len(inputs)))
 
 
 @VMAP
 @pytest.mark.parametrize("shape", [(24, 24), (4, 24, 24), (2, 1, 24, 24)], ids=str)
-@pytest.mark.parametrize("own", [False, True], ids=["one mask", "masks of their own"])
+@pytest.mark.parametrize("own", [False, True], ids=["one mask", "separate masks"])
 def test_vmap_of_masks(shape: tuple[int, ...], own: bool) -> None:
     q, k, v = (torch.randn(3, 2, 4, 24, 16, dtype=F64) for _ in range(3))
     mask = torch.randn(3, *shape, dtype=F64) if own else torch.randn(shape, dtype=F64)
@@ -359,9 +359,9 @@ def test_vmap_of_a_backward_pass() -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, mask)]
     out = scaled_dot_product_attention(*leaves)
     many = torch.randn(3, *out.shape, dtype=F64)
-    found = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
+    actual = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
     expected = [torch.autograd.grad(out, leaves, one, retain_graph=True) for one in many]
-    for one, others in zip(found, zip(*expected, strict=True), strict=True):
+    for one, others in zip(actual, zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(one, torch.stack(others), atol=1e-10, rtol=1e-10)
 
 
@@ -381,8 +381,8 @@ def test_vmap_of_dropout() -> None:
     tensors, more = (q[0], k[0], v[0]), (None, 0.5, torch.tensor([7]))
     o, stats = sdpa(*tensors, *options, *more)
     many = torch.randn(3, *o.shape, dtype=F64)
-    found = torch.vmap(lambda d: sdpa_bwd(d, *tensors, o, stats, *options, False, *more), randomness="same")(many)
-    for place, one in enumerate(found):
+    actual = torch.vmap(lambda d: sdpa_bwd(d, *tensors, o, stats, *options, False, *more), randomness="same")(many)
+    for place, one in enumerate(actual):
         each = [sdpa_bwd(d, *tensors, o, stats, *options, False, *more)[place] for d in many]
         torch.testing.assert_close(one, torch.stack(each))
 
@@ -401,8 +401,8 @@ def test_vmap_of_convolutions(dims: tuple[int | None, ...], activation: str) -> 
 def test_vmap_of_a_convolutions_backward_pass() -> None:
     x, weight, bias = torch.randn(2, 4, 20), torch.randn(4, 3), torch.randn(4)
     many = torch.randn(3, 2, 4, 20)
-    found = torch.vmap(lambda d: causal_conv1d_bwd_primitive(d, x, weight, bias, "silu"))(many)
-    for place, one in enumerate(found):
+    actual = torch.vmap(lambda d: causal_conv1d_bwd_primitive(d, x, weight, bias, "silu"))(many)
+    for place, one in enumerate(actual):
         expected = torch.stack([causal_conv1d_bwd_primitive(d, x, weight, bias, "silu")[place] for d in many])
         torch.testing.assert_close(one, expected)
 
@@ -426,5 +426,5 @@ def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vmap_of_the_others_is_pytorchs_loop() -> None:
     first = torch.tensor([0, 7], dtype=torch.int32)
     token, weight = torch.randn(3, 1, 16, 32), torch.randn(2, 24, 32).mT
-    found = torch.vmap(lambda token: moe_grouped_matmul(token, weight, first))(token)
-    assert torch.equal(found, torch.stack([moe_grouped_matmul(x, weight, first) for x in token]))
+    actual = torch.vmap(lambda token: moe_grouped_matmul(token, weight, first))(token)
+    assert torch.equal(actual, torch.stack([moe_grouped_matmul(x, weight, first) for x in token]))

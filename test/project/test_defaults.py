@@ -57,7 +57,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def drawn(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     generator = torch.Generator(CPU).manual_seed(len(shape))
     return torch.randn(*shape, dtype=F32, device=CPU, generator=generator).to(dtype)
 
@@ -69,7 +69,7 @@ def attention(**options: Any) -> list[torch.Tensor]:
         compute_data_type=cudnn.data_type.FLOAT,
         backend="reference",
     )
-    x = drawn(1, 3, 32, 16, dtype=HALF)
+    x = random_tensor(1, 3, 32, 16, dtype=HALF)
     q = graph.tensor_like(x)
     data = {q: x}
     if "dropout" in options:
@@ -87,12 +87,12 @@ def attention(**options: Any) -> list[torch.Tensor]:
 
 def layer(**options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    made = MoE(128, 128, 4, 2, shared_experts=1, score="sigmoid", correction_bias=True, device=CPU, **options)
-    x = drawn(9, 128, dtype=BF16).requires_grad_()
-    y = made(x)
+    moe = MoE(128, 128, 4, 2, shared_experts=1, score="sigmoid", correction_bias=True, device=CPU, **options)
+    x = random_tensor(9, 128, dtype=BF16).requires_grad_()
+    y = moe(x)
     y.backward(torch.ones_like(y))
-    assert made.correction is not None
-    return [made.correction, *made.parameters(), y, x.grad, *(p.grad for p in made.parameters())]
+    assert moe.correction is not None
+    return [moe.correction, *moe.parameters(), y, x.grad, *(p.grad for p in moe.parameters())]
 
 
 def fused(name: str) -> list[torch.Tensor]:
@@ -109,17 +109,17 @@ def variant(v: gemm_variants.Variant) -> list[torch.Tensor]:
 
 def dropped() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    q = drawn(1, 2, 32, 16, dtype=HALF)
+    q = random_tensor(1, 2, 32, 16, dtype=HALF)
     return [cudnn.ops.scaled_dot_product_attention(q, q, q, dropout_p=0.5)]
 
 
 def conv() -> list[torch.Tensor]:
-    return [cudnn.ops.causal_conv1d(drawn(2, 8, 16), drawn(8, 4), drawn(8), "silu")]
+    return [cudnn.ops.causal_conv1d(random_tensor(2, 8, 16), random_tensor(8, 4), random_tensor(8), "silu")]
 
 
 def restored() -> list[torch.Tensor]:
     """A scalar that is kept with a graph, and a graph's index."""
-    x, two = drawn(1, 4, 8), torch.full((1, 1, 1), 2.5, dtype=F32, device=CPU)
+    x, two = random_tensor(1, 4, 8), torch.full((1, 1, 1), 2.5, dtype=F32, device=CPU)
     with cudnn.Graph(backend="reference") as graph:
         y = graph.mul(x, two, name="mul")
         z = graph.add(y, graph.gen_index(y, axis=2, name="index"), name="add")
@@ -147,13 +147,13 @@ def forget() -> None:
     grouped.unseen.cache_clear()
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     def bits(x: torch.Tensor) -> torch.Tensor:
         return x.detach().flatten().contiguous().view(torch.uint8)
 
-    return len(found) == len(expected) and all(
+    return len(actual) == len(expected) and all(
         (x.dtype, x.device, x.shape) == (y.dtype, y.device, y.shape) and torch.equal(bits(x), bits(y))
-        for x, y in zip(found, expected, strict=True)
+        for x, y in zip(actual, expected, strict=True)
     )
 
 
@@ -166,14 +166,14 @@ def test_results_do_not_depend_on_defaults(name: str) -> None:
     for other, defaults in OTHERS.items():
         forget()
         with defaults():
-            found = CALLS[name]()
-        assert same(found, expected_in_a_mode if "device" in other else expected), f"under {other}"
+            actual = CALLS[name]()
+        assert same(actual, expected_in_a_mode if "device" in other else expected), f"under {other}"
         assert same(CALLS[name](), expected), f"with what was kept under {other}"
 
 
 def test_a_layer_without_a_type_takes_the_default() -> None:
     with default_dtype(BF16):
-        made = MoE(64, 32, 4, 2, correction_bias=True, score="sigmoid", dtype=None, device=CPU)
-    assert {p.dtype for p in made.parameters()} == {BF16}
-    assert made.correction is not None
-    assert made.correction.dtype == F32
+        moe = MoE(64, 32, 4, 2, correction_bias=True, score="sigmoid", dtype=None, device=CPU)
+    assert {p.dtype for p in moe.parameters()} == {BF16}
+    assert moe.correction is not None
+    assert moe.correction.dtype == F32

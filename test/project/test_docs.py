@@ -28,7 +28,7 @@ def _name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if Page.read(path).scripts], ids=_name)
 def test_code_blocks_run(path: Path) -> None:
-    """The Python blocks of a page run in order, in one namespace, and print what the page says that they print."""
+    """The Python blocks of a page run in order, in one namespace, and print the output that the page shows."""
     page = Page.read(path)
     for package in page.needs:
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -57,10 +57,10 @@ def test_commands_print_what_the_pages_show(page: Page, block: Block) -> None:
 @pytest.mark.parametrize(("page", "block"), commands(versioned=True))
 def test_commands_with_cudnn_print_what_the_pages_show(page: Page, block: Block, libcudnn: Library) -> None:
     """Where that version is installed, for a described H200."""
-    found = libcudnn.version
-    if f"cuDNN {found // 10000}.{found // 100 % 100}" not in block.conditions or gpu_available():
+    version = libcudnn.version
+    if f"cuDNN {version // 10000}.{version // 100 % 100}" not in block.conditions or gpu_available():
         pytest.skip(f"the page shows what {', '.join(block.conditions)} says, without a GPU")
-    compare(page, block, page.run_command(block, describe_h200(found)))
+    compare(page, block, page.run_command(block, describe_h200(version)))
 
 
 def compare(page: Page, block: Block, printed: str) -> None:
@@ -159,7 +159,7 @@ def test_operations_table_lists_every_operation(generate: ModuleType) -> None:
 
 @pytest.mark.parametrize("method", ["conv_fprop", "conv_dgrad", "conv_wgrad", "resample"])
 def test_operations_table_says_which_empty_arguments_are_refused(method: str) -> None:
-    """`padding=()` looks optional, and a convolution without padding is refused: the row says so."""
+    """`padding=()` looks optional, and a convolution without padding is refused: the row documents it."""
     import cudnn
 
     graph = cudnn.pygraph(io_data_type=cudnn.data_type.HALF, compute_data_type=cudnn.data_type.FLOAT)
@@ -316,7 +316,7 @@ def test_navigation_names_every_page_once() -> None:
 
 
 def test_code_fits() -> None:
-    """120 columns are what the site shows beside its navigation at 1,300 px; outputs wrap."""
+    """120 columns are what the site shows next to its navigation at 1,300 px; outputs wrap."""
     wide = [
         f"{page.name}:{block.line + number}: {len(line)}"
         for page in map(Page.read, PAGES)

@@ -36,23 +36,23 @@ def _needed(name: str) -> frozenset[str]:
 
 def _scopes(tree: ast.Module) -> dict[int, ast.AST]:
     """The innermost function that each call is in, or the file."""
-    found: dict[int, ast.AST] = {}
+    scopes: dict[int, ast.AST] = {}
     for scope in ast.walk(tree):  # outer ones come first
         if isinstance(scope, (ast.Module, ast.FunctionDef)):
-            found |= {id(node): scope for node in ast.walk(scope) if isinstance(node, ast.Call)}
-    return found
+            scopes |= {id(node): scope for node in ast.walk(scope) if isinstance(node, ast.Call)}
+    return scopes
 
 
 def _names_of_dicts(scope: ast.AST) -> dict[str, set[str]]:
     """Dictionaries that a function writes out and assigns only once, with their keys: calls may pass them by ``**``."""
-    found: dict[str, list[set[str]]] = {}
+    assigned: dict[str, list[set[str]]] = {}
     for node in ast.walk(scope):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if _annotated(node) else []
         for target in targets:
             if isinstance(target, ast.Name):
                 keys = node.value.keys if isinstance(node.value, ast.Dict) else []
-                found.setdefault(target.id, []).append({key.value for key in keys if isinstance(key, ast.Constant)})
-    return {name: keys[0] for name, keys in found.items() if len(keys) == 1}
+                assigned.setdefault(target.id, []).append({key.value for key in keys if isinstance(key, ast.Constant)})
+    return {name: keys[0] for name, keys in assigned.items() if len(keys) == 1}
 
 
 def _annotated(node: ast.AST) -> bool:
@@ -60,7 +60,7 @@ def _annotated(node: ast.AST) -> bool:
 
 
 def faults(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of what makes a tensor, or may make one, whose type or device the program does not say."""
+    """Line and text of what makes a tensor, or may make one, whose type or device the program leaves out."""
     tree = ast.parse(source)
     scopes = _scopes(tree)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -95,8 +95,10 @@ def _listed() -> list[str]:
 
 
 def test_every_tensor_is_made_with_a_type_and_a_device() -> None:
-    found = _listed()
-    assert not found, "say dtype= and device=, which PyTorch's defaults must not choose:\n" + "\n".join(found)
+    unspecified = _listed()
+    assert not unspecified, "say dtype= and device=, which PyTorch's defaults must not choose:\n" + "\n".join(
+        unspecified
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def _canonical(name: str) -> str:
 def test_version_stands_in_one_place() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
-    found = re.findall(r'^__version__ = "([^"]+)"$', (ROOT / "python/cudnn/__init__.py").read_text(), re.MULTILINE)
-    assert found == [cudnn.__version__]
+    versions = re.findall(r'^__version__ = "([^"]+)"$', (ROOT / "python/cudnn/__init__.py").read_text(), re.MULTILINE)
+    assert versions == [cudnn.__version__]
 
 
 def test_every_pin_is_exact_and_named_once() -> None:
@@ -45,7 +45,7 @@ def test_every_pin_is_exact_and_named_once() -> None:
 
 def test_pins_satisfy_the_requirements() -> None:
     pins = {_canonical(pin.name): next(iter(pin.specifier)).version for pin in PINS}
-    # Extra cu13 has no pin: PyTorch from the default index asks for a cuDNN of its own choice.
+    # Extra cu13 has no pin: PyTorch from the default index requires its cuDNN version.
     wanted = [text for extra, texts in PROJECT["optional-dependencies"].items() if extra != "cu13" for text in texts]
     for requirement in map(Requirement, [*PROJECT["dependencies"], *wanted]):
         version = pins[_canonical(requirement.name)]
@@ -65,8 +65,8 @@ def test_hooks_run_the_pinned_ruff() -> None:
 
 def test_ci_runs_the_command_of_the_readme(tmp_path: Path) -> None:
     """Its parts one after the other, as programs with their words, until one fails."""
-    found = re.search(r"^readme_tests\(\) \{\n.*?^\}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
+    function = re.search(r"^readme_tests\(\) \{\n.*?^\}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    assert function is not None
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     for name in ("python3", "env/bin/pip", "env/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def test_ci_runs_the_command_of_the_readme(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
 
     def run() -> tuple[int, list[str]]:
-        script = f"PATH={tmp_path}:$PATH env=env\n{found[0]}\nreadme_tests"
+        script = f"PATH={tmp_path}:$PATH env=env\n{function[0]}\nreadme_tests"
         done = subprocess.run(["bash", "-uc", script], cwd=tmp_path)
         return done.returncode, (tmp_path / "log").read_text().split("\n")[:-1]
 

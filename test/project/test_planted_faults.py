@@ -15,7 +15,7 @@ def test_there_are_thirty() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_it_can_be_planted(fault: Fault) -> None:
-    spoiled = fault.spoiled((ROOT / fault.path).read_text())
-    ast.parse(spoiled)
+    mutated = fault.mutated((ROOT / fault.path).read_text())
+    ast.parse(mutated)
     path, _, name = fault.tests[0].partition("::")
     assert f"def {name}" in (ROOT / path).read_text()

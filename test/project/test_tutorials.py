@@ -77,7 +77,7 @@ def test_cudnn_has_plans(path: Path, device_properties: Any) -> None:
             assert configurations(planned) > 0
         except cudnn.cudnnGraphNotSupportedError as error:
             if "GATHER with cuDNN" not in str(error) or library.version() > known_faults.SEEN_IN:
-                raise  # gathered rows alone wait for a newer cuDNN, and their notebook says so
+                raise  # gathered rows alone wait for a newer cuDNN, as their notebook states
 
 
 @every_notebook

@@ -92,7 +92,7 @@ def public_names() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def diagnostics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What pyright says of each program, by name."""
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed")
@@ -104,30 +104,34 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": paths, "include": ["*.py"]}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    said: dict[str, list[dict[str, Any]]] = {"program": [], "mistakes": [], "names": []}
-    for one in json.loads(done.stdout)["generalDiagnostics"]:
-        said[Path(one["file"]).stem].append(one)
-    return said
+    by_file: dict[str, list[dict[str, Any]]] = {"program": [], "mistakes": [], "names": []}
+    for diagnostic in json.loads(done.stdout)["generalDiagnostics"]:
+        by_file[Path(diagnostic["file"]).stem].append(diagnostic)
+    return by_file
 
 
 def test_the_program_runs() -> None:
     exec(compile(PROGRAM, "program.py", "exec"), {})
 
 
-def test_pyright_knows_the_types(found: dict[str, Any]) -> None:
-    assert [one for one in found["program"] if one["severity"] != "information"] == []
+def test_pyright_knows_the_types(diagnostics: dict[str, Any]) -> None:
+    assert [diagnostic for diagnostic in diagnostics["program"] if diagnostic["severity"] != "information"] == []
 
 
-def test_pyright_finds_mistakes(found: dict[str, Any]) -> None:
-    lines = {one["range"]["start"]["line"] for one in found["mistakes"] if one["severity"] == "error"}
+def test_pyright_finds_mistakes(diagnostics: dict[str, Any]) -> None:
+    lines = {
+        diagnostic["range"]["start"]["line"]
+        for diagnostic in diagnostics["mistakes"]
+        if diagnostic["severity"] == "error"
+    }
     assert lines == {number for number, line in enumerate(MISTAKES.splitlines()) if line.endswith("# wrong")}
 
 
-def test_every_public_name_has_a_type(found: dict[str, Any]) -> None:
-    said = found["names"]
-    assert [one["message"] for one in said if one["severity"] == "error"] == []
-    assert len(said) == len(public_names())
-    assert [one["message"] for one in said if one["message"].endswith('is "Any"')] == []
+def test_every_public_name_has_a_type(diagnostics: dict[str, Any]) -> None:
+    reported = diagnostics["names"]
+    assert [diagnostic["message"] for diagnostic in reported if diagnostic["severity"] == "error"] == []
+    assert len(reported) == len(public_names())
+    assert [diagnostic["message"] for diagnostic in reported if diagnostic["message"].endswith('is "Any"')] == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
@@ -145,5 +149,5 @@ def test_mypy_knows_the_types(tmp_path: Path) -> None:
 def test_type_checkers_know_the_operations_of_graphs() -> None:
     """And those alone."""
     known = {name for name in dir(Methods) if not name.startswith("_")}
-    here = {name for name in dir(cudnn.Graph()) if not name.startswith("_")}
-    assert known == here - set(vars(cudnn.Graph))
+    methods = {name for name in dir(cudnn.Graph()) if not name.startswith("_")}
+    assert known == methods - set(vars(cudnn.Graph))

@@ -120,9 +120,9 @@ def test_rows_between_the_entries_of_a_ragged_tensor_are_left_alone() -> None:
     assert o is not None
     o.set_output(True).set_dim(q.get_dim()).set_stride(q.get_stride()).set_ragged_offset(offset)
     graph.build(MODES)
-    made = torch.full((10, heads, size), float("nan"))
+    output = torch.full((10, heads, size), float("nan"))
     data = {tensor: torch.randn(10, heads, size) for tensor in (q, k, v)}
     counts = torch.tensor(lengths, dtype=torch.int32)
-    graph.execute({**data, offset: step * torch.tensor(starts, dtype=torch.int32), rows: counts, o: made})
-    written = ~made.isnan().flatten(1).any(1)
+    graph.execute({**data, offset: step * torch.tensor(starts, dtype=torch.int32), rows: counts, o: output})
+    written = ~output.isnan().flatten(1).any(1)
     assert written.tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 3

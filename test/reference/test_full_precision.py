@@ -135,9 +135,9 @@ def of_graph(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     names = [graph.tensor_like(x) for x in (a, b)]
     c = graph.matmul(*names).set_output(True)
     graph.build([cudnn.heur_mode.A])
-    found = torch.empty_like(a)
-    graph.execute({names[0]: a, names[1]: b, c: found}, None)
-    return found, a.double() @ b.double()
+    result = torch.empty_like(a)
+    graph.execute({names[0]: a, names[1]: b, c: result}, None)
+    return result, a.double() @ b.double()
 
 
 def of_convolution(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,15 +147,17 @@ def of_convolution(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     y = graph.conv_fprop(*names, padding=[1, 1], stride=[1, 1], dilation=[1, 1]).set_output(True)
     y.set_stride(x.stride())
     graph.build([cudnn.heur_mode.A])
-    found = torch.empty_like(x)
-    graph.execute({names[0]: x, names[1]: w, y: found}, None)
-    return found, torch.nn.functional.conv2d(x.cpu().double(), w.cpu().double(), padding=1).to(device)
+    result = torch.empty_like(x)
+    graph.execute({names[0]: x, names[1]: w, y: result}, None)
+    return result, torch.nn.functional.conv2d(x.cpu().double(), w.cpu().double(), padding=1).to(device)
 
 
 def test_the_executor_computes_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     evaluate = Matmul.evaluate
-    monkeypatch.setattr(Matmul, "evaluate", lambda *given: (seen.append(precisions(OPERATIONS)), evaluate(*given))[1])
+    monkeypatch.setattr(
+        Matmul, "evaluate", lambda *arguments: (seen.append(precisions(OPERATIONS)), evaluate(*arguments))[1]
+    )
     allow_operations()
     before = precisions()
     of_graph()
@@ -195,5 +197,5 @@ def test_a_convolution_along_time_computes_in_full_precision(monkeypatch: pytest
 def test_errors_on_a_gpu(compute: Callable[[str], Any], allow: Callable[[], None]) -> None:
     """With TF32 they would be 3e-4."""
     allow()
-    found, expected = compute("cuda")
-    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    result, expected = compute("cuda")
+    assert float((result - expected).norm() / expected.norm()) < 1e-6

@@ -17,11 +17,11 @@ BF16, INT8, INT32, INT64 = (cudnn.data_type[name] for name in ("BFLOAT16", "INT8
 E4M3, E5M2, FP4, BOOLEAN = (cudnn.data_type[name] for name in ("FP8_E4M3", "FP8_E5M2", "FP4_E2M1", "BOOLEAN"))
 
 
-def cast(x: torch.Tensor, kind: cudnn.data_type, out: torch.Tensor, compute: object = FLOAT) -> torch.Tensor:
-    """``identity`` of x, stored as ``kind``."""
+def cast(x: torch.Tensor, data_type: cudnn.data_type, out: torch.Tensor, compute: object = FLOAT) -> torch.Tensor:
+    """``identity`` of x, stored as ``data_type``."""
     graph = reference_graph(compute=compute)
     tx = like(graph, x)
-    y = graph.identity(tx, name="cast").set_output(True).set_data_type(kind)
+    y = graph.identity(tx, name="cast").set_output(True).set_data_type(data_type)
     graph.build(MODES)
     graph.execute({tx: x, y: out})
     return out
@@ -39,14 +39,14 @@ def test_virtual_half_tensors_round() -> None:
         assert bool((out == wanted).all())
 
 
-@pytest.mark.parametrize("kind", [HALF, BF16])
-def test_virtual_tensors_round_like_pytorch(kind: cudnn.data_type) -> None:
+@pytest.mark.parametrize("data_type", [HALF, BF16])
+def test_virtual_tensors_round_like_pytorch(data_type: cudnn.data_type) -> None:
     a, b, c = torch.randn(2, 16, 32), torch.randn(2, 32, 8), torch.randn(2, 16, 8)
-    graph = reference_graph(intermediate=kind)
+    graph = reference_graph(intermediate=data_type)
     ta, tb, tc = like(graph, a), like(graph, b), like(graph, c)
     y = graph.add(graph.matmul(ta, tb), tc).set_output(True)
     (out,) = run(graph, {ta: a, tb: b, tc: c}, y)
-    dtype = {HALF: torch.float16, BF16: torch.bfloat16}[kind]
+    dtype = {HALF: torch.float16, BF16: torch.bfloat16}[data_type]
     assert torch.equal(out, (a @ b).to(dtype).float() + c)
 
 
@@ -68,30 +68,30 @@ def test_double_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "limit"), [(E4M3, torch.float8_e4m3fn, 448.0), (E5M2, torch.float8_e5m2, 57344.0)]
+    ("data_type", "dtype", "limit"), [(E4M3, torch.float8_e4m3fn, 448.0), (E5M2, torch.float8_e5m2, 57344.0)]
 )
-def test_fp8_saturates(kind: cudnn.data_type, dtype: torch.dtype, limit: float) -> None:
+def test_fp8_saturates(data_type: cudnn.data_type, dtype: torch.dtype, limit: float) -> None:
     x = torch.tensor(
         [[1e6, -1e6, float("inf"), float("-inf")], [limit, -limit, 0.0, 1.1], [300.0, 1e-9, -0.3, float("nan")]]
     )
-    out = cast(x, kind, torch.empty(3, 4, dtype=dtype)).float()
+    out = cast(x, data_type, torch.empty(3, 4, dtype=dtype)).float()
     assert out[0].tolist() == [limit, -limit, limit, -limit]
     assert torch.equal(out[1:].nan_to_num(7.0), x[1:].to(dtype).float().nan_to_num(7.0))
     assert bool(out[2, 3].isnan())
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
+    ("data_type", "dtype"),
     [(INT8, torch.int8), (INT32, torch.int32), (INT64, torch.int64), (cudnn.data_type.UINT8, torch.uint8)],
 )
-def test_integers_round_to_nearest_even_and_saturate(kind: cudnn.data_type, dtype: torch.dtype) -> None:
+def test_integers_round_to_nearest_even_and_saturate(data_type: cudnn.data_type, dtype: torch.dtype) -> None:
     x = torch.tensor([[0.5, 1.5, 2.5, 2.4, 2.6, 100.49]])
-    assert cast(x, kind, torch.empty(1, 6, dtype=dtype)).tolist() == [[0, 2, 2, 2, 3, 100]]
-    if kind is not INT64:
+    assert cast(x, data_type, torch.empty(1, 6, dtype=dtype)).tolist() == [[0, 2, 2, 2, 3, 100]]
+    if data_type is not INT64:
         huge = torch.tensor([[1e12, -1e12, 3e9, -3e9, 300.0, -300.0]])
         limits = torch.iinfo(dtype)
         wanted = [[max(limits.min, min(limits.max, int(value))) for value in huge[0].tolist()]]
-        assert cast(huge, kind, torch.empty(1, 6, dtype=dtype)).tolist() == wanted
+        assert cast(huge, data_type, torch.empty(1, 6, dtype=dtype)).tolist() == wanted
 
 
 def test_integer_arithmetic_saturates_on_storage() -> None:
@@ -106,9 +106,9 @@ def test_integer_arithmetic_saturates_on_storage() -> None:
 @given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=20))
 def test_rounding_is_idempotent(values: list[float]) -> None:
     x = torch.tensor(values)
-    for kind in (HALF, BF16, E4M3, E5M2, FP4, INT8, INT32, BOOLEAN):
-        once = rounded(x, kind, "here")
-        assert torch.equal(rounded(once.float(), kind, "here").float(), once.float())
+    for data_type in (HALF, BF16, E4M3, E5M2, FP4, INT8, INT32, BOOLEAN):
+        once = rounded(x, data_type, "here")
+        assert torch.equal(rounded(once.float(), data_type, "here").float(), once.float())
 
 
 def test_fp4_rounds_to_nearest_even_and_saturates() -> None:
@@ -140,9 +140,11 @@ def test_types_without_arithmetic_are_refused() -> None:
         cudnn.data_type.INT4: torch.zeros(2, 4, dtype=torch.uint8),
         cudnn.data_type.INT8x4: torch.zeros(2, 8, 4, dtype=torch.int8),
     }
-    for kind, out in results.items():
-        with pytest.raises(NotImplementedError, match=f"cast.*data type: got {kind.name}; .*run this graph on a GPU"):
-            cast(torch.zeros(2, 8), kind, out)
+    for data_type, out in results.items():
+        with pytest.raises(
+            NotImplementedError, match=f"cast.*data type: got {data_type.name}; .*run this graph on a GPU"
+        ):
+            cast(torch.zeros(2, 8), data_type, out)
 
 
 # Booleans.

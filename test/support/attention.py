@@ -26,7 +26,7 @@ class Problem:
     Attributes:
         lengths_q, lengths_kv: Of a padding mask.
         options: Arguments of both passes as they are.
-        dropout: Probability; the mask that was drawn is the output RNG_DUMP.
+        dropout: Probability; the sampled mask is the output RNG_DUMP.
         own_mask: Dropout by a mask and a scale of the caller's.
         statistics: Outputs Max and Sum_exp too.
         modifier: A function of the scores, by its name in ``MODIFIERS``.
@@ -91,7 +91,7 @@ class Problem:
         return seen
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
-        """Random q, k, v and dO (batch, sequence, heads, size in memory), bias where there is one."""
+        """Random q, k, v and dO (batch, sequence, heads, size in memory), bias if the problem has one."""
 
         def random(heads: int, sequence: int, size: int) -> torch.Tensor:
             return torch.randn(self.b, sequence, heads, size, device=device).to(dtype).transpose(1, 2)
@@ -187,7 +187,7 @@ MODIFIERS = {"softcap": (softcap, CAP), "own causal": (own_causal, FAR)}
 def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """O, Stats, Max, Sum_exp, dQ, dK, dV, dBias, dSink, in ``dtype`` by matrix products, softmax and autograd.
 
-    ``tensors`` has the mask of dropout, where there is one, as ``mask``.
+    ``tensors`` has the mask of dropout, if any, as ``mask``.
     """
     leaves = {
         name: x.detach().to(dtype).clone().requires_grad_()
@@ -219,8 +219,8 @@ def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.d
     named = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias", "sink": "dSink"}
     valid = problem.valid(str(q.device))["q"]
     gradients = torch.autograd.grad(o, list(leaves.values()), torch.where(valid, tensors["dO"].to(dtype), 0.0))
-    found = {"O": o, "Stats": stats, "Max": largest, "Sum_exp": torch.exp(stats - largest).nan_to_num(0.0)}
-    return {name: x.detach() for name, x in found.items()} | {
+    actual = {"O": o, "Stats": stats, "Max": largest, "Sum_exp": torch.exp(stats - largest).nan_to_num(0.0)}
+    return {name: x.detach() for name, x in actual.items()} | {
         named[name]: gradient for name, gradient in zip(leaves, gradients, strict=True)
     }
 
@@ -331,7 +331,7 @@ class Described:
         return made
 
     def rows(self, name: str, data: torch.Tensor, lengths: Sequence[int]) -> cudnn.tensor:
-        """Q, K, V, O or Stats, ragged where the problem says so."""
+        """Q, K, V, O or Stats, ragged if the problem is ragged."""
         if not self.problem.ragged:
             return self.tensor(name, data)
         made = self.graph.tensor(list(data.shape), [1] * 4, data.dtype, name=name)
@@ -373,14 +373,14 @@ class Described:
         return self.outputs[name]
 
     def give(self, name: str, tensor: cudnn.tensor, dim: Sequence[int], lengths: Sequence[int]) -> None:
-        """An output that the method made: real, and ragged where the problem says so."""
+        """A real output of the method, ragged if the problem is ragged."""
         self.outputs[name] = tensor.set_output(True)
         if self.problem.ragged:
             self.lengths[name] = lengths
             self._make_ragged(tensor.set_dim(list(dim)), lengths)
 
     def give_largest(self, tensors: Sequence[Any], *names: str) -> None:
-        """What methods for fp8 return beside their results."""
+        """The further outputs of the fp8 methods."""
         self.outputs |= {f"Amax_{name}": x.set_output(True) for name, x in zip(names, tensors, strict=False)}
 
     def run(self) -> dict[str, torch.Tensor]:
@@ -401,11 +401,11 @@ class Described:
         pack = {tensor: memory[name].elements for name, tensor in self.outputs.items()}
         self.graph.execute({**self.inputs, **pack}, workspace.elements)
         assert workspace.guards_hold(), "wrote outside the workspace"
-        found: dict[str, torch.Tensor] = {}
+        actual: dict[str, torch.Tensor] = {}
         for name, tensor in self.outputs.items():
             assert memory[name].guards_hold(), f"wrote outside {name}"
-            found[name] = self._dense(name, tensor, memory[name].elements)
-        return found
+            actual[name] = self._dense(name, tensor, memory[name].elements)
+        return actual
 
     def _dense(self, name: str, tensor: cudnn.tensor, elements: torch.Tensor) -> torch.Tensor:
         if name not in self.lengths:
@@ -429,76 +429,81 @@ def describe(
 ) -> Described:
     """The backward pass where ``data`` has O and Stats, else the forward pass. ``scale`` replaces the number.
 
-    ``factors``: those of tensors of fp8, by the names of the call's arguments.
+    ``factors``: the per-tensor scales of fp8 tensors, by the names of the call's arguments.
     """
     device = data["q"].device
-    made = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)
+    described = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)
     rows = [problem.rows(entry) for entry in range(problem.b)]
     columns = [problem.columns(entry) for entry in range(problem.b)]
     backward = "Stats" in data
     arguments: dict[str, Any] = {**problem.options, **options, "name": "attention", "attn_scale": problem.scale}
     if scale is not None:
         arguments["attn_scale"] = graph.tensor_like(scale, "scale")
-        made.inputs[arguments["attn_scale"]] = scale
-    arguments["q"] = made.rows("q", data["q"], rows)
+        described.inputs[arguments["attn_scale"]] = scale
+    arguments["q"] = described.rows("q", data["q"], rows)
     for name in "kv":
         if problem.page:
-            arguments |= made.pages(name, data[name], columns)
+            arguments |= described.pages(name, data[name], columns)
         else:
-            arguments[name] = made.rows(name, data[name], columns)
+            arguments[name] = described.rows(name, data[name], columns)
     if problem.page:
         arguments["paged_attention_max_seq_len_kv"] = problem.s_kv
-    arguments |= {name: made.tensor(name, value.to(made.device)) for name, value in (factors or {}).items()}
-    arguments |= {name: made.tensor(name, data[name]) for name in ("bias", "block_mask") if name in data}
+    arguments |= {name: described.tensor(name, value.to(described.device)) for name, value in (factors or {}).items()}
+    arguments |= {name: described.tensor(name, data[name]) for name in ("bias", "block_mask") if name in data}
     if problem.lengths_q:
-        lengths = problem.lengths(str(made.device))
-        arguments |= {"use_padding_mask": True, **{name: made.tensor(name, value) for name, value in lengths.items()}}
+        lengths = problem.lengths(str(described.device))
+        arguments |= {
+            "use_padding_mask": True,
+            **{name: described.tensor(name, value) for name, value in lengths.items()},
+        }
     if problem.sink:
-        arguments["sink_token"] = made.tensor("sink", data["sink"])
+        arguments["sink_token"] = described.tensor("sink", data["sink"])
     if problem.own_mask:
         numbers = (1 / (1 - OWN_DROPOUT), 1 - OWN_DROPOUT)[: 1 + backward]
-        scales = (made.tensor("factor", torch.full((1, 1, 1, 1), x, device=made.device)) for x in numbers)
-        arguments["dropout"] = (made.tensor("mask", data["mask"]), *scales)
+        scales = (described.tensor("factor", torch.full((1, 1, 1, 1), x, device=described.device)) for x in numbers)
+        arguments["dropout"] = (described.tensor("mask", data["mask"]), *scales)
     elif problem.dropout:
         seeds = (
-            made.tensor(name, torch.full((1, 1, 1, 1), value, device=made.device))
+            described.tensor(name, torch.full((1, 1, 1, 1), value, device=described.device))
             for name, value in (("seed", 1234567), ("offset", 89))
         )
         arguments["dropout"] = (problem.dropout, *seeds)
         if not (backward and factors):
-            arguments["rng_dump"] = made.output("RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT)
+            arguments["rng_dump"] = described.output(
+                "RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT
+            )
     if problem.modifier:
         make, value = MODIFIERS[problem.modifier]
-        modifier = make(made.number(value))
+        modifier = make(described.number(value))
         arguments["score_mod"] = modifier.forward
         if backward:
             arguments["score_mod_bprop"] = modifier.backward
     if backward:
         if problem.bias:
-            arguments["dBias"] = made.output("dBias", data["bias"].shape, data["bias"].dtype)
+            arguments["dBias"] = described.output("dBias", data["bias"].shape, data["bias"].dtype)
         if problem.sink:
-            arguments["dSink_token"] = made.output("dSink", data["sink"].shape, FLOAT)
+            arguments["dSink_token"] = described.output("dSink", data["sink"].shape, FLOAT)
         given = (("o", "O"), ("dO", "dO"), ("stats", "Stats"))
-        arguments |= {name: made.rows(name, data[port], rows) for name, port in given}
+        arguments |= {name: described.rows(name, data[port], rows) for name, port in given}
         call = graph.sdpa_fp8_backward if factors else graph.sdpa_backward
         gradients = call(**arguments)
         for name, gradient in zip("qkv", gradients[:3], strict=True):
-            made.give(f"d{name.upper()}", gradient, data[name].shape, rows if name == "q" else columns)
-        made.give_largest(gradients[3:], "dQ", "dK", "dV", "dP")
+            described.give(f"d{name.upper()}", gradient, data[name].shape, rows if name == "q" else columns)
+        described.give_largest(gradients[3:], "dQ", "dK", "dV", "dP")
     else:
         shape = [problem.b, problem.h_q, problem.s_q, 1]
         if problem.statistics:
             arguments |= {
-                "score_max": made.output("Max", shape, FLOAT),
-                "score_sum_exp": made.output("Sum_exp", shape, FLOAT),
+                "score_max": described.output("Max", shape, FLOAT),
+                "score_sum_exp": described.output("Sum_exp", shape, FLOAT),
             }
         o, statistics, *largest = (graph.sdpa_fp8 if factors else graph.sdpa)(**arguments, generate_stats=stats)
         assert o is not None
-        made.give("O", o, [*shape[:3], problem.d_v], rows)
+        described.give("O", o, [*shape[:3], problem.d_v], rows)
         if statistics is not None:
-            made.give("Stats", statistics, shape, rows)
-        made.give_largest(largest, "S", "O")
-    return made
+            described.give("Stats", statistics, shape, rows)
+        described.give_largest(largest, "S", "O")
+    return described
 
 
 def backward_data(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from cudnn.enums import reduction_mode
 from support.attention import Described, Problem, describe
 from support.dense_attention import attend
 from support.fuzz.approx import SUM, Approx, apply, contraction, reduce
-from support.gemms import either_way
 from support.graphs import FLOAT
+from support.oracle import rounding_interval
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BASE = {"h_k": 4, "h_v": 4, "d_qk": 128, "d_v": 128, "scale": 0.088}
@@ -83,8 +83,8 @@ def meant(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.dtype = E4M3) -> dict[str, Approx]:
     """All results after sums in float32, those in fp8 as the numbers stored. Of dropout ``data`` has the mask.
 
-    What lies so near the middle between two numbers of fp8 that it may be rounded to either has a bound, and so has
-    what is made of it.
+    Values near the middle between two fp8 numbers may be rounded to either within a bound; results
+    computed from them have one too.
     """
     scale = 1.0 if problem.scale is None else problem.scale
     x = {name: value.double() for name, value in meant(data).items()}
@@ -92,7 +92,7 @@ def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.d
 
     def stored(x: Approx, name: str, target: torch.dtype = kind) -> Approx:
         factor = SCALES[f"scale_{name}"]
-        return Approx(*either_way(x.value * factor, x.bound * factor, target))
+        return Approx(*rounding_interval(x.value * factor, x.bound * factor, target))
 
     def product(a: Approx, b: torch.Tensor, descale: float = 1.0) -> Approx:
         return contraction(torch.matmul, Approx(a.value * descale, a.bound * descale), Approx(b), torch.float16)
@@ -116,7 +116,7 @@ def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.d
     p = stored(dropped, "s")
     o = product(p, v, SCALES["descale_s"])
     total = torch.exp(stats - maxima)
-    found = {
+    actual = {
         "O": stored(o, "o"),
         "Stats": Approx(stats, relative),
         "Amax_S": largest(dropped),
@@ -124,7 +124,7 @@ def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.d
         "Max": Approx(maxima, score_error),
         "Sum_exp": Approx(total, relative * total),
     }
-    terms = apply(torch.mul, Approx(dO), found["O"])
+    terms = apply(torch.mul, Approx(dO), actual["O"])
     by_weights = product(Approx(dO), v.mT)
     row = reduce(Approx(terms.value, terms.bound), reduction_mode.ADD, [3])
     inner = by_weights.value * keep - row.value * SCALES["descale_o"]
@@ -139,9 +139,9 @@ def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.d
     for name in ("dK", "dV"):
         sums = (y.unflatten(1, (problem.h_k, -1)).sum(2) for y in (totals[name].value, totals[name].bound))
         totals[name] = Approx(*sums)
-    found |= {name: stored(x, name) for name, x in totals.items()}
-    found |= {f"Amax_{name}": largest(x) for name, x in totals.items()}
-    return {**found, "Amax_dP": largest(d_scores)}
+    actual |= {name: stored(x, name) for name, x in totals.items()}
+    actual |= {f"Amax_{name}": largest(x) for name, x in totals.items()}
+    return {**actual, "Amax_dP": largest(d_scores)}
 
 
 def new_graph(kind: torch.dtype = E4M3, **options: Any) -> cudnn.pygraph:

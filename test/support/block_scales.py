@@ -1,4 +1,4 @@
-"""The rule for the scale factors of blocks, number by number in NumPy's float32."""
+"""The rule for the scale factors of blocks, one element at a time in NumPy's float32."""
 
 from __future__ import annotations
 

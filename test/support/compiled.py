@@ -33,19 +33,19 @@ def compile_kernel(arch: str, kernel: Any, *arguments: Any) -> Compiled:
 
 def _info(cubin: bytes) -> dict[int, list[int]]:
     """The values of the attributes above, for every function."""
-    found: dict[int, list[int]] = {_REGISTERS: [], _FRAME: []}
+    values: dict[int, list[int]] = {_REGISTERS: [], _FRAME: []}
     offset, size, count, names = *struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
     for header in headers:
         name = cubin[headers[names][4] + header[0] :].split(b"\0", 1)[0]
         if name != b".nv.info":
             continue
-        place, end = header[4], header[4] + header[5]
-        while place < end:
-            form, attribute, value = struct.unpack_from("<BBH", cubin, place)
-            place += 4
+        offset_, end = header[4], header[4] + header[5]
+        while offset_ < end:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, offset_)
+            offset_ += 4
             if form == 4:  # a value of `value` bytes follows
-                if attribute in found:
-                    found[attribute].append(struct.unpack_from("<II", cubin, place)[1])
-                place += value
-    return found
+                if attribute in values:
+                    values[attribute].append(struct.unpack_from("<II", cubin, offset_)[1])
+                offset_ += value
+    return values

@@ -45,7 +45,7 @@ def band(
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """(b, h, s, d) as packed sequences (t, h, d)."""
+    """(b, h, s, d) as varlen sequences (t, h, d)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -92,12 +92,12 @@ def attend_packed(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (t, h, d) and LSE (t, h) of sequences one after the other, (t, h, d), with the mask of their rows and keys."""
-    found = []
+    actual = []
     for (a, b), (c, d) in zip(*(pairwise(ends.tolist()) for ends in (ends_q, ends_kv)), strict=True):
         parts = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
         one = attend(*parts, seen(b - a, d - c).to(q.device), **options)
-        found.append((one.o.transpose(0, 1), one.lse.T))
-    o, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+        actual.append((one.o.transpose(0, 1), one.lse.T))
+    o, lse = (torch.cat(parts) for parts in zip(*actual, strict=True))
     return o, lse
 
 
@@ -130,8 +130,8 @@ def attend_selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, times: to
     return attend(q, k, v, times > 0, scale=scale, bias=times.clamp(min=1).to(q).log())._replace(largest=once.largest)
 
 
-def with_gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+def with_gradients(function: Callable[..., torch.Tensor], arguments: list[torch.Tensor]) -> list[torch.Tensor]:
     """The function's result on all tensors but the last, and the gradients of its product with the last."""
-    leaves = [x.detach().requires_grad_() for x in given[:-1]]
+    leaves = [x.detach().requires_grad_() for x in arguments[:-1]]
     result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, given[-1].to(result.dtype))]
+    return [result.detach(), *torch.autograd.grad(result, leaves, arguments[-1].to(result.dtype))]

@@ -10,12 +10,12 @@ from cudnn.backend.engine import OperationGraph
 from cudnn.backend.enums import Attribute, ConvolutionMode, DataType, DescriptorType
 
 
-def tensor(uid: int, dims: Sequence[int], strides: Sequence[int], kind: DataType = DataType.HALF) -> Descriptor:
+def tensor(uid: int, dims: Sequence[int], strides: Sequence[int], dtype: DataType = DataType.HALF) -> Descriptor:
     """A tensor in device memory."""
     return Descriptor.make(
         DescriptorType.TENSOR,
         {
-            Attribute.TENSOR_DATA_TYPE: kind,
+            Attribute.TENSOR_DATA_TYPE: dtype,
             Attribute.TENSOR_DIMENSIONS: dims,
             Attribute.TENSOR_STRIDES: strides,
             Attribute.TENSOR_UNIQUE_ID: uid,

@@ -92,11 +92,11 @@ def outputs(tensors: Iterable[Any]) -> list[Any]:
 
 def buffer(tensor: cudnn.tensor, device: str = "cpu") -> torch.Tensor:
     """Memory for an output, full of what no correct program leaves there (NaN, or the largest number)."""
-    kind = _cudnn_to_torch_data_type(tensor.get_data_type())
-    made = torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=kind, device=device)
-    if kind.is_floating_point:
-        return made.fill_(float("nan")) if kind.itemsize > 1 else made
-    return made.fill_(True if kind is torch.bool else torch.iinfo(kind).max)
+    dtype = _cudnn_to_torch_data_type(tensor.get_data_type())
+    out = torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        return out.fill_(float("nan")) if dtype.itemsize > 1 else out
+    return out.fill_(True if dtype is torch.bool else torch.iinfo(dtype).max)
 
 
 def run(graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *outputs: cudnn.tensor) -> list[torch.Tensor]:
@@ -122,7 +122,7 @@ def evaluate(
     """One operation in a graph, of the reference executor unless one is given: its outputs' tensors, and their data.
 
     Args:
-        arguments, keywords: Arrays among them, and in lists, are described and handed over.
+        arguments, keywords: Arrays among them, and in lists, are described and passed.
         types: Of ``reference_graph``.
         first, outputs: The type of the first output, None for the graph's, and of the others.
         dim: The shape of the first output, where it is not inferred.
@@ -131,19 +131,19 @@ def evaluate(
 
     def described(value: Any) -> Any:
         if isinstance(value, list):
-            return [described(part) for part in value]
+            return [described(item) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         tensor = like(graph, value)
         data[tensor] = value
         return tensor
 
-    given = [described(value) for value in arguments]
-    results = getattr(graph, operation)(*given, **{name: described(value) for name, value in keywords.items()})
-    found = [x.set_output(True) for x in (results if isinstance(results, list) else [results]) if x is not None]
-    for tensor, kind in zip(found, [first, *[outputs] * (len(found) - 1)], strict=True):
-        if kind is not None:
-            tensor.set_data_type(kind)
+    call_arguments = [described(value) for value in arguments]
+    results = getattr(graph, operation)(*call_arguments, **{name: described(value) for name, value in keywords.items()})
+    tensors = [x.set_output(True) for x in (results if isinstance(results, list) else [results]) if x is not None]
+    for tensor, dtype in zip(tensors, [first, *[outputs] * (len(tensors) - 1)], strict=True):
+        if dtype is not None:
+            tensor.set_data_type(dtype)
     if dim is not None:
-        found[0].set_dim(dim)
-    return found, run(graph, data, *found)
+        tensors[0].set_dim(dim)
+    return tensors, run(graph, data, *tensors)

@@ -1,6 +1,6 @@
 """The grouped fused GEMMs for tests: random tokens of experts, and what the results are, in float64.
 
-Operands and formats are those of ``support.gemms``; nothing here computes with the library.
+Operands and formats are those of ``support.oracle``; nothing here computes with the library.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from cudnn.fused import registry
-from support import gemms
-from support.gemm_families import check_quantized
-from support.gemms import BF16, E4M3, E8M0, F16, FP4, Operand
+from support import oracle
+from support.api_cases import check_quantized
+from support.oracle import BF16, E4M3, E8M0, F16, FP4, Operand
 from support.selection import within
 
-KINDS: Mapping[str, tuple[Any, Any, int]] = {
+OPERAND_TYPES: Mapping[str, tuple[Any, Any, int]] = {
     "bf16": (BF16, None, 16),
     "fp16": (F16, None, 16),
     "fp8": (E4M3, None, 16),
@@ -38,7 +38,7 @@ class Problem:
 
     name: str
     ends: Sequence[int]
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     options: dict[str, Any]
     product: torch.Tensor  # (m, n), float64; rows of no expert are 0
     experts: torch.Tensor  # of each row of an expert
@@ -52,26 +52,28 @@ class Problem:
         return self.ends[-1]
 
     def value(self, name: str) -> Any:
-        """An input in float64, of the rows of experts, (m, 1) or (1,); 1 where there is none."""
-        x = self.given.get(name)
+        """An input in float64, of the rows of experts, (m, 1) or (1,); 1 if it is absent."""
+        x = self.inputs.get(name)
         return torch.ones((), dtype=torch.float64) if x is None else x.double().reshape(-1, 1)[: self.rows]
 
 
-def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str = "k", shared: int = 1) -> Operand:
-    """Random elements of a kind; so many rows share a float32 factor."""
-    dtype, scale, vector = KINDS[kind]
+def operand(
+    operand_type: str, rows: int, k: int, experts: int, device: str, major: str = "k", shared: int = 1
+) -> Operand:
+    """A random operand; ``shared`` rows share a float32 scale factor."""
+    dtype, scale, vector = OPERAND_TYPES[operand_type]
     if scale is None:
-        return gemms.plain(rows, k, experts, dtype, major, device)
-    return gemms.scaled(rows, k, experts, dtype, scale, vector, major, device, shared)
+        return oracle.plain(rows, k, experts, dtype, major, device)
+    return oracle.scaled(rows, k, experts, dtype, scale, vector, major, device, shared)
 
 
 def by_expert(scales: torch.Tensor, ends: Sequence[int], vector: int) -> torch.Tensor:
     """Scale factors as weight gradients take them: (128 rows, 4 groups), those of each expert's groups together."""
     shape = (128 * scales.shape[2], 4 * scales.shape[4])
-    return gemms.atoms_by_part(scales, ends, vector).view(torch.uint8).view(shape).view(scales.dtype)
+    return oracle.atoms_by_part(scales, ends, vector).view(torch.uint8).view(shape).view(scales.dtype)
 
 
-def spread(pairs: torch.Tensor) -> torch.Tensor:
+def unpacked_fp4(pairs: torch.Tensor) -> torch.Tensor:
     """Pairs of elements of four bits (rows, k / 2, experts) as bytes that count as one element each (rows, k, experts):
     the pairs are in the first half of the memory.
     """
@@ -82,21 +84,21 @@ def spread(pairs: torch.Tensor) -> torch.Tensor:
     return memory.permute(1, 2, 0)
 
 
-def addressed(p: Problem) -> None:
-    """The problem's weights, and their factors, as tensors that lie anywhere, and their addresses."""
-    b, scales = p.given.pop("b"), p.given.pop("sfb")
+def use_pointers(p: Problem) -> None:
+    """Replaces the problem's weights and scale factors by pointers to separate copies."""
+    b, scales = p.inputs.pop("b"), p.inputs.pop("sfb")
     major = "k" if b.stride(1) == 1 else "n"
     p.options |= {"n": b.shape[0], "b_dtype": b.dtype, "b_major": major}
     p.kept = []
     for name, x in (("b_ptrs", b), ("sfb_ptrs", scales)):
         if x is not None:
-            p.given[name], copies = gemms.addresses_of(x)
+            p.inputs[name], copies = oracle.addresses_of(x)
             p.kept += copies
 
 
 def problem(
     name: str,
-    kind: str = "bf16",
+    operand_type: str = "bf16",
     ends: Sequence[int] = (70, 70, 200),
     m: int = 0,
     n: int = 128,
@@ -112,10 +114,10 @@ def problem(
     rows of weights that share a float32 factor.
     """
     experts, m = len(ends), m or ends[-1]
-    a, b = operand(kind, m, k, 1, device), operand(kind, n, k, experts, device, major, shared)
+    a, b = operand(operand_type, m, k, 1, device), operand(operand_type, n, k, experts, device, major, shared)
     index = None
     if inputs and "a_index" in inputs:
-        a = operand(kind, m // 2, k, 1, device)
+        a = operand(operand_type, m // 2, k, 1, device)
         index = torch.randint(-1, m // 2 + 1, (m,), dtype=inputs["a_index"], device=device)
         a.values = torch.cat([a.values, torch.zeros_like(a.values[:1])])[
             torch.where((index < 0) | (index >= m // 2), m // 2, index).long()
@@ -124,7 +126,7 @@ def problem(
     product = torch.zeros(m, n, dtype=torch.float64, device=device)
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
         product[start:end] = a.values[start:end, :, 0] @ b.values[:, :, expert].T
-    given: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         "a": a.tensor,
         "b": b.tensor,
         "sfa": a.scales,
@@ -134,38 +136,38 @@ def problem(
     }
     for key, dtype in (inputs or {}).items():
         if key == "alpha":
-            given[key] = given[key].to(dtype)
+            tensors[key] = tensors[key].to(dtype)
         elif key == "bias":
-            given[key] = torch.randn(experts, n, device=device).to(dtype).T
+            tensors[key] = torch.randn(experts, n, device=device).to(dtype).T
         elif key == "a_index":
-            given[key] = index
+            tensors[key] = index
         elif key == "norm_const":
-            given[key] = torch.tensor([0.5], device=device)
+            tensors[key] = torch.tensor([0.5], device=device)
         elif key == "beta":
-            given[key] = torch.linspace(1.5, 0.5, experts, device=device).to(dtype)
+            tensors[key] = torch.linspace(1.5, 0.5, experts, device=device).to(dtype)
         elif key == "dprob":
-            given[key] = torch.zeros(m, 1, 1, device=device)
+            tensors[key] = torch.zeros(m, 1, 1, device=device)
         elif key == "c":
             columns = n if "srelu" in name else 2 * n
-            given[key] = 3 * torch.randn(m, columns, 1, device=device).to(dtype)
+            tensors[key] = 3 * torch.randn(m, columns, 1, device=device).to(dtype)
         elif key == "activation":
-            given[key] = torch.full((m, n, 1), torch.nan, device=device).to(dtype)
+            tensors[key] = torch.full((m, n, 1), torch.nan, device=device).to(dtype)
         else:
-            given[key] = (torch.rand(m, 1, 1, device=device) + 0.5).to(dtype)
+            tensors[key] = (torch.rand(m, 1, 1, device=device) + 0.5).to(dtype)
     counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=device)
     owners = torch.repeat_interleave(torch.arange(experts, device=device), counts)
-    if KINDS[kind][1] is not None:
-        options.setdefault("sf_vec_size", KINDS[kind][2])
-    p = Problem(name, ends, given, options, product, owners)
+    if OPERAND_TYPES[operand_type][1] is not None:
+        options.setdefault("sf_vec_size", OPERAND_TYPES[operand_type][2])
+    p = Problem(name, ends, tensors, options, product, owners)
     if name.startswith("discrete"):
-        addressed(p)
+        use_pointers(p)
     return p
 
 
 def run(p: Problem, where: str) -> None:
     """Calls the wrapper: PyTorch on CPU tensors, the kernel in the emulator, or the kernel on the GPU."""
     wrapper, parameters = registry.wrapper(p.name), registry.find(p.name).parameters
-    arguments = {parameters[key]: tensor for key, tensor in p.given.items() if key in parameters}
+    arguments = {parameters[key]: tensor for key, tensor in p.inputs.items() if key in parameters}
     required = [q.name for q in inspect.signature(wrapper).parameters.values() if q.default is q.empty]
     arguments = {**dict.fromkeys(required), **arguments, **p.options}
     with within(where):
@@ -174,16 +176,16 @@ def run(p: Problem, where: str) -> None:
 
 def check(p: Problem, slack: float = 3e-5) -> None:
     """All results of a problem that was run."""
-    x, scales = p.value("alpha")[p.experts] * p.product[: p.rows], p.given["sfa"]
-    if p.given["a"].dtype == E4M3 and (scales is None or scales.dtype == torch.float32):
-        slack = 1e-3  # Hopper's tensor cores add products of 8 bits up with fewer bits
+    x, scales = p.value("alpha")[p.experts] * p.product[: p.rows], p.inputs["sfa"]
+    if p.inputs["a"].dtype == E4M3 and (scales is None or scales.dtype == torch.float32):
+        slack = 1e-3  # Hopper's 8-bit MMAs accumulate with fewer bits
     values = FORMULAS[p.name](p, x, slack)
     if p.name == "grouped_gemm_glu_hadamard_quant":
         return  # has checked all
-    found = {key.removesuffix("_tensor"): tensor for key, tensor in p.results.items() if tensor is not None}
-    found |= {"d": found["d_row"]} if "d_row" in found else {}
-    if "amax" in found:
-        roles = found["amax"].shape[1]
+    results = {key.removesuffix("_tensor"): tensor for key, tensor in p.results.items() if tensor is not None}
+    results |= {"d": results["d_row"]} if "d_row" in results else {}
+    if "amax" in results:
+        roles = results["amax"].shape[1]
         zero = p.name == "grouped_gemm_glu_hadamard" and p.options.get("semantics") != "1.23"
         empty = 0.0 if zero else float("-inf")
         largest = torch.full((len(p.ends), roles), empty, dtype=torch.float64, device=x.device)
@@ -192,37 +194,39 @@ def check(p: Problem, slack: float = 3e-5) -> None:
             largest.scatter_reduce(0, owners, of.unflatten(1, (-1, roles, 32 if roles > 1 else 1)).amax((1, 3)), "amax")
             for of in (values.abs() - p.doubt, values.abs() + p.doubt)
         )
-        amax = found["amax"].flatten(1).double()
+        amax = results["amax"].flatten(1).double()
         assert bool(((amax >= low * (1 - 16 * slack)) & (amax <= high * (1 + 16 * slack))).all())
-    if "dbias" in found:
+    if "dbias" in results:
         sums = torch.zeros(len(p.ends), values.shape[1], dtype=torch.float64, device=x.device)
-        gemms.assert_rounded(found["dbias"].squeeze(-1), sums.index_add_(0, p.experts, values), 16 * slack)
-    if "sfd_row" not in found:
-        gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack, p.doubt)
+        oracle.assert_rounded(results["dbias"].squeeze(-1), sums.index_add_(0, p.experts, values), 16 * slack)
+    if "sfd_row" not in results:
+        oracle.assert_rounded(flat(results["d"])[: p.rows], values, 4 * slack, p.doubt)
         return
-    norm = float(p.given["norm_const"])
-    d = flat(found["d"])[: p.rows, :, None]
-    if found["sfd_row"].dtype == torch.float32:
-        check_quantized(d, found["sfd_row"][: p.rows], values[..., None], norm, 4 * slack)
+    norm = float(p.inputs["norm_const"])
+    d = flat(results["d"])[: p.rows, :, None]
+    if results["sfd_row"].dtype == torch.float32:
+        check_quantized(d, results["sfd_row"][: p.rows], values[..., None], norm, 4 * slack)
         return
-    check_quantized(d, found["sfd_row"][:, :, : p.rows // 128], values[..., None], norm, 4 * slack)
-    check_columns(p, found["d_col"], found["sfd_col"], values, 4 * slack)
+    check_quantized(d, results["sfd_row"][:, :, : p.rows // 128], values[..., None], norm, 4 * slack)
+    check_columns(p, results["d_col"], results["sfd_col"], values, 4 * slack)
 
 
-def check_columns(p: Problem, found: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, slack: float) -> None:
+def check_columns(
+    p: Problem, quantized: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, slack: float
+) -> None:
     """Values quantised by 32 tokens of a column."""
-    norm = float(p.given["norm_const"])
-    columns, by_expert = flat(found)[: p.rows, :, None].transpose(0, 1), values[..., None].transpose(0, 1)
+    norm = float(p.inputs["norm_const"])
+    columns, by_expert = flat(quantized)[: p.rows, :, None].transpose(0, 1), values[..., None].transpose(0, 1)
     if not p.options.get("discrete_col_sfd"):
         check_quantized(columns, scales[..., : p.rows // 128, :], by_expert, norm, slack)
         return
-    memory, start, atoms = gemms.memory_of(scales), 0, -(-values.shape[1] // 128)
+    memory, start, atoms = oracle.memory_of(scales), 0, -(-values.shape[1] // 128)
     for end in p.ends:
         first = start // 128 * atoms * 512
-        own = memory[first : first + (end - start) * atoms * 4]
-        own = gemms.atoms_of(own, 128 * atoms, (end - start) // 32)
+        expert_scales = memory[first : first + (end - start) * atoms * 4]
+        expert_scales = oracle.atoms_of(expert_scales, 128 * atoms, (end - start) // 32)
         if end > start:
-            check_quantized(columns[:, start:end], own, by_expert[:, start:end], norm, slack)
+            check_quantized(columns[:, start:end], expert_scales, by_expert[:, start:end], norm, slack)
         start = end
 
 
@@ -232,7 +236,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def biased(p: Problem, x: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
-    bias = p.given.get("bias")
+    bias = p.inputs.get("bias")
     return x if bias is None else x + factor * bias.double().T[p.experts]
 
 
@@ -240,20 +244,20 @@ def grouped(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """The plain product."""
     c = biased(p, x, p.value("prob"))
     if p.options.get("generate_c"):
-        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
-    return c if p.given.get("bias") is not None else c * p.value("prob")
+        oracle.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    return c if p.inputs.get("bias") is not None else c * p.value("prob")
 
 
 def quant(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     x = x * p.value("row_scale")
-    return biased(p, x, p.value("prob")) if p.given.get("bias") is not None else x * p.value("prob")
+    return biased(p, x, p.value("prob")) if p.inputs.get("bias") is not None else x * p.value("prob")
 
 
 def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """Also sets ``p.doubt``: a gate and its other half may be far larger than what the two make."""
     c = biased(p, x)
     if p.results["c_tensor"] is not None:
-        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+        oracle.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
     c.requires_grad_()
     y = gated(p, *(c[:, columns] for columns in gates_and_others(p, c)))
     slopes = torch.autograd.grad(y.sum(), c)[0].abs()
@@ -296,38 +300,38 @@ def clamped(p: Problem, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_offset(p: Problem) -> float:
-    """That of geglu: 1 unless the call has another; with weights always behind addresses it was 0."""
+    """That of geglu: 1 unless the call has another; for the APIs of pointer arrays only it was 0."""
     older = p.options.get("semantics") == "1.23" and p.name.startswith("discrete")
     return p.options.get("linear_offset", 0.0 if older else 1.0)
 
 
 def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """The activation, rotated by 16 columns of a row in the older version; else by 16 tokens for another amax."""
-    activation, signs = srelu if p.options.get("act_func") == "srelu" else glu, gemms.signs_of(16).to(x)
+    activation, signs = srelu if p.options.get("act_func") == "srelu" else glu, oracle.signs_of(16).to(x)
     y = activation(p, x, slack)
-    rounded, doubt = gemms.either_way(y, p.doubt, BF16)  # it is rounded before it is rotated
+    rounded, doubt = oracle.rounding_interval(y, p.doubt, BF16)  # it is rounded before it is rotated
     assert float(doubt.mean() / y.abs().mean()) < 1e-4  # rounding moves them by 1e-3 on average
     if p.options.get("semantics") == "1.23":
         assert len(p.results) == 3
         p.doubt = doubt.unflatten(1, (-1, 16)).sum(2).repeat_interleave(16, 1)
         return (rounded.unflatten(1, (-1, 16)) @ signs).flatten(1, 2)
-    found = p.results["post_rht_amax_tensor"][:, 0].double()
-    for largest, start, end in zip(found, (0, *p.ends[:-1]), p.ends, strict=True):
+    amax = p.results["post_rht_amax_tensor"][:, 0].double()
+    for largest, start, end in zip(amax, (0, *p.ends[:-1]), p.ends, strict=True):
         rotated = (signs @ rounded[start:end].unflatten(0, (-1, 16))).abs()
         assert_largest(largest, rotated / 4, doubt[start:end].unflatten(0, (-1, 16)).sum(1, keepdim=True) / 4)
     return y
 
 
-def assert_largest(found: torch.Tensor, magnitudes: torch.Tensor, doubt: torch.Tensor) -> None:
-    """``found`` is the largest of values that lie within ``doubt`` of others; 0 of none."""
+def assert_largest(largest: torch.Tensor, magnitudes: torch.Tensor, doubt: torch.Tensor) -> None:
+    """``largest`` is the largest of values that lie within ``doubt`` of others; 0 of none."""
     low, high = ((magnitudes + sign * doubt).max() if len(magnitudes) else 0.0 for sign in (-1, 1))
-    assert low * (1 - 2.0**-20) <= found <= high * (1 + 2.0**-20), f"{found} is not within [{low}, {high}]"
+    assert low * (1 - 2.0**-20) <= largest <= high * (1 + 2.0**-20), f"{largest} is not within [{low}, {high}]"
 
 
 def transformed(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """The activation, rounded to bfloat16, and its transform: both rounded or quantised to four bits."""
-    c, options, found = biased(p, x), p.options, p.results
-    gemms.assert_rounded(flat(found["c_tensor"])[: p.rows], c, slack)
+    c, options, results = biased(p, x), p.options, p.results
+    oracle.assert_rounded(flat(results["c_tensor"])[: p.rows], c, slack)
     if options.get("act_func") == "srelu":
         y = c.clamp(min=0) ** 2
     else:
@@ -335,47 +339,49 @@ def transformed(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
         limit, geglu = options.get("glu_limit", math.inf), options.get("act_func") == "geglu"
         g, u = g.clamp(-limit, limit), u.clamp(-limit, limit) + geglu
         y = u * g * torch.sigmoid((1.702 if geglu else 1.0) * g) * options.get("glu_alpha", 1.0)
-    v, signs = (y * p.value("prob")).to(BF16).double(), gemms.signs_of(16).to(x) / 4
-    check_transformed(found["d_tensor"], found["sfd_tensor"], v, options.get("norm_const", 1.0))
+    v, signs = (y * p.value("prob")).to(BF16).double(), oracle.signs_of(16).to(x) / 4
+    check_transformed(results["d_tensor"], results["sfd_tensor"], v, options.get("norm_const", 1.0))
     norm = options.get("rht_norm_const", 1.0)
-    if found["rht_rowwise_tensor"] is not None:
+    if results["rht_rowwise_tensor"] is not None:
         rows = (v.unflatten(1, (-1, 16)) @ signs).flatten(1).to(BF16).double()
-        check_transformed(found["rht_rowwise_tensor"], found["sfrht_rowwise_tensor"], rows, norm)
-    if found["rht_colwise_tensor"] is not None:
-        n, data, scales = v.shape[1], found["rht_colwise_tensor"].view(torch.uint8), found["sfrht_colwise_tensor"]
+        check_transformed(results["rht_rowwise_tensor"], results["sfrht_rowwise_tensor"], rows, norm)
+    if results["rht_colwise_tensor"] is not None:
+        n, data, scales = v.shape[1], results["rht_colwise_tensor"].view(torch.uint8), results["sfrht_colwise_tensor"]
         for o, end in itertools.pairwise(dict.fromkeys((0, *p.ends))):  # without empty experts
             t = end - o
-            own = (signs @ v[o:end].unflatten(0, (-1, 16))).flatten(0, 1).to(BF16).double().T
+            rotated = (signs @ v[o:end].unflatten(0, (-1, 16))).flatten(0, 1).to(BF16).double().T
             i, j = torch.arange(n)[:, None], torch.arange(t // 16)
-            place = ((i % 32 * 4 + i // 32 % 4) * (n // 128) + i // 128) * (t // 16) + j % 4 * (t // 64) + j // 4
-            factors = scales[n // 16 * o :][place.to(scales.device)].double()
-            check_elements_of_four_bits(data[n * o // 2 : n * end // 2].view(n, t // 2, 1), factors, own, norm)
+            offsets = ((i % 32 * 4 + i // 32 % 4) * (n // 128) + i // 128) * (t // 16) + j % 4 * (t // 64) + j // 4
+            expert_scales = scales[n // 16 * o :][offsets.to(scales.device)].double()
+            check_elements_of_four_bits(
+                data[n * o // 2 : n * end // 2].view(n, t // 2, 1), expert_scales, rotated, norm
+            )
     return v
 
 
-def check_transformed(found: torch.Tensor, scales: torch.Tensor | None, values: torch.Tensor, norm: float) -> None:
+def check_transformed(actual: torch.Tensor, scales: torch.Tensor | None, values: torch.Tensor, norm: float) -> None:
     """Values in bfloat16, or with a factor for every 16 columns of a row."""
     m, n = values.shape
     if scales is None:
-        gemms.assert_rounded(flat(found)[:m], values, 2.0**-8)
+        oracle.assert_rounded(flat(actual)[:m], values, 2.0**-8)
         return
-    factors = gemms.from_atoms(scales, m, n // 16)[..., 0].view(scales.dtype).double()
-    check_elements_of_four_bits(found[:m], factors, values, norm)
+    decoded_scales = oracle.from_atoms(scales, m, n // 16)[..., 0].view(scales.dtype).double()
+    check_elements_of_four_bits(actual[:m], decoded_scales, values, norm)
 
 
-def check_elements_of_four_bits(found: torch.Tensor, factors: torch.Tensor, values: torch.Tensor, norm: float) -> None:
+def check_elements_of_four_bits(actual: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, norm: float) -> None:
     """Of rows whose every 16 values share a factor: rounding values of an accuracy of 8 bits may move both a little."""
     blocks = values.unflatten(1, (-1, 16))
     wanted = (blocks.abs().amax(2) / 6 * norm).clamp(max=448)
-    torch.testing.assert_close(factors, wanted, rtol=0.07, atol=2e-3)
-    divisors = torch.where(factors > 0, factors, math.inf).unsqueeze(2)
-    gemms.assert_rounded(found, (blocks * norm / divisors).flatten(1)[..., None], 2.0**-6)
-    assert bool((gemms.unpacked(found).abs() > 4).any())
+    torch.testing.assert_close(scales, wanted, rtol=0.07, atol=2e-3)
+    divisors = torch.where(scales > 0, scales, math.inf).unsqueeze(2)
+    oracle.assert_rounded(actual, (blocks * norm / divisors).flatten(1)[..., None], 2.0**-6)
+    assert bool((oracle.unpacked(actual).abs() > 4).any())
 
 
 def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = biased(p, x)
-    gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    oracle.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
     r = clamped(p, c)
     p.doubt = error_of(r * r * p.value("prob"), 2 * r * p.value("prob"), x)
     return r * r * p.value("prob")
@@ -388,9 +394,9 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     alpha = p.value("alpha")[p.experts]
     x = x / alpha if older and not swiglu else x * alpha
     if p.options.get("round_dgrad_to_input_dtype"):
-        x = x.to(p.given["a"].dtype).double()
-    c = flat(p.given["c"])[: p.rows].double()
-    if p.given.get("beta") is not None and (swiglu or (p.given["sfa"] is None and not older)):
+        x = x.to(p.inputs["a"].dtype).double()
+    c = flat(p.inputs["c"])[: p.rows].double()
+    if p.inputs.get("beta") is not None and (swiglu or (p.inputs["sfa"] is None and not older)):
         c = c * p.value("beta")[p.experts]
     gate, other = gates_and_others(p, c)
     g, u = c[:, gate].requires_grad_(), c[:, other].requires_grad_()
@@ -403,23 +409,23 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     d = torch.empty(p.rows, c.shape[1], dtype=torch.float64, device=x.device)
     d[:, gate], d[:, other] = by_gate, by_other
     if p.results["dprob_tensor"] is not None:
-        gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (x * y.detach()).sum(1), 10 * slack)
-    if "activation" in p.given:
-        assert p.results["activation_tensor"] is p.given["activation"]
-        gemms.assert_rounded(flat(p.given["activation"])[: p.rows], y.detach() * p.value("prob"), slack)
+        oracle.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (x * y.detach()).sum(1), 10 * slack)
+    if "activation" in p.inputs:
+        assert p.results["activation_tensor"] is p.inputs["activation"]
+        oracle.assert_rounded(flat(p.inputs["activation"])[: p.rows], y.detach() * p.value("prob"), slack)
     return d * p.value("prob")
 
 
 def dsrelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
-    c, prob = flat(p.given["c"])[: p.rows].double(), p.value("prob")
+    c, prob = flat(p.inputs["c"])[: p.rows].double(), p.value("prob")
     older, scale = p.options.get("semantics") == "1.23", p.options.get("tanh_clamp_scale")
     r, other = (clamped(p, x), c) if older else (clamped(p, c), x)
-    gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (r * r * other).sum(1), 10 * slack)
+    oracle.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (r * r * other).sum(1), 10 * slack)
     assert len(p.results) == (7 if older else 9)
     if not older:
-        again, norm = r * r * prob, p.given.get("norm_const")
+        again, norm = r * r * prob, p.inputs.get("norm_const")
         if norm is None:
-            gemms.assert_rounded(flat(p.results["d_srelu_tensor"])[: p.rows], again, slack)
+            oracle.assert_rounded(flat(p.results["d_srelu_tensor"])[: p.rows], again, slack)
         else:
             check_columns(p, p.results["d_srelu_tensor"], p.results["sfd_col_d_srelu_tensor"], again, slack)
     slope = 1.0 if scale is None else 1 - (r / scale) ** 2

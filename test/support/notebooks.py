@@ -3,7 +3,7 @@
 What is stored is what a machine without a GPU shows. Times, and errors of random data, may differ::
 
     PYTHONPATH=test python -m support.notebooks           # those out of date
-    PYTHONPATH=test python -m support.notebooks --write   # writes them anew
+    PYTHONPATH=test python -m support.notebooks --write   # rewrites them
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(path: Path) -> tuple[ModuleType, list[list[Output]]]:
-    """Runs the code cells in order, in a namespace of their own; returns it, and the outputs of each cell."""
+    """Runs the code cells in order, in a separate namespace; returns it, and the outputs of each cell."""
     module, outputs = ModuleType(path.stem), []
     for number, cell in enumerate(code_cells(json.loads(path.read_text())), start=1):
         tree = ast.parse("".join(cell["source"]), f"<{path.name} cell {number}>")
@@ -50,28 +50,28 @@ def _outputs(printed: str, value: Any) -> list[Output]:
         outputs.append({"output_type": "stream", "name": "stdout", "text": printed.splitlines(keepends=True)})
     if value is not None:
         mime = value._repr_mimebundle_() if hasattr(value, "_repr_mimebundle_") else {"text/plain": repr(value)}
-        data = {kind: text.splitlines(keepends=True) for kind, text in mime.items()}
+        data = {mime_type: text.splitlines(keepends=True) for mime_type, text in mime.items()}
         outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
     return outputs
 
 
 def texts(outputs: list[Output]) -> dict[str, str]:
     """The texts of a cell's outputs, by kind."""
-    found: dict[str, str] = {}
+    by_type: dict[str, str] = {}
     for output in outputs:
-        for kind, lines in ({"stream": output["text"]} if "text" in output else output["data"]).items():
-            found[kind] = "".join(lines)
-    return found
+        for mime_type, lines in ({"stream": output["text"]} if "text" in output else output["data"]).items():
+            by_type[mime_type] = "".join(lines)
+    return by_type
 
 
 def stale_cells(path: Path, outputs: list[list[Output]]) -> list[int]:
     """The numbers of the cells whose stored outputs are not these."""
     stale = []
-    for number, (cell, found) in enumerate(
+    for number, (cell, now_outputs) in enumerate(
         zip(code_cells(json.loads(path.read_text())), outputs, strict=True), start=1
     ):
-        shown, now = texts(cell["outputs"]), texts(found)
-        if shown.keys() != now.keys() or not all(current(shown[kind], now[kind]) for kind in now):
+        shown, now = texts(cell["outputs"]), texts(now_outputs)
+        if shown.keys() != now.keys() or not all(current(shown[mime_type], now[mime_type]) for mime_type in now):
             stale.append(number)
     return stale
 
@@ -81,14 +81,14 @@ def main() -> int:
     write, stale = "--write" in sys.argv[1:], 0
     for path in NOTEBOOKS:
         _, outputs = run(path)
-        numbers = stale_cells(path, outputs)
-        if not numbers:
+        indices = stale_cells(path, outputs)
+        if not indices:
             continue
         stale += 1
-        print(f"{path.name}: cells {', '.join(map(str, numbers))}: out of date" + (", written" if write else ""))
+        print(f"{path.name}: cells {', '.join(map(str, indices))}: out of date" + (", written" if write else ""))
         if write:
             notebook = json.loads(path.read_text())
-            for number in numbers:
+            for number in indices:
                 code_cells(notebook)[number - 1]["outputs"] = outputs[number - 1]
             path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     return int(stale > 0 and not write)

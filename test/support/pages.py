@@ -1,20 +1,20 @@
 """The documentation's pages: their code blocks, and the outputs that they show.
 
 A block with a title is a file; it lies in the folder in which the page's other blocks and its commands run. What a
-page shows as output, a ``text`` block, has a comment above it that says where it comes from::
+page shows as output, a ``text`` block, has a comment above it with its source::
 
     <!-- output -->                                        of the Python block above
     <!-- output of `cudnn emulate turn.py`, exit code 1 -->  of a command
     <!-- output of `cudnn demo`, full -->                  checked with --full only: it takes long
     <!-- output of `cudnn explain mlp.py`, cuDNN 9.28 -->  where that version is installed and no GPU is
-    <!-- output, checked by test/graph/test_x.py -->       of neither: a test of its own checks it
+    <!-- output, checked by test/graph/test_x.py -->       of neither: a separate test checks it
 
-A page whose blocks need a package that may not be there says so: ``<!-- needs: transformers -->``.
+A page whose blocks need a package that may be missing declares it: ``<!-- needs: transformers -->``.
 
 ``...`` in an output stands for anything. Times, and errors of random data, may differ. In the repository's root::
 
     PYTHONPATH=test python -m support.pages                 # checks all of them, those with ``full`` too
-    PYTHONPATH=test python -m support.pages --write         # writes anew those that are out of date
+    PYTHONPATH=test python -m support.pages --write         # rewrites those that are out of date
     PYTHONPATH=test python -m support.pages --write docs/errors.md
 """
 
@@ -43,7 +43,7 @@ _SOURCE = re.compile(r"<!-- output(?: of `([^`]+)`)?((?:, [^,>]+)*) -->\n$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced code block. ``source`` is what the comment above it says it comes from; ``None`` where there is none."""
+    """A fenced code block. ``source`` is the source that the comment above it names; ``None`` without a comment."""
 
     language: str
     title: str
@@ -212,11 +212,11 @@ def main() -> int:
     chosen = [Path(name).resolve() for name in arguments if name != "--write"] or PAGES
     stale = 0
     for page in (Page.read(path) for path in chosen):
-        found: list[tuple[Block, str]] = []
+        runs: list[tuple[Block, str]] = []
         if any(block.is_printed for block in page.blocks):
-            found += page.run_scripts()
-        found += [(block, page.run_command(block, describe_h200(library.version()))) for block in page.commands]
-        printed = {block: text for block, text in found if not current(block.text, text)}
+            runs += page.run_scripts()
+        runs += [(block, page.run_command(block, describe_h200(library.version()))) for block in page.commands]
+        printed = {block: text for block, text in runs if not current(block.text, text)}
         for block in printed:
             print(f"{page.name}:{block.line}: out of date" + (", written" if writing else ""))
         if writing:

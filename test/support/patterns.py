@@ -59,18 +59,18 @@ def assert_computes(pattern: Pattern, graph: cudnn.pygraph, device: str) -> None
         assert bool((error <= allowed).all()), f"{name}: error {error.max():.3g} of {wanted.abs().max():.3g}"
 
 
-def nhwc(*dims: int, scale: float = 1.0, kind: torch.dtype = torch.float16) -> torch.Tensor:
-    return (torch.randn(dims[0], *dims[2:], dims[1]) * scale).to(kind).movedim(-1, 1)
+def nhwc(*dims: int, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return (torch.randn(dims[0], *dims[2:], dims[1]) * scale).to(dtype).movedim(-1, 1)
 
 
-def columns(batch: int, k: int, n: int, kind: torch.dtype) -> torch.Tensor:
+def columns(batch: int, k: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     """``[batch, k, n]`` with k fastest."""
-    return torch.randn(batch, n, k).to(kind).mT
+    return torch.randn(batch, n, k).to(dtype).mT
 
 
-def marked(tensor: cudnn.tensor, kind: object = FLOAT, dim: list[int] | None = None) -> cudnn.tensor:
+def marked(tensor: cudnn.tensor, dtype: object = FLOAT, dim: list[int] | None = None) -> cudnn.tensor:
     """An output of a type; row-major where a shape is given."""
-    tensor.set_output(True).set_data_type(kind)
+    tensor.set_output(True).set_data_type(dtype)
     if dim is not None:
         tensor.set_dim(dim).set_stride(list(torch.empty(dim, device="meta").stride()))
     return tensor
@@ -98,7 +98,7 @@ def silu_formula(d: Data) -> Data:
     return {"y": (F.silu(gate) * up).unsqueeze(0)}
 
 
-# Per-tensor scales of an fp8 product, its largest value, and the product as fp8.
+# Per-tensor scales of an fp8 matmul, its amax, and its result as fp8.
 def scaled_fp8(g: cudnn.pygraph, t: Tensors) -> Tensors:
     y = g.matmul(t["a"], t["b"])
     for scale in ("scale_a", "scale_b"):
@@ -160,9 +160,9 @@ def layer_fp8_formula(d: Data) -> Data:
     return {"y": y * d["factor"], "amax": y.abs().amax().view(1, 1, 1, 1)}
 
 
-def rows(*names: str, kind: torch.dtype = torch.float16, parameters: torch.dtype = torch.float32) -> Data:
-    found: Data = {"x": torch.randn(256, 512, 1, 1).to(kind), "epsilon": torch.full((1, 1, 1, 1), 1e-5)}
-    return found | {name: (torch.rand(1, 512, 1, 1) + 0.5).to(parameters) for name in names}
+def rows(*names: str, dtype: torch.dtype = torch.float16, parameters: torch.dtype = torch.float32) -> Data:
+    data: Data = {"x": torch.randn(256, 512, 1, 1).to(dtype), "epsilon": torch.full((1, 1, 1, 1), 1e-5)}
+    return data | {name: (torch.rand(1, 512, 1, 1) + 0.5).to(parameters) for name in names}
 
 
 def instance_relu(g: cudnn.pygraph, t: Tensors) -> Tensors:
@@ -214,13 +214,13 @@ def weight_gradient_formula(d: Data) -> Data:
 # Element-wise graphs and reductions on their own.
 def rotation(g: cudnn.pygraph, t: Tensors) -> Tensors:
     low, high, cos, sin = (t[name] for name in ("low", "high", "cos", "sin"))
-    turned = {
+    transposed = {
         "low'": g.sub(g.mul(low, cos), g.mul(high, sin)),
         "high'": g.add(g.mul(low, sin), g.mul(high, cos)),
     }
-    for tensor in turned.values():
+    for tensor in transposed.values():
         tensor.set_output(True).set_data_type(torch.bfloat16).set_dim([1, 96, 32]).set_stride([96 * 64, 64, 1])
-    return turned
+    return transposed
 
 
 def rotation_formula(d: Data) -> Data:
@@ -270,7 +270,7 @@ PATTERNS = {
         lambda d: {"y": d["a"] @ d["b"]},
     ),
     "rmsnorm + silu": Pattern(
-        lambda: rows("scale", kind=torch.bfloat16, parameters=torch.bfloat16),
+        lambda: rows("scale", dtype=torch.bfloat16, parameters=torch.bfloat16),
         rms_silu,
         rms_silu_formula,
         BFLOAT16,
@@ -282,8 +282,8 @@ PATTERNS = {
     "instancenorm + relu": Pattern(
         lambda: {
             "x": nhwc(4, 64, 16, 16),
-            "scale": nhwc(1, 64, 1, 1, kind=torch.float32),
-            "bias": nhwc(1, 64, 1, 1, kind=torch.float32),
+            "scale": nhwc(1, 64, 1, 1, dtype=torch.float32),
+            "bias": nhwc(1, 64, 1, 1, dtype=torch.float32),
             "epsilon": torch.full((1, 1, 1, 1), 1e-5),
         },
         instance_relu,

@@ -32,7 +32,7 @@ class Fault:
     new: str
     tests: tuple[str, ...]
 
-    def spoiled(self, text: str) -> str:
+    def mutated(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: found {text.count(self.old)} times in {self.path}"
         return text.replace(self.old, self.new)
 
@@ -45,7 +45,7 @@ _EPILOGUE, _GEMM = "kernels/test_epilogue.py::", "kernels/test_gemm.py::"
 FAULTS = [
     # kernels
     Fault(
-        "a buffer is freed while its products run",
+        "a stage is released while its MMAs run",
         f"{KERNELS}/sm90/gemm.py",
         "warpgroup.wait_group(1)",
         "warpgroup.wait_group(2)",
@@ -66,14 +66,14 @@ FAULTS = [
         _test(f"{_GEMM}test_k_of_experts", "sm_100a"),
     ),
     Fault(
-        "the accumulator is handed back before its last part is read",
+        "the accumulator is released before its last subtile is read",
         f"{KERNELS}/sm100/gemm.py",
         "step == len(subtile_passes) - 1 and not",
         "step == 0 and not",
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
-        "a CTA frees only buffers of its column",
+        "a CTA releases only stages of its column",
         f"{KERNELS}/pipeline/cluster.py",
         "lane % cluster.m == m or lane // cluster.m == n",
         "lane % cluster.m == m",
@@ -95,7 +95,7 @@ FAULTS = [
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
-        "factors of columns are read before they are written",
+        "column scale factors are read before they are written",
         f"{KERNELS}/epilogue/quantize.py",
         "        tile.barrier()\n        y = self.params",
         "        y = self.params",
@@ -109,14 +109,14 @@ FAULTS = [
         _test(f"{_EPILOGUE}test_e8m0_factors"),
     ),
     Fault(
-        "a factor of 0 is inverted",
+        "a scale factor of 0 is inverted",
         f"{KERNELS}/epilogue/quantize.py",
         "select_(rounded == 0.0, Float32(0.0), inverse)",
         "inverse",
         _test(f"{_EPILOGUE}test_e4m3_factors"),
     ),
     Fault(
-        "factors in another order",
+        "scale factors in another order",
         f"{KERNELS}/epilogue/quantize.py",
         "position = (row & 31, row >> 5 & 3, row",
         "position = (row >> 2 & 31, row & 3, row",
@@ -130,7 +130,7 @@ FAULTS = [
         _test(f"{_EPILOGUE}test_a_bias_is_added_to_rows_that_there_are", "sm_90a"),
     ),
     Fault(
-        "gate and up change places",
+        "gate and up are swapped",
         f"{KERNELS}/epilogue/arithmetic.py",
         "(not gate_first, gate_first)",
         "(gate_first, not gate_first)",
@@ -159,14 +159,14 @@ FAULTS = [
         _test(f"{_GEMM}test_rows_of_experts", "many"),
     ),
     Fault(
-        "an expert's last tile is not there",
+        "an expert's last tile is missing",
         f"{KERNELS}/schedule/tile_maps.py",
         "return (rows + (height - 1)) // height",
         "return rows // height",
         _test(f"{_GEMM}test_rows_of_experts", "any"),
     ),
     Fault(
-        "tiles beyond the last strip",
+        "tiles beyond the last raster group",
         f"{KERNELS}/schedule/tile_maps.py",
         "cutlass.min(m - group * swizzle_size, swizzle_size)",
         "swizzle_size",
@@ -174,14 +174,14 @@ FAULTS = [
     ),
     # other kernels
     Fault(
-        "the norm's buffer is filled again before it is stored",
+        "the norm's stage is refilled before it is stored",
         f"{KERNELS}/norm/rmsnorm_rht_amax.py",
         "cute.arch.cp_async_bulk_wait_group(1, read=True)",
         "cute.arch.cp_async_bulk_wait_group(2, read=True)",
         _test("kernels/test_rmsnorm_rht_amax_emulated.py::test_values_without_races"),
     ),
     Fault(
-        "sums of exponentials keep their old maximum",
+        "the row sum is not rescaled to the new maximum",
         f"{KERNELS}/attention/softmax.py",
         "order, state.row_sum[slot] * row_scale)",
         "order, state.row_sum[slot])",
@@ -254,7 +254,7 @@ FAULTS = [
         _test("emulator/test_mutations.py::test_each_synchronisation_is_missed", "rmsnorm"),
     ),
     Fault(
-        "beyond its tensor a copy brings what is there",
+        "out-of-bounds elements of a TMA load are not zero",
         f"{EMULATOR}/tma.py",
         "high = [min(b, d - c) for",
         "high = [b for",
@@ -267,7 +267,7 @@ def noticed(fault: Fault, tree: Path) -> tuple[bool, str]:
     """Whether a fault's tests fail, or crash, in a copy of the source tree, and the last line that pytest prints."""
     path = tree / fault.path
     text = path.read_text()
-    path.write_text(fault.spoiled(text))
+    path.write_text(fault.mutated(text))
     try:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / x) for x in ("python", "kernels"))}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *fault.tests]
@@ -289,9 +289,9 @@ def main(words: list[str]) -> int:
             if words and not any(word in fault.name for word in words):
                 continue
             start = time.perf_counter()
-            found, last = noticed(fault, tree)
-            missed += not found
-            outcome, seconds = "noticed" if found else "MISSED", time.perf_counter() - start
+            detected, last = noticed(fault, tree)
+            missed += not detected
+            outcome, seconds = "noticed" if detected else "MISSED", time.perf_counter() - start
             print(f"{outcome:7} {seconds:5.0f} s  {fault.name} ({fault.path}): {last}", flush=True)
     return min(missed, 1)
 

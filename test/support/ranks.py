@@ -1,4 +1,4 @@
-"""Ranks for tests: processes over gloo, or threads that see each other's memory."""
+"""Ranks for tests: processes over gloo, or threads with shared memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _child(rank: int, ranks: int, path: str, function: Callable[[int], None], fa
 
 
 def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> None:
-    """Runs a function in as many processes, which form a group."""
+    """Runs a function in ``ranks`` processes that form a group."""
     sort(torch.zeros(1, 1, dtype=torch.int32), 1)  # what the first call of an operator imports, once for all
     context = multiprocessing.get_context("fork")
     failures = context.SimpleQueue()
-    given = (ranks, str(path / "store"), function, failures)
-    processes = [context.Process(target=_child, args=(rank, *given)) for rank in range(ranks)]
+    arguments = (ranks, str(path / "store"), function, failures)
+    processes = [context.Process(target=_child, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
@@ -49,16 +49,16 @@ def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> No
 
 
 @dataclass(eq=False)
-class Part:
-    """Stands for :class:`cudnn.moe.exchange.Shared`."""
+class SharedBuffer:
+    """Replaces :class:`cudnn.moe.exchange.Shared`."""
 
-    mine: torch.Tensor
+    local: torch.Tensor
     addresses: torch.Tensor
-    meet: Callable[[], Any]
+    barrier: Callable[[], Any]
 
 
 class Rank:
-    """Stands for a process group, as one rank sees it."""
+    """Replaces a process group, on one rank."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -71,7 +71,7 @@ class Threads:
         self.ranks, self.failures = ranks, list[str]()
         self.barrier = threading.Barrier(ranks, timeout=120)
         self.memory: defaultdict[int, list[Any]] = defaultdict(lambda: [None] * ranks)
-        self.made = [0] * ranks
+        self.num_buffers = [0] * ranks
         self.groups = [Rank(number) for number in range(ranks)]
         self.store = store or dist.HashStore()
         group = SimpleNamespace(
@@ -85,13 +85,13 @@ class Threads:
         monkeypatch.setattr(exchange, "Shared", self.shared)
 
     def shared(self, shape: tuple[int, ...], dtype: torch.dtype, parallel: exchange.Exchange) -> Any:
-        """Makes a rank's next part."""
-        rank, number = parallel.rank, self.made[parallel.rank]
-        self.made[rank] += 1
-        mine = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
+        """Allocates a rank's next buffer."""
+        rank, number = parallel.rank, self.num_buffers[parallel.rank]
+        self.num_buffers[rank] += 1
+        local = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
         self.barrier.wait()
-        addresses = torch.tensor([part.data_ptr() for part in self.memory[number]])
-        return Part(mine, addresses, self.barrier.wait)
+        addresses = torch.tensor([buffer.data_ptr() for buffer in self.memory[number]])
+        return SharedBuffer(local, addresses, self.barrier.wait)
 
     def run(self, function: Callable[[Rank], Any]) -> None:
         """Runs a function for each rank."""

@@ -15,7 +15,7 @@ from cudnn.runtime import launch
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU; a slice or view of it is an ordinary one."""
+    """A CPU tensor that reports a GPU device; a slice or view of it is an ordinary one."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     is_cuda = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
@@ -36,7 +36,7 @@ class Recorded:
         self.refusing = False
         monkeypatch.setattr(launch, "kernel", self.load)
         monkeypatch.setattr(launch, "raw_stream", lambda stream, index: 17 if stream is None else stream)
-        monkeypatch.setattr(FusedAPI, "multiprocessors", staticmethod(lambda index: 78))
+        monkeypatch.setattr(FusedAPI, "num_sms", staticmethod(lambda index: 78))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
 
     def load(self, source: str, configuration: Any, arch: str) -> Any:
@@ -65,7 +65,7 @@ class GraphDriver:
             self._next += 1
             arguments[0]._obj.value = self._next
         target = getattr(arguments[0], "_obj", arguments[0])
-        read = ctypes.addressof(target) if isinstance(target, ctypes.c_char) else target.value  # never what lies there
+        read = ctypes.addressof(target) if isinstance(target, ctypes.c_char) else target.value  # never the data
         self.calls.append((name, read))
 
     def ask(self, queue: Any, result: Any) -> int:

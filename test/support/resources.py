@@ -1,6 +1,6 @@
 """Registers, stack, shared and tensor memory of the GEMM configurations that the heuristics choose, and their bounds.
 
-``PYTHONPATH=test python -m support.resources`` compiles all of them and says which bounds are broken.
+``PYTHONPATH=test python -m support.resources`` compiles all of them and prints exceeded bounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ E4M3 = "float8_e4m3fn"
 
 
 def results(dtype: str, name: str, roles: int = 1) -> tuple[Any, ...]:
-    """The end of an API's epilogue: factors and fp8, or the largest magnitudes and wider types."""
+    """The last operations of an API's epilogue: scale factors and fp8, or amax and wider types."""
     if dtype == E4M3:
         return QuantizeRows("sf", dtype, "float8_e8m0fnu", 32), StoreTile(name, dtype)
     return Amax(roles=roles), StoreTile(name, dtype)
@@ -136,32 +136,32 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
         GemmProblem(*rows, (StoreTile("c", "bfloat16"),), Dense(), 1024, 4096),
     )
     for name, epilogue in epilogues():
-        for kind, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
-            if OPERANDS[kind][0].scale and (tile[1] % 128 or traits_of(epilogue).two_pass_multiple):
+        for operand, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
+            if OPERANDS[operand][0].scale and (tile[1] % 128 or traits_of(epilogue).two_pass_multiple):
                 continue  # the latter are refused
             first = (tile[0] // 128, 1)
             for cluster in CLUSTERS:
                 if cluster[0] % first[0]:
                     continue
-                usual = cluster == first and tile in USUAL_TILES and kind in USUAL_OPERANDS
-                if usual or (name == SHAPED and (kind in ("bfloat16", "NVFP4") or cluster == first)):
-                    problem = GemmProblem(*OPERANDS[kind], epilogue, Dense(), 4096, 4096, tile, cluster)
+                usual = cluster == first and tile in USUAL_TILES and operand in USUAL_OPERANDS
+                if usual or (name == SHAPED and (operand in ("bfloat16", "NVFP4") or cluster == first)):
+                    problem = GemmProblem(*OPERANDS[operand], epilogue, Dense(), 4096, 4096, tile, cluster)
                     shape = f"{tile[0]} x {tile[1]}, cluster {cluster[0]} x {cluster[1]}"
-                    yield BLACKWELL, f"{kind}: {name}, {shape}", problem
+                    yield BLACKWELL, f"{operand}: {name}, {shape}", problem
 
 
 def configurations() -> dict[str, dict[str, GemmConfiguration]]:
     """By architecture, by name."""
-    found: dict[str, dict[str, GemmConfiguration]] = {HOPPER: {}, BLACKWELL: {}}
+    by_arch: dict[str, dict[str, GemmConfiguration]] = {HOPPER: {}, BLACKWELL: {}}
     choose = {HOPPER: sm90.configure, BLACKWELL: sm100.configure}
     for arch, name, problem in problems():
-        found[arch][name] = choose[arch](problem)
-    return found
+        by_arch[arch][name] = choose[arch](problem)
+    return by_arch
 
 
 def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
     """What a kernel takes: registers and stack of a thread, shared memory and its buffers for operands, and columns of
-    tensor memory for accumulators and factors.
+    tensor memory for accumulators and scale factors.
     """
     from cudnn_kernels import fakes
     from support.compiled import compile_kernel
@@ -170,7 +170,7 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
     kernel = module.Gemm(configuration)
     compiled = compile_kernel(arch, kernel, *fakes.arguments(configuration))
     c = configuration
-    found = {
+    values = {
         "tile": "x".join(map(str, c.tile)) + (" ping-pong" if c.pingpong else ""),
         "registers": compiled.registers,
         "stack": compiled.stack,
@@ -178,9 +178,9 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
         "shared": kernel.stages() * kernel.stage_bytes() + kernel.epilogue.bytes() + kernel.overhead,
     }
     if arch == BLACKWELL:
-        found["accumulators"] = kernel.acc_stages
-        found["columns"] = kernel.acc_stages * c.tile[1] + kernel.scale_factor_columns()
-    return found
+        values["accumulators"] = kernel.acc_stages
+        values["columns"] = kernel.acc_stages * c.tile[1] + kernel.scale_factor_columns()
+    return values
 
 
 def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) -> list[str]:
@@ -190,7 +190,7 @@ def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) ->
         <= (144 if traits_of(configuration.epilogue).two_pass_multiple and arch == BLACKWELL else 0),
         "shared memory": entry["shared"] <= SHARED_MEMORY,
         "buffers": entry["buffers"] >= 2,
-        # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: as many as a thread can have
+        # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: the maximum per thread
         "registers": entry["registers"] == 168 if arch == HOPPER else entry["registers"] <= 255,
     }
     if arch == BLACKWELL:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from support.gemms import signs_of
+from support.oracle import signs_of
 
 
 def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result before it is rounded, and the largest magnitude of each so many rows."""
+    """The result before it is rounded, and the amax of each group of rows."""
     y = x.double() / (x.double().square().mean(dim=1, keepdim=True) + eps).sqrt() * w.double()
     y = (y.reshape(-1, 16) @ (signs_of(16).to(y) / 4)).reshape(x.shape)
     return y, y.abs().reshape(-1, rows * x.shape[1]).amax(dim=1)

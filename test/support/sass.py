@@ -1,6 +1,6 @@
 """What a GEMM kernel's machine code says of its tensor core instructions. Needs no GPU.
 
-``nvdisasm`` turns a cubin into text; here that text becomes instructions, basic blocks and loops, and those become
+``nvdisasm`` disassembles a cubin; here that text becomes instructions, basic blocks and loops, and those become
 ``Products``. NVIDIA does not document where an instruction has the mask of scoreboards that it waits for; here it is
 that of Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", arXiv:1804.06826.
 """
@@ -58,8 +58,8 @@ class Instruction:
     @property
     def columns(self) -> int:
         """Of tensor memory, that LDTM reads: one 32-bit register each."""
-        found = re.search(r"\.x(\d+)", self.opcode)
-        return int(found[1]) if found else 1
+        actual = re.search(r"\.x(\d+)", self.opcode)
+        return int(actual[1]) if actual else 1
 
 
 class Program:
@@ -72,21 +72,21 @@ class Program:
     def __init__(self, text: str) -> None:
         lines, labels = [], {}
         for line in text.splitlines():
-            if found := _LABEL.match(line):
-                labels[found[1]] = len(lines)
-            elif found := _LINE.match(line):
-                lines.append([found, 0])
+            if actual := _LABEL.match(line):
+                labels[actual[1]] = len(lines)
+            elif actual := _LINE.match(line):
+                lines.append([actual, 0])
             elif lines and (word := _WORD.search(line)):
                 lines[-1][1] = int(word[1], 16) >> _MASK & 0x3F
-        addresses = [int(found[1], 16) for found, _ in lines]
+        addresses = [int(actual[1], 16) for actual, _ in lines]
         if not addresses or addresses != sorted(set(addresses)):
             raise ValueError(f"instructions: got {len(addresses)}; allowed: those of one kernel")
-        self.instructions = [self._instruction(found, mask, labels) for found, mask in lines]
+        self.instructions = [self._instruction(actual, mask, labels) for actual, mask in lines]
         self.labels = frozenset(labels.values())
 
     @staticmethod
-    def _instruction(found: re.Match[str], mask: int, labels: dict[str, int]) -> Instruction:
-        _, predicate, opcode, operands = found.groups()
+    def _instruction(actual: re.Match[str], mask: int, labels: dict[str, int]) -> Instruction:
+        _, predicate, opcode, operands = actual.groups()
         to = _TARGET.search(operands) if opcode.startswith("BRA") else None
         return Instruction(predicate or "", opcode, operands, labels[to[1]] if to else None, mask)
 
@@ -97,20 +97,20 @@ class Program:
         targets = {i.target for i in code if i.target is not None}
         starts = sorted({0, *targets, *(n + 1 for n, i in enumerate(code) if i.branches and n + 1 < size)})
         ends = dict(zip(starts, [*starts[1:], size], strict=True))
-        found: dict[int, list[int]] = {}
+        actual: dict[int, list[int]] = {}
         todo = [0]
         while todo:
             start = todo.pop()
-            if start in found:
+            if start in actual:
                 continue
             last = code[ends[start] - 1]
             following = [last.target] if last.target is not None else []
             if last.continues and ends[start] < size:
                 following.append(ends[start])
-            found[start] = following
+            actual[start] = following
             todo += following
         self._ends = ends
-        return found
+        return actual
 
     @cached_property
     def _dominators(self) -> dict[int, frozenset[int]]:
@@ -121,16 +121,16 @@ class Program:
                 before[other].append(block)
         self._before = before
         every = frozenset(self._blocks)
-        found = dict.fromkeys(self._blocks, every) | {0: frozenset([0])}
+        actual = dict.fromkeys(self._blocks, every) | {0: frozenset([0])}
         changed = True
         while changed:
             changed = False
             for block in sorted(every - {0}):
-                ways = [found[other] for other in before[block]]
+                ways = [actual[other] for other in before[block]]
                 now = frozenset.intersection(*ways) | {block}
-                changed |= now != found[block]
-                found[block] = now
-        return found
+                changed |= now != actual[block]
+                actual[block] = now
+        return actual
 
     @cached_property
     def loops(self) -> list[frozenset[int]]:
@@ -214,7 +214,7 @@ def _runs(program: Program, products: Sequence[int]) -> tuple[int, int]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The text of a cubin, with encodings, by ``nvdisasm``; skips the test where there is none."""
+    """The text of a cubin, with encodings, by ``nvdisasm``; skips the test without it."""
     tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
     if tool is None:
         pytest.skip("nvdisasm is missing")

@@ -20,7 +20,7 @@ import cudnn
 _FOLDER = Path(__file__).parent / "seeds"
 PROGRAMS = ("low_level_api", "sdpa_forward", "first_graph")
 
-# Stands for torch.cuda where there is no GPU.
+# Replaces torch.cuda without a GPU.
 _CUDA = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0), synchronize=lambda: None)
 
 
@@ -44,13 +44,13 @@ def cells(program: str) -> list[Cell]:
     """All code blocks of a program, in order."""
     text = (_FOLDER / f"{program}.txt").read_text()
     parts = re.split(r"^# %%(.*)\n", text, flags=re.MULTILINE)
-    found: list[Cell] = []
+    parsed: list[Cell] = []
     line = 0
     for title, code in zip(parts[1::2], parts[2::2], strict=True):
         line += 1
-        found.append(Cell(program, title.strip(), "\n" * line + code))
+        parsed.append(Cell(program, title.strip(), "\n" * line + code))
         line += code.count("\n")
-    return found
+    return parsed
 
 
 def run_program(program: str, device: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def check_program(program: str, device: str) -> dict[str, Any]:
     """Runs a program, whose last lines compare its results with PyTorch's.
 
     The tolerance that ``low_level_api`` prints is smaller than one rounding step of bfloat16 for |O| > 2, which its
-    random data reach now and then: one draw of several must pass.
+    random data reach now and then: one of several samples must pass.
     """
     for seed in range(7):
         torch.manual_seed(seed)

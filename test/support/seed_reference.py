@@ -20,7 +20,7 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 5e-3, rto
 
 
 def _statements(cell: Cell, names: Names, device: str) -> list[tuple[str, Any]]:
-    """Runs each ``y = graph.operation(...)`` of a cell in a graph of its own: the operation's name and its result."""
+    """Runs each ``y = graph.operation(...)`` of a cell in a separate graph: the operation's name and its result."""
     results: list[tuple[str, Any]] = []
     for statement in ast.parse(cell.code).body:
         assert isinstance(statement, ast.Assign)
@@ -54,9 +54,9 @@ def _configurations(cell: Cell, names: Names, device: str) -> None:
     for text in cell.code.strip().split("\n\n"):
         chosen: Names = {}
         Cell(cell.program, cell.title, "import cudnn\n" + text).run(chosen, device)
-        kinds = {key: value for key, value in chosen.items() if key.endswith("data_type")}
-        assert kinds.keys() == {"io_data_type", "compute_data_type"}
-        cudnn.Graph(**kinds)
+        dtypes = {key: value for key, value in chosen.items() if key.endswith("data_type")}
+        assert dtypes.keys() == {"io_data_type", "compute_data_type"}
+        cudnn.Graph(**dtypes)
 
 
 def _attention_of_the_reference(cell: Cell, names: Names, device: str) -> None:
@@ -80,18 +80,18 @@ def _rms(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
 
 
 def _pre_norm(cell: Cell, names: Names, device: str) -> None:
-    given = {
+    inputs = {
         name: torch.randn(2, 32, 64, device=device, dtype=torch.float16) for name in ("x", "attn_output", "ffn_output")
     }
-    given |= {name: torch.randn(64, device=device, dtype=torch.float16) for name in ("gamma", "gamma2")}
-    names |= given
+    inputs |= {name: torch.randn(64, device=device, dtype=torch.float16) for name in ("gamma", "gamma2")}
+    names |= inputs
     cell.run(names, device)
     order = ("x", "gamma", "attn_output", "gamma2", "ffn_output")
-    first, second, residual = names["graph"](*(given[name] for name in order))
-    x = given["x"].float() + given["attn_output"].float()
-    _close(first, _rms(given["x"], given["gamma"]))
-    _close(second, _rms(x, given["gamma2"]), atol=1e-2)
-    _close(residual, x + given["ffn_output"].float())
+    first, second, residual = names["graph"](*(inputs[name] for name in order))
+    x = inputs["x"].float() + inputs["attn_output"].float()
+    _close(first, _rms(inputs["x"], inputs["gamma"]))
+    _close(second, _rms(x, inputs["gamma2"]), atol=1e-2)
+    _close(residual, x + inputs["ffn_output"].float())
 
 
 def _element_wise(cell: Cell, names: Names, device: str) -> None:

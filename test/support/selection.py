@@ -40,7 +40,7 @@ def brief(cases: Sequence[Any], *kept: int) -> list[Any]:
 
 def in_turn(cases: Sequence[Any], most: int | None = None, places: Sequence[Any] = ARCHES) -> list[Any]:
     """Every case in every place, which comes first; without ``--full`` the first ``most`` cases, each on one emulated
-    architecture in turn. Places that are none take all cases.
+    architecture alternately. Places without an architecture take all cases.
     """
     count = len(cases) if most is None else most
     return selected(

@@ -42,7 +42,7 @@ _KEPT_AS_BYTES = frozenset(
         data_type.INT8x32,
     }
 )
-# Types whose arrays have a shape of their own: BOOLEAN takes a byte or a bit per element, as the engine stores it.
+# Types whose arrays have a different shape: BOOLEAN takes a byte or a bit per element, as the engine stores it.
 _LOOSE = (data_type.BOOLEAN, data_type.INT8x4, data_type.UINT8x4, data_type.INT8x32)
 
 
@@ -73,14 +73,14 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
     """
     if _is_torch_tensor(array):
         shape, steps = array.shape, array.stride()
-        kind, name, size = _torch_to_cudnn_data_type(array.dtype), str(array.dtype), array.itemsize
+        dtype, name, size = _torch_to_cudnn_data_type(array.dtype), str(array.dtype), array.itemsize
     else:
         shape, steps, code, bits, _ = describe(array)
-        kind = dlpack_to_data_type(code, bits)
-        name, size = kind.name if kind else f"DLPack type {code} of {bits} bits", ceil(bits / 8)
-    as_bytes = kind in _BYTES and kind is not tensor.data_type
-    raw = as_bytes and kind is data_type.UINT8 and len(shape) == 1 and steps[0] == 1
-    if kind is not tensor.data_type and not raw and not (as_bytes and tensor.data_type in _KEPT_AS_BYTES):
+        dtype = dlpack_to_data_type(code, bits)
+        name, size = dtype.name if dtype else f"DLPack type {code} of {bits} bits", ceil(bits / 8)
+    as_bytes = dtype in _BYTES and dtype is not tensor.data_type
+    raw = as_bytes and dtype is data_type.UINT8 and len(shape) == 1 and steps[0] == 1
+    if dtype is not tensor.data_type and not raw and not (as_bytes and tensor.data_type in _KEPT_AS_BYTES):
         raise refused(
             ValueError,
             "execute",
@@ -90,7 +90,7 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
             "convert the array, or describe the tensor with its type",
         )
     if tensor.ragged_offset is not None:
-        return  # its offsets say where the rows lie, and the array holds as many as there are
+        return  # its offsets locate the rows, and the array holds all rows without padding
     if raw or tensor.data_type in _LOOSE or tensor.reordering_type is not tensor_reordering.NONE:
         needed = ceil(prod(tensor.dim) / 8) if tensor.data_type is data_type.BOOLEAN else span_bytes(tensor)
         fits, allowed = prod(shape) * size >= needed, f"{needed} bytes or more"
@@ -131,18 +131,18 @@ def _same_memory(tensor: Tensor, shape: Sequence[int], steps: Sequence[int], poo
     merged = _merged(theirs)
     if _merged(ours) == merged:
         return True
-    # An array without gaps that also holds what lies between the tensor's elements.
+    # An array without gaps that also holds the gaps between the tensor's elements.
     dense = not merged or (len(merged) == 1 and merged[0][1] == 1)
-    room = max((extent * step for extent, step in described), default=1)
-    return dense and span(tensor.dim, tensor.stride) <= prod(shape) and (pool or prod(shape) <= room)
+    capacity = max((extent * step for extent, step in described), default=1)
+    return dense and span(tensor.dim, tensor.stride) <= prod(shape) and (pool or prod(shape) <= capacity)
 
 
 def _merged(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Extents and strides, fastest first, with dimensions that follow each other in memory as one."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for extent, step in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
-        if found and found[-1][0] * found[-1][1] == step:
-            found[-1] = found[-1][0] * extent, found[-1][1]
+        if merged and merged[-1][0] * merged[-1][1] == step:
+            merged[-1] = merged[-1][0] * extent, merged[-1][1]
         else:
-            found.append((extent, step))
-    return found
+            merged.append((extent, step))
+    return merged

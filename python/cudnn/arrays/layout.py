@@ -74,7 +74,8 @@ def span(dims: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(dims, strides, strict=True))
 
 
-_LONGEST_ROW = 1 << 18  # cuDNN 9.19 fails to launch its element-wise kernels for twice as many elements and a few
+# cuDNN 9.19 fails to launch its element-wise kernels for rows of slightly more than twice this number of elements.
+_LONGEST_ROW = 1 << 18
 
 
 def element_wise_layout(dims: Sequence[int], *strides: Sequence[int]) -> list[list[int]]:

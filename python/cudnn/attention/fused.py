@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from cudnn.attention.graphs import check, over_batches
-from cudnn.fused.objects import run
+from cudnn.fused.object_cache import run
 from cudnn.runtime import flops, launch
-from cudnn.runtime.call import say
+from cudnn.runtime.call import warn_once
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import custom_op
-from cudnn.sdpa import SdpaBackward, SdpaForward, choice
+from cudnn.sdpa import SdpaBackward, SdpaForward, heuristics
 from cudnn.sdpa.base import MOST_SUMS
 
 NAMES = "q", "k", "v"
@@ -24,11 +24,19 @@ def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def obstacle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, scale: float | None, others: bool
+def unsupported_reason(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: heuristics.Bounds,
+    scale: float | None,
+    has_other_inputs: bool,
 ) -> str:
-    """Why the kernels cannot compute this attention; empty where they can. ``others``: more than bounds."""
-    if others:
+    """Why the kernels cannot compute this attention; "" if they can.
+
+    ``has_other_inputs``: a mask, sinks, lengths or dropout.
+    """
+    if has_other_inputs:
         return "a mask, lengths, sinks or dropout: the kernels take bounds alone"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return f"{q.ndim} dimensions: the kernels take (B, H, S, D)"
@@ -38,15 +46,15 @@ def obstacle(
     if differentiated and q.shape[0] * q.shape[1] * (q.shape[2] + 127) * q.shape[3] > MOST_SUMS:
         return f"a query of {q.numel()} elements: the kernels' gradients take up to 2^31"
     operations = [SdpaForward, SdpaBackward] if differentiated else [SdpaForward]
-    return choice.obstacle(heads, bounds, scale, operations)
+    return heuristics.unsupported_reason(heads, bounds, scale, operations)
 
 
-def is_chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds) -> bool:
-    """Whether the kernels compute it where nobody says what is to."""
+def is_chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: heuristics.Bounds) -> bool:
+    """Whether the kernels are used by default."""
     rows, keys = q.shape[2], k.shape[2]
     if is_needed(rows, keys, bounds):
         return True
-    return choice.is_timed(rows, keys, bounds) and is_faster(q, k, v)
+    return heuristics.is_timed(rows, keys, bounds) and is_faster(q, k, v)
 
 
 def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -54,10 +62,10 @@ def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
     arch, rows = launch.device_architecture(q.device.index), q.shape[0] * q.shape[1] * q.shape[2]
-    return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]))
+    return heuristics.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]))
 
 
-def is_needed(rows: int, keys: int, bounds: choice.Bounds) -> bool:
+def is_needed(rows: int, keys: int, bounds: heuristics.Bounds) -> bool:
     """Whether cuDNN has nothing for such sizes and bounds: more rows than keys where the diagonal ends at the last ones
     or there is a left bound.
     """
@@ -79,9 +87,9 @@ def attend(
     *nothing: None,
     **neither: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and the log-sum-exp, where there is no :func:`obstacle`: with the arguments of cuDNN's operator."""
+    """O and LSE by the fused kernels, with the arguments of cuDNN's operator; needs no :func:`unsupported_reason`."""
     check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
-    top_left = not choice.is_level(q.shape[2], k.shape[2], alignment)
+    top_left = not heuristics.is_level(q.shape[2], k.shape[2], alignment)
     if q.shape[2] == 1 and 0 < left < k.shape[2] and not top_left:  # these are the last keys
         k, v, left = k[:, :, -left:], v[:, :, -left:], -1
     return fused_sdpa(q, k, v, scale, is_causal, left, right, top_left)
@@ -100,7 +108,7 @@ def _options(
 ) -> dict[str, Any]:
     """Of the classes, for an operator's bounds."""
     right = 0 if is_causal and right == -1 else right
-    return choice.options(q.shape[2], k.shape[2], scale, left, right, top_left)
+    return heuristics.options(q.shape[2], k.shape[2], scale, left, right, top_left)
 
 
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +136,7 @@ def fused_sdpa(
     q, k, v = map(_readable, (q, k, v))
     options = _options(q, k, attn_scale, is_causal, left_bound, right_bound, top_left)
     if q.is_cuda:
-        say("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
+        warn_once("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
     run(SdpaForward, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, options)
     return o, lse
 
@@ -137,7 +145,7 @@ fused_sdpa.register_fake(lambda q, k, v, *_: _results(q, v))
 
 
 def _gradients(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Memory for those of Q, K and V, contiguous."""
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -183,19 +191,24 @@ def _backward(ctx: Any, d_o: torch.Tensor, d_lse: Any) -> tuple[Any, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     q, k, v, o, lse = ctx.saved_tensors
     scale, causal, left, *rest = ctx.options
-    found = fused_sdpa_bwd(d_o, q, k, v, o, lse, scale, causal, left, deterministic, *rest)
-    return *found, *[None] * len(ctx.options)
+    grads = fused_sdpa_bwd(d_o, q, k, v, o, lse, scale, causal, left, deterministic, *rest)
+    return *grads, *[None] * len(ctx.options)
 
 
 fused_sdpa.register_autograd(_backward, setup_context=_setup)
 
 
 def _bounds_of_d256(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bounds: choice.Bounds, lengths: tuple[Maybe, ...]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    bounds: heuristics.Bounds,
+    lengths: tuple[Maybe, ...],
 ) -> None:
     """Raises for what the operators of head size 256 do not take."""
     check(q, k, v, bounds[1], {"left_bound": bounds[2], "right_bound": bounds[3]})
-    reason = obstacle(q, k, v, bounds, scale, any(x is not None for x in lengths))
+    reason = unsupported_reason(q, k, v, bounds, scale, any(x is not None for x in lengths))
     if not reason and (q.shape[3], v.shape[3]) != (256, 256):
         reason = f"head sizes {(q.shape[3], v.shape[3])}: the kernels take 256"
     if not reason and bounds[2] != -1:
@@ -226,13 +239,13 @@ def sdpa_fwd_d256(
     """
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
     _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
-    top_left = not choice.is_level(q.shape[2], k.shape[2], diagonal_alignment)
+    top_left = not heuristics.is_level(q.shape[2], k.shape[2], diagonal_alignment)
     o, lse = fused_sdpa(q, k, v, attn_scale, is_causal, left_bound, right_bound, top_left)
     return o, lse.unsqueeze(-1)
 
 
 @sdpa_fwd_d256.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = _results(q, v)
     return o, lse.unsqueeze(-1)
 
@@ -259,9 +272,9 @@ def sdpa_bwd_d256(
     """(dQ, dK, dV), contiguous, from what :func:`sdpa_fwd_d256` got and gave, and the gradient of O."""
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
     _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
-    lse, top_left = stats.squeeze(-1).contiguous(), not choice.is_level(q.shape[2], k.shape[2], diagonal_alignment)
-    given = (dO, q, k, v, o, lse, attn_scale, is_causal, left_bound, is_deterministic)
-    return fused_sdpa_bwd(*given, right_bound, top_left)
+    lse, top_left = stats.squeeze(-1).contiguous(), not heuristics.is_level(q.shape[2], k.shape[2], diagonal_alignment)
+    arguments = (dO, q, k, v, o, lse, attn_scale, is_causal, left_bound, is_deterministic)
+    return fused_sdpa_bwd(*arguments, right_bound, top_left)
 
 
 sdpa_bwd_d256.register_fake(_gradients)

@@ -215,7 +215,7 @@ class Layout:
 def _layouts(q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, ...]) -> tuple[Layout, Layout]:
     if (lengths[2] is None) != (lengths[3] is None):
         missing = "cumulative_seq_len_q" if lengths[2] is None else "cumulative_seq_len_kv"
-        raise refused(ValueError, _WHERE, missing, "None beside the other", "both or neither", "pass both")
+        raise refused(ValueError, _WHERE, missing, "None with the other one set", "both or neither", "pass both")
     varying = any(x is not None for x in lengths)
     return Layout("q", q, lengths[0], lengths[2], varying), Layout("kv", k, lengths[1], lengths[3], varying)
 
@@ -258,7 +258,7 @@ def _options(
 
 
 def _ragged(t: Tensors, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives the tensors their offsets, where there are any."""
+    """Sets the ragged offsets of the tensors, if any."""
     for name, tensor in tensors.items():
         if f"offset_{name}" in t:
             tensor.set_ragged_offset(t[f"offset_{name}"])
@@ -266,7 +266,7 @@ def _ragged(t: Tensors, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(t: Tensors, dropout_p: float) -> dict[str, Any]:
-    """Those of the attention node that are tensors, where there are such."""
+    """The arguments of the attention node that are tensors, if any."""
     found: dict[str, Any] = {}
     if "seq_len_q" in t:
         found |= {"use_padding_mask": True, "seq_len_q": t["seq_len_q"], "seq_len_kv": t["seq_len_kv"]}
@@ -307,8 +307,8 @@ def _new(x: torch.Tensor, shape: Sequence[int], packed: bool) -> torch.Tensor:
 
 
 def _results(q: torch.Tensor, v: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return _new(q, (*q.shape[:3], v.shape[3]), packed), q.new_empty((*q.shape[:3], 1), dtype=kind)
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return _new(q, (*q.shape[:3], v.shape[3]), packed), q.new_empty((*q.shape[:3], 1), dtype=dtype)
 
 
 def _gradient(x: torch.Tensor, packed: bool) -> torch.Tensor:
@@ -550,7 +550,7 @@ def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
     if bias is not None and ctx.needs_input_grad[12]:
         others = [*ctx.options[1:], *(x is not None for x in lengths)]
         if others != [False, 0, -1, -1, *[False] * 4]:
-            raise refused(NotImplementedError, _WHERE, "gradient of bias", "other masks beside it", "none")
+            raise refused(NotImplementedError, _WHERE, "gradient of bias", "other masks with it", "none")
         scale, p = ctx.options[0], ctx.dropout_p
         *gradients, d_bias = sdpa_bias_bwd(d_o, q, k, v, o, stats, bias, scale, p, seed, deterministic)
         return *gradients, *[None] * 9, d_bias, None, None
@@ -577,7 +577,7 @@ sdpa.register_autograd(_backward, setup_context=_setup)
 def over_batches(operator: Any) -> Any:
     """The rule for ``torch.vmap``: the dimension becomes a part of the batch. With dropout, one call after the other.
 
-    One seed would draw other numbers for a larger batch than it drew, or has to draw, for each.
+    With one seed, a larger batch gets other random numbers than each of its elements.
     """
     names = [argument.name for argument in operator._opoverload._schema.arguments]
 

@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
         attn_mask: Broadcasts to ``[B, H_q, S_q, S_kv]``. bool: True where a row sees a key. Else, float32 or the type
             of query, added to the scores; differentiable. Excludes bands and lengths: put all into the mask.
         dropout_p: The probability with which a weight is dropped; the others are divided by ``1 - dropout_p``. As in
-            PyTorch, this holds in evaluation too: pass 0 there. The seed is drawn from PyTorch's generator.
+            PyTorch, this holds in evaluation too: pass 0 there. The seed comes from PyTorch's generator.
         is_causal: ``right_bound=0``, unless a right bound is given.
         scale: None: ``D ** -0.5``.
         enable_gqa: Lets H_q be a multiple of H_kv.
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
         ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
 
     Raises:
-        ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1, sinks beside
+        ValueError: shapes, bounds, lengths, a mask with other masks, a probability below 0 or not below 1, sinks with
             lengths or a mask that has a gradient, a backend.
         NotImplementedError: what the fused backend does not have.
         TypeError: no tensor where one is needed; a bound that is no integer; the type of the mask.
@@ -88,18 +88,20 @@ def scaled_dot_product_attention(
         cast = functools.partial(in_type, dtype=dtype)
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
     if backend != "cudnn":
-        others = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))
-        obstacle = fused.obstacle(query, key, value, bounds, scale, others)
-        if backend and obstacle:
-            raise NotImplementedError(f'{_WHERE}: backend="fused": got {obstacle}. To fix it, leave backend out.')
-        if backend or (not obstacle and fused.is_chosen(query, key, value, bounds)):
+        has_other_inputs = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))
+        unsupported_reason = fused.unsupported_reason(query, key, value, bounds, scale, has_other_inputs)
+        if backend and unsupported_reason:
+            raise NotImplementedError(
+                f'{_WHERE}: backend="fused": got {unsupported_reason}. To fix it, leave backend out.'
+            )
+        if backend or (not unsupported_reason and fused.is_chosen(query, key, value, bounds)):
             return attend(query, key, value, scale, enable_gqa, bounds, operator=fused.attend)
     seed = torch.randint(_SEEDS, (1,), dtype=torch.int64, device=query.device) if dropout_p else None
     operator = sdpa if sinks is None else functools.partial(attend_with_sinks, sinks)
     if attn_mask is None:
         return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed, operator)
     if bounds != (False, 0, -1, -1) or any(x is not None for x in lengths):
-        got, cure = "a tensor beside bounds or lengths", "put all of them into the mask"
+        got, cure = "a tensor with bounds or lengths", "put all of them into the mask"
         raise refused(ValueError, _WHERE, "attn_mask", got, "a mask without other masks", cure)
     bias, seen = _bias(query, key, attn_mask)
     out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed, operator)

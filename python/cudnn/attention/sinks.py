@@ -22,15 +22,15 @@ def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any,
             ValueError, _WHERE, "sinks", got, f"floating-point numbers of the shape ({heads},), {query.device}"
         )
     if any(x is not None for x in lengths):
-        raise refused(ValueError, _WHERE, "sinks", "lengths beside them", "none", "put the lengths into a mask")
+        raise refused(ValueError, _WHERE, "sinks", "lengths with them", "none", "put the lengths into a mask")
     if bias is not None and bias.requires_grad:
         raise refused(ValueError, _WHERE, "sinks", "a mask with a gradient", "a mask without one", "detach the mask")
 
 
 class Attend(torch.autograd.Function):
-    """Attention times the share of a row's softmax that its keys have, ``sigmoid(lse - sink)``.
+    """Attention times ``sigmoid(lse - sink)``, the keys' share of a row's softmax (the sink has the rest).
 
-    The gradient of attention subtracts from that of each weight the product of a row's result and its gradient. With
+    Attention backward subtracts delta = rowsum(dO * O) from each weight's gradient. With
     the result as the sink leaves it, and the gradient times the share, it is the gradient with a sink.
     """
 
@@ -47,8 +47,8 @@ class Attend(torch.autograd.Function):
         dropout_p: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        given: tuple[Any, ...] = (q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
-        o, lse = sdpa(*given)
+        arguments: tuple[Any, ...] = (q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
+        o, lse = sdpa(*arguments)
         return (o * _share(lse, sinks)).to(q.dtype), lse
 
     @staticmethod
@@ -60,11 +60,11 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (d_o, _), (sinks, q, k, v, o, lse, bias, seed) = gradients, ctx.saved_tensors
-        share = _share(lse, sinks)
-        by_row = (d_o.to(share.dtype) * o).sum(-1, keepdim=True)
-        d_sinks = ((share - 1) * by_row).sum((0, 2, 3)).to(sinks.dtype)
+        keys_share = _share(lse, sinks)
+        delta = (d_o.to(keys_share.dtype) * o).sum(-1, keepdim=True)
+        d_sinks = ((keys_share - 1) * delta).sum((0, 2, 3)).to(sinks.dtype)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        first: tuple[Any, ...] = ((d_o * share).to(q.dtype), q, k, v, o, lse, *ctx.options, *[None] * 4)
+        first: tuple[Any, ...] = ((d_o * keys_share).to(q.dtype), q, k, v, o, lse, *ctx.options, *[None] * 4)
         last: tuple[Any, ...] = (deterministic, bias, ctx.dropout_p, seed)
         return d_sinks, *sdpa_bwd(*first, *last), None, None, None, None
 

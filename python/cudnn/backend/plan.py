@@ -399,7 +399,7 @@ class PlanList:
         self._device_properties = device_properties
         self._sm_count = sm_count
         self._kernel_cache = kernel_cache
-        self._bars: list[Callable[[EngineConfig], str]] = []
+        self._denials: list[Callable[[EngineConfig], str]] = []
         self._offered: _Offered | None = None
         self.failures: dict[int, str] = {}
 
@@ -446,7 +446,7 @@ class PlanList:
                 config for config in self.configs if config is not offered.config and _fills_cuda_graphs(config)
             )
             native_workspace = next(
-                (config.workspace_size for config in native_configs if not self._exclusion(config)), 0
+                (config.workspace_size for config in native_configs if not self._denial_reason(config)), 0
             )
             offered.config.workspace_size = max(offered.workspace, native_workspace)
 
@@ -456,46 +456,48 @@ class PlanList:
 
     def deselect_engines(self, names: Sequence[str]) -> None:
         """Excludes configurations whose tag contains one of these texts, such as ``"eng3"``."""
-        self.bar(lambda config: next((f"excluded by name ({name})" for name in names if name in config.tag), ""))
+        self.deny(lambda config: next((f"excluded by name ({name})" for name in names if name in config.tag), ""))
 
     def deselect_workspace_greater_than(self, size: int) -> None:
         """Excludes configurations that need more than ``size`` bytes of workspace."""
 
-        def bar(config: EngineConfig) -> str:
+        def deny(config: EngineConfig) -> str:
             need = config.workspace_size
             return f"needs {need} bytes of workspace, over the limit of {size}" if need > size else ""
 
-        self.bar(bar)
+        self.deny(deny)
 
     def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
         """Excludes configurations with any of these notes."""
-        self.bar(lambda config: _first("has the note", [note for note in notes if note in config.numerical_notes]))
+        self.deny(lambda config: _first("has the note", [note for note in notes if note in config.numerical_notes]))
 
     def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
         """Excludes configurations with any of these notes."""
-        self.bar(lambda config: _first("has the note", [note for note in notes if note in config.behavior_notes]))
+        self.deny(lambda config: _first("has the note", [note for note in notes if note in config.behavior_notes]))
 
     def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
         """Excludes configurations that lack any of these notes."""
-        self.bar(
+        self.deny(
             lambda config: _first("lacks the note", [note for note in notes if note not in config.numerical_notes])
         )
 
     def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
         """Excludes configurations that lack any of these notes."""
-        self.bar(lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes]))
+        self.deny(
+            lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes])
+        )
 
-    def bar(self, bar: Callable[[EngineConfig], str]) -> None:
+    def deny(self, deny: Callable[[EngineConfig], str]) -> None:
         """Excludes configurations for which the function returns a reason; ``""`` allows a configuration."""
-        self._bars.append(bar)
+        self._denials.append(deny)
         self._reserve_workspace()
-        if self.chosen is not None and bar(self.configs[self.chosen]):
+        if self.chosen is not None and deny(self.configs[self.chosen]):
             self.chosen = None
 
-    def _exclusion(self, config: EngineConfig) -> str:
+    def _denial_reason(self, config: EngineConfig) -> str:
         """The reason why a configuration is excluded, or ``""``."""
         try:
-            reason = next(filter(None, (bar(config) for bar in self._bars)), "")
+            reason = next(filter(None, (deny(config) for deny in self._denials)), "")
             if not reason and config.shared_memory_used > _MAX_SHARED_MEMORY:
                 reason = f"asks for {config.shared_memory_used} bytes of shared memory"
         except CudnnError as error:
@@ -504,7 +506,7 @@ class PlanList:
 
     def refusals(self) -> dict[int, str]:
         """Why configurations are excluded, or could not be built, by index."""
-        reasons = {i: self._exclusion(config) or self.failures.get(i, "") for i, config in enumerate(self.configs)}
+        reasons = {i: self._denial_reason(config) or self.failures.get(i, "") for i, config in enumerate(self.configs)}
         return {index: reason for index, reason in reasons.items() if reason}
 
     def check_support(self) -> None:
@@ -515,7 +517,7 @@ class PlanList:
         """
         reasons: list[str] = []
         for config in self.configs:
-            reason = self._exclusion(config)
+            reason = self._denial_reason(config)
             if not reason:
                 return
             reasons.append(f"{config.tag} {reason}")
@@ -545,7 +547,7 @@ class PlanList:
 
     def _allowed(self, reasons: list[str]) -> Iterator[int]:
         for index, config in enumerate(self.configs):
-            reason = self._exclusion(config)
+            reason = self._denial_reason(config)
             if reason:
                 reasons.append(f"{config.tag} {reason}")
             else:
@@ -559,7 +561,7 @@ class PlanList:
             cudnnGraphNotSupportedError: it is excluded, or cuDNN refuses it.
         """
         config = self.config_at(index)
-        reason = self._exclusion(config)
+        reason = self._denial_reason(config)
         if reason:
             raise self._refused(f"the configuration at index {index} may not be used", [f"{config.tag} {reason}"])
         try:

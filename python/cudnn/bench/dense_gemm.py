@@ -11,8 +11,8 @@ from typing import Any
 import cudnn
 from cudnn.bench import Benchmark, gemm, returning
 from cudnn.bench.operands import Operands, batched, operands
-from cudnn.fused.dense import DenseGemm, blank, further_inputs
-from cudnn.fused.examples import draw
+from cudnn.fused.dense import DenseGemm, empty_tensors, further_inputs
+from cudnn.fused.examples import random_input
 from cudnn.fused.gemm import OPERAND_TYPES, OperandType
 from cudnn.fused.layouts import Matrix
 from cudnn.gemm.formats import name_of
@@ -47,7 +47,7 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
 
 def operations(api: Any, operand_type: OperandType) -> Any:
     """The epilogue for an operand type, with all optional results."""
-    tensors = blank(api, (256, 256, 256, 1), operand_type, "meta")
+    tensors = empty_tensors(api, (256, 256, 256, 1), operand_type, "meta")
     options = {"sf_vec_size": operand_type.vector} if operand_type.scale else {}
     return api(**api.samples(tensors), **options).operations()
 
@@ -97,7 +97,7 @@ def extras(api: type[DenseGemm], o: Operands, m: int, n: int) -> gemm.Extras:
     for spec in further_inputs(api):
         if spec.optional:
             continue
-        x = draw(spec, spec.layout.shape(sizes), o.a.plain.device)
+        x = random_input(spec, spec.layout.shape(sizes), o.a.plain.device)
         inputs[spec.name] = x.to(o.out)[..., 0] if isinstance(spec.layout, Matrix) else x.flatten(1)
     return inputs
 
@@ -126,7 +126,9 @@ def _executed(
 ) -> Callable[[], gemm.Results]:
     (m, k), n = o.a.plain.shape, o.peer_b.shape[0]
     optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
-    tensors = blank(api, (m, n, k, 1), operand_type, o.a.plain.device, out=out, without=() if keep else optional)
+    tensors = empty_tensors(
+        api, (m, n, k, 1), operand_type, o.a.plain.device, out=out, without=() if keep else optional
+    )
     for name in api.returns:
         if name in tensors and isinstance(api.spec(name).layout, Matrix) and tensors[name].element_size() > 1:
             tensors[name].fill_(float("nan"))
@@ -152,7 +154,7 @@ def peer(api: type[DenseGemm], source: str, o: Operands, keep: bool) -> Callable
     kernel = getattr(source_module(path), name)
     operand_type = OperandType("bfloat16", name_of(o.out))
     (m, k), n = o.a.plain.shape, o.peer_b.shape[0]
-    outputs = blank(api, (m, n, k, 1), operand_type, o.a.plain.device)
+    outputs = empty_tensors(api, (m, n, k, 1), operand_type, o.a.plain.device)
     matrices = [name for name in api.returns if isinstance(api.spec(name).layout, Matrix)]
     results = {name: outputs[name][..., 0] if keep or not api.spec(name).optional else None for name in matrices}
     run = functools.partial(kernel, o.a.plain, o.peer_b, *results.values(), o.peer_alpha)

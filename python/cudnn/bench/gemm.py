@@ -9,7 +9,7 @@ from typing import Any
 
 from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem, returning
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
-from cudnn.gemm.formats import SUM_SCALES, SUM_VECTOR, name_of
+from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch
 
@@ -188,15 +188,15 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], Results]:
     from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
 
-    blockwise = o.vector == SUM_VECTOR
+    blockwise = o.vector == BLOCKWISE_SIZE
     a, b = (o.a.tensor, o.b.tensor) if blockwise else (batched(o.a.plain), batched(o.peer_b))
     alpha = o.alpha if blockwise else o.peer_alpha
     dtype_name, out = (name_of(dtype) for dtype in (a.dtype, o.out))
     scale = () if alpha == 1.0 else (alpha,)
     epilogue = (*(Scale() for _ in scale), StoreTile("z", out))
     operands = [
-        Operand(dtype_name, "k", BlockScale(SUM_SCALES, SUM_VECTOR, rows) if blockwise else None)
-        for rows in (1, SUM_VECTOR)
+        Operand(dtype_name, "k", BlockScale(BLOCKWISE_DTYPE, BLOCKWISE_SIZE, rows) if blockwise else None)
+        for rows in (1, BLOCKWISE_SIZE)
     ]
     problem = GemmProblem(operands[0], operands[1], epilogue, Dense(), n, k)
     configuration = ARCHITECTURES["sm_90a"].configure(problem)

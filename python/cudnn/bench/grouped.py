@@ -109,11 +109,11 @@ def ends(routing: str, experts: int, tokens: int, rows: int = 1) -> list[int]:
 
 def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = ROUTINGS[0]) -> list[Candidate]:
     """The API with its epilogue, and the peers."""
-    inputs = grouped.inputs(api, shape, operands.DEVICE, drawn_on=operands.DEVICE)
-    (offsets,) = (inputs[spec.name] for spec in api.tensors if spec.draw == "ends")
+    inputs = grouped.inputs(api, shape, operands.DEVICE, generated_on=operands.DEVICE)
+    (offsets,) = (inputs[spec.name] for spec in api.tensors if spec.init == "ends")
     end_rows = ends(routing, shape[3], shape["mnk".index(api.tokens)], api.group_rows)
     offsets.copy_(torch.tensor(end_rows, dtype=torch.int32, device="cpu"))
-    outputs = api.allocated(inputs, api.hidden_weights(inputs))
+    outputs = api.allocated(inputs, api.pointer_options(inputs))
     reference = grouped.expected(api, inputs, outputs)
 
     def check(results: Mapping[str, Any], tolerance: float = grouped.TOLERANCE) -> str:
@@ -147,7 +147,7 @@ def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = RO
 
 def check_product(api: type[ExpertsGemm], inputs: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Compares a peer's grouped GEMM with PyTorch's. Returns a message, or ``""``."""
-    (offsets,) = (inputs[spec.name] for spec in api.tensors if spec.draw == "ends")
+    (offsets,) = (inputs[spec.name] for spec in api.tensors if spec.init == "ends")
     expected, actual = product(api, inputs, offsets)()["product"].float(), results["product"].float()
     error, allowed = float((actual - expected).abs().max()), 0.02 * float(expected.abs().max())
     return "" if error <= allowed else f"wrong result: product is off by {error:.2e}, at most {allowed:.2e} is right"
@@ -207,10 +207,10 @@ def product_then_epilogue(
 ) -> Call:
     """PyTorch's grouped GEMM, whose output is rounded, then the epilogue in one compiled function."""
     untyped_api: Any = api
-    op = untyped_api(**api.samples({**inputs, **outputs}), **api.hidden_weights(inputs))
+    op = untyped_api(**api.samples({**inputs, **outputs}), **api.pointer_options(inputs))
     operations = [o for o in op.operations() if not isinstance(o, epilogue.Scale)]
     results = {name: torch.full_like(x, api.spec(name).fill or 0.0) for name, x in outputs.items()}
-    tensors = {name: api.fitted(name, x) for name, x in {**inputs, **results}.items() if name in api.parameters}
+    tensors = {name: api.canonicalize(name, x) for name, x in {**inputs, **results}.items() if name in api.parameters}
     tensors |= {name: getattr(op, name) for name in api.scalars}
     rows = torch.arange(inputs["a"].shape[0], dtype=torch.int64, device=offsets.device)
     groups = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
@@ -232,7 +232,7 @@ def ours(api: type[ExpertsGemm], inputs: Mapping[str, Any], outputs: Mapping[str
     """The API. Only its first call is checked: outputs that it accumulates into are not reset."""
     tensors = {**inputs, **outputs}
     untyped_api: Any = api
-    op = untyped_api(**api.samples(tensors), **api.hidden_weights(inputs))
+    op = untyped_api(**api.samples(tensors), **api.pointer_options(inputs))
     op.compile()
     run = functools.partial(op.execute, **{p: tensors.get(name) for name, p in api.parameters.items()})
     return returning(run, outputs)

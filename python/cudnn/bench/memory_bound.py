@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn.bench import HOST, Benchmark, Call, Candidate, Options, Problem, operands, returning
-from cudnn.fused.examples import compare, draw
+from cudnn.fused.examples import compare, random_input
 from cudnn.fused.host import FusedAPI
 from cudnn.lazy import torch
 
@@ -31,7 +31,7 @@ def tensors(api: type[FusedAPI], shape: tuple[int, ...]) -> dict[str, Any]:
     sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True)))
     result = {}
     for spec in api.tensors:
-        values = draw(spec, spec.layout.shape(sizes), operands.DEVICE).to(getattr(torch, spec.types[0]))
+        values = random_input(spec, spec.layout.shape(sizes), operands.DEVICE).to(getattr(torch, spec.types[0]))
         result[spec.name] = torch.full_like(values, float("nan")) if spec.name in api.returns else values
     return result
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.gemm import dequantize, quantize_rows
-from cudnn.gemm.formats import SUM_SCALES
+from cudnn.gemm.formats import BLOCKWISE_DTYPE
 from cudnn.lazy import torch
 
 DEVICE = "cuda"
@@ -80,7 +80,7 @@ def operand(dtype: str, x: Any, rows: int = 1) -> Operand:
     if not operand_type.scale:
         plain = x.to(getattr(torch, operand_type.element))
         return Operand(batched(plain), None, plain)
-    quantize_options = {"rows": rows, "power_of_two": True} if operand_type.scale == SUM_SCALES else {}
+    quantize_options = {"rows": rows, "power_of_two": True} if operand_type.scale == BLOCKWISE_DTYPE else {}
     element, scale_dtype = getattr(torch, operand_type.element), getattr(torch, operand_type.scale)
     tensor, scale = quantize_rows(batched(x), element, scale_dtype, operand_type.vector, **quantize_options)
     return Operand(tensor, scale, dequantize(tensor, scale, operand_type.vector)[..., 0].bfloat16())

@@ -50,7 +50,7 @@ class Line:
 
     ``dispatch``, ``compute`` and ``combine`` are the steps of a forward pass. ``one_forward`` and ``one_backward`` are
     the times of one GPU that has all experts, with one rank's tokens. ``bytes`` is what the busiest link carries one
-    way in dispatch, and again in combine. ``copy`` is the rate of a copy to another GPU in bytes per microsecond.
+    transport in dispatch, and again in combine. ``copy`` is the rate of a copy to another GPU in bytes per microsecond.
     ``modelled_dispatch`` and ``modelled_combine`` are the estimates of :func:`seconds`.
     """
 
@@ -231,11 +231,11 @@ class Measurement:
 
     def _median(self, call: Callable[[], Any], repetitions: int = 9) -> float:
         """Median microseconds of a call that all ranks start together after a barrier."""
-        way = self.exchange.way
+        transport = self.exchange.transport
         times_us = []
         for _ in range(repetitions + 2):
             torch.cuda._sleep(3_000_000)  # the GPU sleeps until the host has enqueued the call
-            way.meet()
+            transport.meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
@@ -272,27 +272,33 @@ class Measurement:
     def _steps(self) -> tuple[float, float, float]:
         """Microseconds of dispatch, of the experts' computation, and of combine."""
         from cudnn.moe import layer, parallel
-        from cudnn.moe.experts import Experts, products
+        from cudnn.moe.experts import Experts, grouped_gemm_ops
 
-        way = self.exchange.way
+        transport = self.exchange.transport
         up, down = self._weights(self.exchange.local_experts)
         experts = Experts([up], [down], None, None, "swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved")
         arguments = (self.x.detach(), self.routing.indices, self.routing.weights.detach())
         with torch.no_grad():
-            tokens, local, weights, sent = way.dispatch(*arguments)
-            rows = parallel.sorted_rows(local, self.exchange, sent)
+            tokens, local, weights, sent = transport.dispatch(*arguments)
+            rows = parallel.permutation_of(local, self.exchange, sent)
             self.rows = int(rows.offsets[-1])
             expert_rows, _ = layer.forward(
-                products(tokens, experts), tokens, weights, rows, experts, False, summed=False
+                grouped_gemm_ops(tokens, experts), tokens, weights, rows, experts, False, combine=False
             )
-            dispatch = self._median(lambda: way.dispatch(*arguments))
+            dispatch = self._median(lambda: transport.dispatch(*arguments))
 
             def compute() -> None:
-                sorted_rows = parallel.sorted_rows(local, self.exchange, sent)
-                layer.forward(products(tokens, experts), tokens, weights, sorted_rows, experts, False, summed=False)
+                sorted_rows = parallel.permutation_of(local, self.exchange, sent)
+                layer.forward(
+                    grouped_gemm_ops(tokens, experts), tokens, weights, sorted_rows, experts, False, combine=False
+                )
 
             compute_us = self._median(compute)
-            return dispatch, compute_us, self._median(lambda: way.give_back(expert_rows, rows.of_choice, weights, sent))
+            return (
+                dispatch,
+                compute_us,
+                self._median(lambda: transport.combine(expert_rows, rows.scatter_idx, weights, sent)),
+            )
 
     def _sent_bytes(self) -> list[list[float]]:
         """Bytes that each rank sends to each rank."""
@@ -305,7 +311,7 @@ class Measurement:
 
     def _copy(self) -> float:
         """Bytes per microsecond of a copy to the next GPU; all GPUs copy at once."""
-        target = self.exchange.way.tokens.part((self.rank + 1) % self.ranks)
+        target = self.exchange.transport.tokens.part((self.rank + 1) % self.ranks)
         source = torch.empty_like(target)
         return source.nbytes / self._median(lambda: target.copy_(source))
 

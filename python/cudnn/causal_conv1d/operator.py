@@ -48,19 +48,19 @@ def causal_conv1d(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str) -> None:
-    given = {"x": x, "weight": weight, "bias": bias}
-    for name, tensor in given.items():
+    tensors_by_name = {"x": x, "weight": weight, "bias": bias}
+    for name, tensor in tensors_by_name.items():
         if tensor.ndim != _RANKS[name].count(",") + 1:
             raise refused(ValueError, _WHERE, f"shape of {name}", tuple(tensor.shape), _RANKS[name])
-    types = {name: tensor.dtype for name, tensor in given.items()}
+    types = {name: tensor.dtype for name, tensor in tensors_by_name.items()}
     if len(set(types.values())) > 1:
         raise refused(TypeError, _WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)")
     if x.dtype not in _TYPES:
         raise refused(ValueError, _WHERE, "type of x", x.dtype, ", ".join(map(str, _TYPES)))
-    devices = {name: str(tensor.device) for name, tensor in given.items()}
+    devices = {name: str(tensor.device) for name, tensor in tensors_by_name.items()}
     if len(set(devices.values())) > 1 or x.device.type not in ("cuda", "cpu", "meta"):
         raise refused(ValueError, _WHERE, "devices", devices, "one device, cuda or cpu", "move them to one")
-    channels = {name: tensor.shape[1 if name == "x" else 0] for name, tensor in given.items()}
+    channels = {name: tensor.shape[1 if name == "x" else 0] for name, tensor in tensors_by_name.items()}
     if any(count != x.shape[1] for count in channels.values()):
         raise refused(ValueError, _WHERE, "channels", channels, "the same number in all tensors")
     if weight.shape[1] < 1:
@@ -112,11 +112,11 @@ def causal_conv1d_bwd_primitive(
 
 
 causal_conv1d_bwd_primitive.register_fake(
-    lambda grad_out, *given: [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:3]]
+    lambda grad_out, *inputs: [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
 )
 
 
-def _launch(function: Any, tensors: tuple[torch.Tensor, ...], kinds: tuple[int, ...]) -> None:
+def _launch(function: Any, tensors: tuple[torch.Tensor, ...], dtype_codes: tuple[int, ...]) -> None:
     """Calls cuDNN on the current stream of the tensors' device; the first two are x and weight."""
     x, weight = tensors[:2]
     library.require(backend.SINCE, _WHERE)
@@ -132,7 +132,7 @@ def _launch(function: Any, tensors: tuple[torch.Tensor, ...], kinds: tuple[int, 
         )
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        function(stream, *(tensor.data_ptr() for tensor in tensors), *x.shape, weight.shape[1], *kinds)
+        function(stream, *(tensor.data_ptr() for tensor in tensors), *x.shape, weight.shape[1], *dtype_codes)
 
 
 def _past(x: torch.Tensor, width: int) -> torch.Tensor:

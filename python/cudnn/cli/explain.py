@@ -135,7 +135,7 @@ def _of_program(path: Path, name: str) -> list[Any]:
 
     If the program raises an error, the graphs in the frames of its traceback; without any the error is raised again.
     """
-    from cudnn.pygraph.explain.twins import REFUSALS
+    from cudnn.pygraph.explain.dry_run import REFUSALS
 
     path = path.resolve()
     namespace: dict[str, Any] = {"__name__": path.stem if name else "__main__", "__file__": str(path)}
@@ -175,8 +175,8 @@ def _graphs(values: Iterable[Any]) -> list[Any]:
 
 
 def _explain(graph: Any, properties: Any) -> Any:
-    """Builds the graph if it has no plan yet; an unsupported graph is part of the explanation."""
-    from cudnn.pygraph.explain.twins import REFUSALS, for_device
+    """Builds the graph where it has no plan yet; a refusal becomes part of the explanation."""
+    from cudnn.pygraph.explain.dry_run import REFUSALS, for_device
 
     if properties is not None:
         graph = for_device(graph, properties)

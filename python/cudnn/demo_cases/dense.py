@@ -15,7 +15,7 @@ from cudnn.demo_cases.gemm_variants import FP4, Variant
 from cudnn.fused import dense as declared
 from cudnn.fused import registry
 from cudnn.fused.dense import DenseGemm
-from cudnn.fused.examples import Comparison, compare, draw
+from cudnn.fused.examples import Comparison, compare, random_input
 from cudnn.fused.gemm import OperandType
 from cudnn.fused.layouts import Matrix
 from cudnn.gemm.reference import evaluate
@@ -60,7 +60,7 @@ def _other_inputs(api: type[DenseGemm], v: Variant, device: str) -> dict[str, An
         if isinstance(spec.layout, Matrix):
             inputs[spec.name] = matrix(shape[0], shape[1], shape[2], v.side, v.majors[2] == "n", device)
         else:
-            inputs[spec.name] = draw(spec, shape, device).to(getattr(torch, spec.types[0]))
+            inputs[spec.name] = random_input(spec, shape, device).to(getattr(torch, spec.types[0]))
     return inputs
 
 
@@ -87,24 +87,24 @@ def _by_wrapper(api: type[DenseGemm], v: Variant, inputs: Mapping[str, Any]) -> 
 
 def _by_class(api: Any, v: Variant, inputs: Mapping[str, Any], device: str) -> TupleDict:
     """Calls the class, because a wrapper allocates no packed (fp4) results."""
-    tensors = {**blank(api, v, device), **inputs}
+    tensors = {**empty_tensors(api, v, device), **inputs}
     options = {"mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector}
     op = api(**api.samples(tensors), **options)
     op(**{parameter: tensors.get(name) for name, parameter in api.parameters.items()})
     return TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
 
 
-def blank(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
+def empty_tensors(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
     """Tensors of a variant; only those that kernels add to are initialized."""
     operand_type = OperandType(v.dtype, "bfloat16", v.scale, v.vector)
-    return declared.blank(api, v.shape, operand_type, device, out=v.out, side=v.side, majors=v.majors)
+    return declared.empty_tensors(api, v.shape, operand_type, device, out=v.out, side=v.side, majors=v.majors)
 
 
 @functools.cache
 def supported(v: Variant) -> bool:
     """Whether the API's ``check_support`` accepts a variant."""
     api: Any = registry.find(v.api)
-    tensors = blank(api, v, "meta")
+    tensors = empty_tensors(api, v, "meta")
     options = {"mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector, "arch": "sm_100a"}
     try:
         op = api(**api.samples(tensors), **options)

@@ -10,7 +10,7 @@ from cudnn.api_base import ceil_div
 from cudnn.demo_cases import Comparison, compare
 from cudnn.demo_cases.gemm_variants import BF16, BYTES, E4M3, E5M2, F16, F32, FP4, Variant
 from cudnn.gemm import dequantize, pack_scales, scale_values, unpack_float4, unpack_scales
-from cudnn.gemm.formats import LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of
+from cudnn.gemm.formats import BLOCKWISE_SIZE, LARGEST, QUANTIZED_LIMIT, name_of
 from cudnn.gemm.scales import sum_scale_shape, sum_scale_stride
 from cudnn.lazy import torch
 
@@ -47,7 +47,7 @@ def operands(v: Variant, device: str) -> Operands:
     m, n, k, batch = v.shape
     (a, sfa, x), (b, sfb, y) = (
         _operand(v, mn, k, batch, major, rows)
-        for mn, major, rows in zip((m, n), v.majors, (1, SUM_VECTOR), strict=False)
+        for mn, major, rows in zip((m, n), v.majors, (1, BLOCKWISE_SIZE), strict=False)
     )
     product = torch.einsum("mkl,nkl->mnl", x.double(), y.double())
     moved = (None if tensor is None else tensor.to(device) for tensor in (a, b, sfa, sfb, product))

@@ -11,7 +11,7 @@ from cudnn.api_base import TupleDict
 from cudnn.demo_cases import Problem, Program
 from cudnn.demo_cases.gemm_operands import judge
 from cudnn.fused import registry
-from cudnn.fused.examples import Comparison, draw
+from cudnn.fused.examples import Comparison, random_input
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm, operands
 from cudnn.lazy import torch
@@ -38,7 +38,7 @@ class Variant:
 def variants(full: bool) -> list[Variant]:
     """All APIs in bfloat16, or with ``full`` in each of their usual operand types without scale factors."""
     apis = {name: api for name in registry.packages() if issubclass(api := registry.find(name), ExpertsGemm)}
-    types_of = {name: [kind for kind in api.usual_types if not OPERAND_TYPES[kind].scale] for name, api in apis.items()}
+    types_of = {name: [kind for kind in api.aot_dtypes if not OPERAND_TYPES[kind].scale] for name, api in apis.items()}
     return [Variant(name, kind) for name in apis for kind in (types_of[name] if full else types_of[name][:1])]
 
 
@@ -57,7 +57,7 @@ def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str 
     wrapper: Any = registry.wrapper(api.folder())
     required = [p.name for p in inspect.signature(wrapper).parameters.values() if p.default is p.empty]
     arguments = dict.fromkeys(required)
-    if api.takes_addresses():
+    if api.needs_pointers():
         device_inputs |= addresses(device_inputs)
         arguments |= {"n": cpu_inputs["b"].shape[0], "b_dtype": cpu_inputs["b"].dtype}
     arguments |= {api.parameters[name]: tensor for name, tensor in device_inputs.items() if name in api.parameters}
@@ -72,19 +72,19 @@ def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str 
 
 
 def inputs(
-    api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str = "bf16", drawn_on: str = "cpu"
+    api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str = "bf16", generated_on: str = "cpu"
 ) -> dict[str, Any]:
     """Random inputs by name, of an operand type. For an API that takes pointers, weights and their pointers."""
     sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True))) | {"vector": OPERAND_TYPES[kind].vector}
-    tensors = api.blank(shape, kind, device)
-    for spec in (*operands(), *api.tensors) if api.takes_addresses() else api.tensors:
+    tensors = api.empty_tensors(shape, kind, device)
+    for spec in (*operands(), *api.tensors) if api.needs_pointers() else api.tensors:
         if spec.name in tensors:
-            if spec.draw == "ends":
+            if spec.init == "ends":
                 values = ends(sizes["experts"], sizes[api.tokens], api.group_rows, device)
             else:
-                values = draw(spec, spec.layout.shape(sizes), device, drawn_on)
+                values = random_input(spec, spec.layout.shape(sizes), device, generated_on)
             tensors[spec.name].copy_(values)
-    if api.takes_addresses():
+    if api.needs_pointers():
         tensors |= addresses(tensors)
     return tensors
 
@@ -104,11 +104,11 @@ def ends(experts: int, tokens: int, rows: int, device: str) -> Any:
 def expected(api: type[ExpertsGemm], inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
     """The results in float32, before rounding."""
     untyped_api: Any = api
-    op = untyped_api(**api.samples({**inputs, **outputs}), **api.hidden_weights(inputs))
+    op = untyped_api(**api.samples({**inputs, **outputs}), **api.pointer_options(inputs))
     exact = {
         name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32)
         for name, tensor in outputs.items()
     }
-    tensors = {name: api.fitted(name, x) for name, x in {**inputs, **exact}.items() if name in api.parameters}
+    tensors = {name: api.canonicalize(name, x) for name, x in {**inputs, **exact}.items() if name in api.parameters}
     op.reference({**tensors, **{name: getattr(op, name) for name in api.scalars}})
     return exact

@@ -7,7 +7,7 @@ from typing import Any
 
 from cudnn.demo_cases import Problem, Program
 from cudnn.fused import registry
-from cudnn.fused.examples import Comparison, compare, draw
+from cudnn.fused.examples import Comparison, compare, random_input
 from cudnn.fused.host import FusedAPI
 from cudnn.lazy import torch
 
@@ -26,7 +26,7 @@ def make(api: type[FusedAPI], shape: tuple[int, ...], device: str) -> Problem:
     sizes_by_name = api.example_sizes(dict(zip(dimensions, shape, strict=True)))
     inputs = [spec for spec in api.tensors if spec.name not in api.returns]
     inputs_by_name = {
-        spec.name: draw(spec, spec.layout.shape(sizes_by_name), device).to(getattr(torch, spec.types[0]))
+        spec.name: random_input(spec, spec.layout.shape(sizes_by_name), device).to(getattr(torch, spec.types[0]))
         for spec in inputs
     }
     wrapper: Any = registry.wrapper(api.folder())

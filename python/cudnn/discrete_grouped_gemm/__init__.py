@@ -1,4 +1,4 @@
-"""GEMMs of the tokens of several experts whose weights each lie at an address of their own, with what follows."""
+"""GEMMs of the tokens of several experts, whose weights are passed as device pointers, with fused epilogues."""
 
 from __future__ import annotations
 

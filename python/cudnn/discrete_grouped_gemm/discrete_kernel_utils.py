@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.errors import refused
-from cudnn.fused import addresses
+from cudnn.fused import pointer_arrays
 
 
 def _require_pointer_tensor(t: Any, name: str, expected_len: int | None = None) -> None:
-    """Raises unless it is an array of so many addresses on a CUDA device.
+    """Raises unless it is an array of ``count`` device pointers on a CUDA device.
 
     Raises:
         TypeError: no tensor.
         ValueError: another type, shape, stride or device.
     """
     where = "discrete_grouped_gemm"
-    addresses.check(where, name, t, expected_len, getattr(t, "device", None))
+    pointer_arrays.check(where, name, t, expected_len, getattr(t, "device", None))
     if not t.is_cuda:
         raise refused(ValueError, where, f"{name} must be a CUDA tensor", f"one on {t.device}", "one on a CUDA device")

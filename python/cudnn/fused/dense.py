@@ -1,4 +1,4 @@
-"""What the dense fused GEMMs share: one product or a batch of them, their tensors, their wrappers' objects."""
+"""The base of the dense fused GEMMs: one GEMM or a batch, their tensors and the cache keys of their objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cudnn.fused.gemm import ONE, OPERAND_TYPES, FusedGemm, OperandType
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import BlockScales, Matrix, TensorSpec
 from cudnn.fused.wrapper import allocate
-from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, FLOAT8, PLAIN, SCALES, SUM_SCALES, SUM_VECTOR
+from cudnn.gemm.formats import BLOCK_SCALED, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, PLAIN, SCALES
 from cudnn.lazy import torch
 from cudnn_kernels.schedule import Dense
 
@@ -23,14 +23,16 @@ def operands(scales: tuple[str, ...] = SCALES) -> tuple[TensorSpec, ...]:
     types = tuple(dict.fromkeys([*PLAIN, *BLOCK_SCALED]))
     return (
         TensorSpec("a", Matrix("m", "k", "mk"), types, about="four-bit elements with sfa only"),
-        TensorSpec("b", Matrix("n", "k", "nk"), types, same="a"),
-        TensorSpec("sfa", BlockScales("m", "k"), (*scales, SUM_SCALES), optional=True),
-        TensorSpec("sfb", BlockScales("n", "k", shared="sfb_rows"), (*scales, SUM_SCALES), optional=True, same="sfa"),
+        TensorSpec("b", Matrix("n", "k", "nk"), types, same_dtype="a"),
+        TensorSpec("sfa", BlockScales("m", "k"), (*scales, BLOCKWISE_DTYPE), optional=True),
+        TensorSpec(
+            "sfb", BlockScales("n", "k", shared="sfb_rows"), (*scales, BLOCKWISE_DTYPE), optional=True, same_dtype="sfa"
+        ),
     )
 
 
 def amax(dimensions: int, optional: bool = True) -> TensorSpec:
-    """The largest magnitude, raised from what it was before. Wrappers allocate it with so many dimensions of size 1."""
+    """The largest magnitude: atomic max into the tensor. Wrappers allocate it with ``dimensions`` dimensions."""
     return TensorSpec(
         "amax",
         ONE,
@@ -44,19 +46,19 @@ def amax(dimensions: int, optional: bool = True) -> TensorSpec:
 
 
 def quantizer(name: str, columns: str) -> tuple[TensorSpec, ...]:
-    """The scale factors of a result with so many columns, and the constant that they are chosen by."""
+    """The scale factors of a result with ``columns`` columns, and its normalization constant."""
     constant = "what the largest element of a block becomes, as a share of its type's limit"
     return (
         TensorSpec(
             name,
             BlockScales("m", columns),
-            (*SCALES, SUM_SCALES),
+            (*SCALES, BLOCKWISE_DTYPE),
             optional=True,
-            same="sfa",
+            same_dtype="sfa",
             written=True,
             about="with 8 bits",
         ),
-        TensorSpec("norm_const", ONE, ("float32",), optional=True, draw=0.01, about=constant),
+        TensorSpec("norm_const", ONE, ("float32",), optional=True, init=0.01, about=constant),
     )
 
 
@@ -65,9 +67,9 @@ class DenseGemm(FusedGemm):
 
     schedule: ClassVar[Any] = Dense()
     example = (("m", "n", "k"), (128, 128, 64))
-    usual_types = ("bf16", "fp16", "fp8", "fp8_128", "mxfp8", "nvfp4")
-    usual_shapes = ((4096, 128, 4096), (4096, 4096, 4096), (8192, 28672, 4096))
-    vectors = (16, 32, SUM_VECTOR)
+    aot_dtypes = ("bf16", "fp16", "fp8", "fp8_128", "mxfp8", "nvfp4")
+    aot_shapes = ((4096, 128, 4096), (4096, 4096, 4096), (8192, 28672, 4096))
+    vectors = (16, 32, BLOCKWISE_SIZE)
 
     alpha: float = 1.0
 
@@ -86,56 +88,60 @@ class DenseGemm(FusedGemm):
         (m, k, batch), n = shapes["a"], shapes["b"][0]
         if min(n, k, batch) < 1:
             raise refused(ValueError, cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1")
-        scaled = {"vector": options["sf_vec_size"], "sfb_rows": options.get("sfb_rows", SUM_VECTOR)}
+        scaled = {"vector": options["sf_vec_size"], "sfb_rows": options.get("sfb_rows", BLOCKWISE_SIZE)}
         return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, **scaled}
 
-    # The wrapper, and what it usually makes.
+    # The wrapper's cache key, and AOT presets.
 
     @classmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         """K-major operands, as wrappers get them from row-major matrices, and the class's default tile; results in the
         16-bit type, without what is optional, and as the wrapper chooses.
         """
-        kind = OPERAND_TYPES[dtype]
-        given = {name: x for name, x in blank(cls, (*shape, 1), kind, "meta").items() if name not in cls.returns}
+        operand_type = OPERAND_TYPES[dtype]
+        tensors = {
+            name: x
+            for name, x in empty_tensors(cls, (*shape, 1), operand_type, "meta").items()
+            if name not in cls.returns
+        }
         parameters = inspect.signature(registry.wrapper(cls.folder())).parameters.values()
         types = [p for p in parameters if p.name.endswith("_dtype") and p.name not in cls.hints]
         absent = {p.name: None for p in types if cls.spec(p.name.removesuffix("_dtype")).optional}
-        narrow = {p.name: getattr(torch, kind.out) for p in types}
+        out_types = {p.name: getattr(torch, operand_type.out) for p in types}
         missing = dict.fromkeys(spec.name for spec in cls.tensors)
         majors = {p.name: "n" for p in parameters if p.name.endswith("_major")}
-        options = {"sf_vec_size": kind.vector} if kind.scale else {}
-        chosen = [narrow, {**narrow, **absent}, {p.name: p.default for p in types}]
+        options = {"sf_vec_size": operand_type.vector} if operand_type.scale else {}
+        chosen = [out_types, {**out_types, **absent}, {p.name: p.default for p in types}]
         for choice in [each for i, each in enumerate(chosen) if each not in chosen[:i]]:
-            results = cls.results({**missing, **given, **majors, **choice, "sf_vec_size": kind.vector})
-            allocated = allocate(cls, given, {**cls.defaults(), **options}, results)
-            made_by: Any = cls
-            made = made_by(**cls.samples({**given, **allocated}), **options, arch=arch)
+            results = cls.results({**missing, **tensors, **majors, **choice, "sf_vec_size": operand_type.vector})
+            allocated = allocate(cls, tensors, {**cls.defaults(), **options}, results)
+            constructor: Any = cls
+            api = constructor(**cls.samples({**tensors, **allocated}), **options, arch=arch)
             try:
-                made.check_support()
+                api.check_support()
             except (ValueError, NotImplementedError):
-                if choice is narrow:
+                if choice is out_types:
                     raise
                 continue  # the wrapper's own choice is not one for all operands
-            yield made
+            yield api
 
     @classmethod
-    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    def cache_key(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Types, strides and sizes, as far as those are static."""
-        kinds = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in given.items())
+        types = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in tensors.items())
         if not (settings.GEMM_DYNAMIC_M.get() or settings.GEMM_DYNAMIC_MNKL.get()):
-            return kinds + tuple(None if t is None else (t.shape, t.stride()) for t in given.values())
-        layouts = [(cls.spec(name).layout, tensor) for name, tensor in given.items()]
+            return types + tuple(None if t is None else (t.shape, t.stride()) for t in tensors.values())
+        layouts = [(cls.spec(name).layout, tensor) for name, tensor in tensors.items()]
         matrices = [(layout, tensor) for layout, tensor in layouts if isinstance(layout, Matrix)]
         majors = tuple(layout.major(tensor.shape, tensor.stride()) for layout, tensor in matrices)
-        fixed = () if settings.GEMM_DYNAMIC_MNKL.get() else (given["a"].shape[1:], given["b"].shape)
-        return (*kinds, *majors, *fixed, cls.rows_of_block(given.get("b"), given.get("sfb")))
+        fixed = () if settings.GEMM_DYNAMIC_MNKL.get() else (tensors["a"].shape[1:], tensors["b"].shape)
+        return (*types, *majors, *fixed, cls.rows_of_block(tensors.get("b"), tensors.get("sfb")))
 
 
-def blank(
+def empty_tensors(
     api: type[DenseGemm],
     shape: Sequence[int],
-    kind: OperandType,
+    operand_type: OperandType,
     device: Any,
     *,
     out: str = "",
@@ -149,16 +155,28 @@ def blank(
     results are there where these types need them, but for those in ``without``; optional inputs only if they must be.
     """
     m, n, k, batch = shape
-    sizes = api.sizes_of({"a": (m, k, batch), "b": (n, k, batch)}, {**api.defaults(), "sf_vec_size": kind.vector})
+    sizes = api.sizes_of(
+        {"a": (m, k, batch), "b": (n, k, batch)}, {**api.defaults(), "sf_vec_size": operand_type.vector}
+    )
     result, scales = api.result
-    out, side = out or kind.out, side or kind.out
-    types = {"a": kind.element, "b": kind.element, "sfa": kind.scale, "sfb": kind.scale, result: out}
-    types[scales] = SUM_SCALES if kind.vector == SUM_VECTOR else SCALES[0]
-    absent = {*without, *(() if kind.scale else ("sfa", "sfb")), *(() if out in FLOAT8 else (scales, "norm_const"))}
-    if not (kind.element in (FLOAT4, "uint8") and out == kind.out):
+    out, side = out or operand_type.out, side or operand_type.out
+    types = {
+        "a": operand_type.element,
+        "b": operand_type.element,
+        "sfa": operand_type.scale,
+        "sfb": operand_type.scale,
+        result: out,
+    }
+    types[scales] = BLOCKWISE_DTYPE if operand_type.vector == BLOCKWISE_SIZE else SCALES[0]
+    absent = {
+        *without,
+        *(() if operand_type.scale else ("sfa", "sfb")),
+        *(() if out in FLOAT8 else (scales, "norm_const")),
+    }
+    if not (operand_type.element in (FLOAT4, "uint8") and out == operand_type.out):
         absent |= {spec.name for spec in api.tensors if spec.name == "amax" and spec.optional}
     absent |= {spec.name for spec in further_inputs(api) if spec.optional}
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for spec in api.tensors:
         if spec.name in absent:
             continue
@@ -166,13 +184,13 @@ def blank(
         major = {"a": majors[0], "b": majors[1]}.get(spec.name, majors[2])
         element = FLOAT4 if name == "uint8" else name
         tensor = spec.layout.allocate(sizes, major, getattr(torch, element), device)
-        found[spec.name] = tensor.view(torch.uint8) if name == "uint8" else tensor
+        tensors[spec.name] = tensor.view(torch.uint8) if name == "uint8" else tensor
         if spec.fill is not None:
             tensor.fill_(spec.fill)
-    return found
+    return tensors
 
 
 def further_inputs(api: type[DenseGemm]) -> list[TensorSpec]:
-    """Inputs beside the operands and what quantises a result."""
-    known = ("a", "b", "sfa", "sfb", "norm_const", *api.returns)
-    return [spec for spec in api.tensors if spec.name not in known]
+    """Inputs other than the operands and the normalization constant."""
+    excluded = ("a", "b", "sfa", "sfb", "norm_const", *api.returns)
+    return [spec for spec in api.tensors if spec.name not in excluded]

@@ -12,7 +12,7 @@ from cudnn.lazy import torch
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result beside its reference, at the element that comes closest to what is allowed, or exceeds it most."""
+    """A result compared with its reference, at the element with the largest error relative to the tolerance."""
 
     name: str
     error: float
@@ -23,24 +23,24 @@ class Comparison:
         return self.error <= self.allowed
 
 
-def draw(spec: TensorSpec, shape: Sequence[int], device: str, drawn_on: str = "cpu") -> Any:
-    """Random float32 values, or one value, for an input; drawn on the CPU, they are the same for every device."""
-    if isinstance(spec.draw, float):
-        values = torch.full(tuple(shape), spec.draw, dtype=torch.float32, device=drawn_on)
-    elif spec.draw == "normal":
-        values = torch.randn(*shape, dtype=torch.float32, device=drawn_on)
+def random_input(spec: TensorSpec, shape: Sequence[int], device: str, generated_on: str = "cpu") -> Any:
+    """Random float32 values, or one value, for an input; generated on the CPU, they are the same for every device."""
+    if isinstance(spec.init, float):
+        values = torch.full(tuple(shape), spec.init, dtype=torch.float32, device=generated_on)
+    elif spec.init == "normal":
+        values = torch.randn(*shape, dtype=torch.float32, device=generated_on)
     else:
-        values = torch.rand(*shape, dtype=torch.float32, device=drawn_on) + 0.5
+        values = torch.rand(*shape, dtype=torch.float32, device=generated_on) + 0.5
     return values.to(device)
 
 
-def compare(name: str, found: Any, expected: Any, relative: float, absolute: float = 0.0) -> Comparison:
+def compare(name: str, actual: Any, expected: Any, relative: float, absolute: float = 0.0) -> Comparison:
     """Judges each element: an error of ``relative * |expected| + absolute`` is allowed.
 
-    ``expected`` has the shape of ``found`` and a type with room for its errors.
+    ``expected`` has the shape of ``actual`` and a type with room for its errors.
     """
     allowed = (relative * expected.abs() + absolute).flatten()
-    error = (found.to(expected.dtype) - expected).abs().flatten()
-    share = (error / allowed.clamp(min=torch.finfo(error.dtype).tiny)).nan_to_num(nan=float("inf"))
-    worst = int(share.argmax())
+    error = (actual.to(expected.dtype) - expected).abs().flatten()
+    ratio = (error / allowed.clamp(min=torch.finfo(error.dtype).tiny)).nan_to_num(nan=float("inf"))
+    worst = int(ratio.argmax())
     return Comparison(name, float(error[worst]), float(allowed[worst]))

@@ -1,4 +1,4 @@
-"""What the gated GEMMs share: pairs of columns, the tensors, and the rules of cuDNN's own kernels."""
+"""The base of the gated (GLU) GEMMs: pairs of up and gate columns, the tensors, and cuDNN's rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.gemm.formats import FLOAT4, FLOAT8, SUM_SCALES, SUM_VECTOR, name_of
+from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch
 from cudnn_kernels import epilogue
@@ -21,15 +21,16 @@ ORDERS = ("up_gate", "gate_up")
 class GluLayout(DenseGemm):
     """Where up and gate lie among 2 n columns, or rows of weights.
 
-    ``glu_layout``: blocks of 32 that take turns, or halves. ``glu_order``: which of the two comes first.
+    ``glu_layout``: ``"interleaved"`` (alternating blocks of 32) or ``"concatenated"``. ``glu_order``: which of the two
+    comes first.
     """
 
     glu_layout: str = LAYOUTS[0]
     glu_order: str = ORDERS[0]
 
     @property
-    def halves(self) -> bool:
-        """Whether up and gate are halves."""
+    def concat_glu(self) -> bool:
+        """Whether up and gate are concatenated halves."""
         return self.glu_layout == "concatenated"
 
     @property
@@ -77,51 +78,51 @@ class GatedGemm(GluLayout):
 
     @abstractmethod
     def gate(self) -> epilogue.Gate:
-        """What becomes of a pair."""
+        """The activation of a pair of up and gate."""
 
     def operations(self) -> tuple[Any, ...]:
-        stored = (self.store("ab12", halves=self.halves),) if self.given("ab12") else ()
+        stored = (self.store("ab12", concat_glu=self.concat_glu),) if self.has("ab12") else ()
         gated = epilogue.Gated(self.gate(), self.gate_first)
         return (epilogue.Scale("alpha"), *stored, gated, *self.result_epilogue("c"))
 
-    def weaves(self) -> bool:
-        return self.halves
+    def interleaves_glu(self) -> bool:
+        return self.concat_glu
 
     @staticmethod
     def narrow(dtype: Any) -> Any:
-        """The type of a result where the caller names none: that of operands of 16 bits, bfloat16 for others."""
+        """The default type of a result: the operands' if 16 bits wide, else bfloat16."""
         return dtype if name_of(dtype) in NARROW else torch.bfloat16
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        c_dtype, major = given["c_dtype"] or cls.narrow(given["a"].dtype), given["c_major"]
-        found = {"c": (c_dtype, major)}
-        if given["ab12_dtype"] is not None:
-            found["ab12"] = (given["ab12_dtype"], major)
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        c_dtype, major = arguments["c_dtype"] or cls.narrow(arguments["a"].dtype), arguments["c_major"]
+        types = {"c": (c_dtype, major)}
+        if arguments["ab12_dtype"] is not None:
+            types["ab12"] = (arguments["ab12_dtype"], major)
         if name_of(c_dtype) in FLOAT8:
-            found["sfc"] = (scale_type(given), "")
-        if name_of(given["a"].dtype) == FLOAT4 and c_dtype == torch.bfloat16:
-            found["amax"] = (torch.float32, "")
-        return found
+            types["sfc"] = (scale_type(arguments), "")
+        if name_of(arguments["a"].dtype) == FLOAT4 and c_dtype == torch.bfloat16:
+            types["amax"] = (torch.float32, "")
+        return types
 
-    # What it does not take.
+    # Checks.
 
     @property
     def _plain(self) -> bool:
-        return not any(self.given(name) for name in ("sfa", "sfb", "amax", "sfc", "norm_const"))
+        return not any(self.has(name) for name in ("sfa", "sfb", "amax", "sfc", "norm_const"))
 
     def check_accumulator(self) -> None:
-        wide = [name for name in ("a", "ab12") if self.kind(name) == "float32"]
+        wide = [name for name in ("a", "ab12") if self.dtype_name(name) == "float32"]
         if self.acc_dtype != torch.float16 or not self._plain:
             super().check_accumulator()
-        if wide or self.kind("a") == "bfloat16":
+        if wide or self.dtype_name("a") == "bfloat16":
             raise self.error("acc_dtype", self.acc_dtype, "torch.float32, for operands or ab12 with more range")
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        a, ab12, c = self.kind("a"), self.kind("ab12"), self.kind("c")
-        if self.given("ab12") and self.major("ab12") != self.major("c"):
+        a, ab12, c = self.dtype_name("a"), self.dtype_name("ab12"), self.dtype_name("c")
+        if self.has("ab12") and self.major("ab12") != self.major("c"):
             raise self._refuse("c tensor major", self.major("c"), f"{self.major('ab12')}, that of ab12")
-        if self.halves:
+        if self.concat_glu:
             self._check_halves()
         if self._plain:
             self._check_plain(ab12, c)
@@ -130,35 +131,40 @@ class GatedGemm(GluLayout):
 
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
-        n, of_atoms = sizes["n"], self.scaled and self.kind("sfa") != SUM_SCALES
-        if n % 256 and self.halves and of_atoms and (self._target() or launch.emulated_architecture()) == "sm_100a":
+        n, scale_atoms = sizes["n"], self.scaled and self.dtype_name("sfa") != BLOCKWISE_DTYPE
+        if (
+            n % 256
+            and self.concat_glu
+            and scale_atoms
+            and (self._target() or launch.emulated_architecture()) == "sm_100a"
+        ):
             allowed = "multiples of 256, whole atoms of both halves, for glu_layout='concatenated'"
-            raise self.unsupported("columns of the product, on sm_100a", n, allowed, "pad both halves")
+            raise self.unsupported("n, on sm_100a", n, allowed, "pad both halves")
 
     def _check_halves(self) -> None:
-        """The copy engine moves 16 bytes at least, which only rows along k have."""
+        """TMA copies at least 16 contiguous bytes, so rows of B have to be contiguous along k."""
         if self.major("b") != "k":
             cure = "interleave the weights once, by cudnn.interleave_glu_weights"
             raise self.unsupported("b tensor major", self.major("b"), "k, for glu_layout='concatenated'", cure)
 
-    def check_sum_factors(self, scales: str) -> None:
-        """Any are there: a block's pairs pass through the epilogue one part after the other."""
+    def check_blockwise_scales(self, scales: str) -> None:
+        """All are supported: the epilogue processes a block of pairs one subtile at a time."""
 
     def _check_architecture(self, arch: str) -> None:
         super()._check_architecture(arch)
-        if not self.given("sfc") or self.kind("sfc") != SUM_SCALES:
+        if not self.has("sfc") or self.dtype_name("sfc") != BLOCKWISE_DTYPE:
             return
-        of_sums = self.kind("sfa") == SUM_SCALES
-        sums = f"a block of c takes {2 * SUM_VECTOR} of a row, too many registers"
-        if arch == "sm_100a" and of_sums:
-            allowed = f"{SUM_SCALES} for the operands or for c: {sums}"
-            raise self.unsupported("sfa and sfc tensors, on sm_100a", f"{SUM_SCALES} for both", allowed)
-        if arch == "sm_90a" and of_sums and self.accurate:
-            allowed = f"False: sums of {SUM_VECTOR} products of 16 bits are kept for 192 columns at most"
+        blockwise = self.dtype_name("sfa") == BLOCKWISE_DTYPE
+        reason = f"a block of c takes {2 * BLOCKWISE_SIZE} of a row, too many registers"
+        if arch == "sm_100a" and blockwise:
+            allowed = f"{BLOCKWISE_DTYPE} for the operands or for c: {reason}"
+            raise self.unsupported("sfa and sfc tensors, on sm_100a", f"{BLOCKWISE_DTYPE} for both", allowed)
+        if arch == "sm_90a" and blockwise and self.accurate:
+            allowed = f"False: fp32 promotion of {BLOCKWISE_SIZE} 16-bit elements is limited to 192 columns"
             raise self.unsupported("accurate, for sfa and sfc of float32, on sm_90a", True, allowed)
-        if arch == "sm_90a" and self.kind("a") in FLOAT8 and not (of_sums or self.accurate):
-            allowed = f"16 or 32 bits, or scale factors of {SUM_SCALES}, or accurate=True: {sums}"
-            raise self.unsupported("a tensor dtype, for sfc of float32, on sm_90a", self.kind("a"), allowed)
+        if arch == "sm_90a" and self.dtype_name("a") in FLOAT8 and not (blockwise or self.accurate):
+            allowed = f"16 or 32 bits, or scale factors of {BLOCKWISE_DTYPE}, or accurate=True: {reason}"
+            raise self.unsupported("a tensor dtype, for sfc of float32, on sm_90a", self.dtype_name("a"), allowed)
 
     def _check_plain(self, ab12: str, c: str) -> None:
         if ab12 in FLOAT8:
@@ -171,12 +177,12 @@ class GatedGemm(GluLayout):
     def _check_scaled(self, a: str, ab12: str, c: str, sizes: Sizes) -> None:
         if (ab12, c) == ("float32", "float32"):
             raise self.unsupported("c tensor dtype", c, "float16, bfloat16, with ab12 of float32")
-        of_sums = self.kind("sfa") == SUM_SCALES
-        if a in FLOAT8 and ab12 in (("float32", *FLOAT8) if not of_sums else FLOAT8):
+        blockwise = self.dtype_name("sfa") == BLOCKWISE_DTYPE
+        if a in FLOAT8 and ab12 in (("float32", *FLOAT8) if not blockwise else FLOAT8):
             raise self.error("ab12 tensor dtype", ab12, f"float16, bfloat16, for operands of {a}")
-        if self.scaled and c in FLOAT8 and not of_sums:
+        if self.scaled and c in FLOAT8 and not blockwise:
             raise self.error("c tensor dtype", c, "float32, float16, bfloat16, for operands with scale factors")
-        if not self.scaled or of_sums:
+        if not self.scaled or blockwise:
             return
         rows, columns = self.mma_tiler_mn
         if a == FLOAT4:
@@ -184,7 +190,7 @@ class GatedGemm(GluLayout):
                 raise self.error("c tensor major", self.major("c"), f"n, for operands of {a}")
             if columns % 64:
                 raise self.error("mma_tiler_mn", self.mma_tiler_mn, f"multiples of 64 columns, for operands of {a}")
-            if c == "bfloat16" and not self.given("amax"):
+            if c == "bfloat16" and not self.has("amax"):
                 raise self.error("amax tensor", "None", f"a tensor, for operands of {a} and c of {c}")
         for size, tile in (("m", rows), ("n", columns)):
             if sizes[size] % tile:

@@ -20,7 +20,7 @@ from cudnn.fused.grouped import (
     quantized,
 )
 from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
-from cudnn.gemm.formats import FLOAT8, SCALES, SUM_VECTOR, name_of
+from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -50,21 +50,21 @@ class Activated(ExpertsGemm):
     situ_beta1: float = 4.0
     situ_beta2: float = 25.0
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        offset = given.get("linear_offset")
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        offset = arguments.get("linear_offset")
         if offset is None:
-            offset = self.older_offset if self.follows_older(given) else 1.0
-        super().__init__({**given, "linear_offset": offset})
+            offset = self.older_offset if self.older_semantics(arguments) else 1.0
+        super().__init__({**arguments, "linear_offset": offset})
 
     @property
-    def halves(self) -> bool:
+    def concat_glu(self) -> bool:
         return self.glu_layout == LAYOUTS[1]
 
     def check_options(self) -> None:
         super().check_options()
         if self.glu_layout not in LAYOUTS:
             raise self.error("glu_layout", repr(self.glu_layout), " or ".join(map(repr, LAYOUTS)))
-        if self.halves and (self.scaled or self.quantizes()):
+        if self.concat_glu and (self.scaled or self.quantizes()):
             allowed = f"None, for glu_layout={self.glu_layout!r}"
             cure = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
             raise self.unsupported("scale factors", "tensors", allowed, cure)
@@ -79,9 +79,9 @@ class Activated(ExpertsGemm):
         check_situ(self._title(), vars(self))
 
     @classmethod
-    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def normalize_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         check_situ(f"{cls.folder()}_wrapper", arguments)
-        return super().arranged(arguments)
+        return super().normalize_arguments(arguments)
 
 
 def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
@@ -109,32 +109,34 @@ class GatedExperts(Activated):
     act_func = "swiglu"
 
     def operations(self) -> tuple[Any, ...]:
-        stored = (self.store("c", halves=self.halves),) if self.given("c") else ()
+        stored = (self.store("c", concat_glu=self.concat_glu),) if self.has("c") else ()
         activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
         return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
 
-    def weaves(self) -> bool:
-        return self.halves
+    def interleaves_glu(self) -> bool:
+        return self.concat_glu
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        c_dtype, d_dtype = cls.given_or(given["c_dtype"]), cls.given_or(given["d_dtype"])
-        scaled = given["sfa"] is not None
-        c = {"c": (c_dtype, "n")} if scaled or given.get("generate_c", True) else {}
-        if (given["norm_const"] is not None, given["sf_vec_size"]) == (True, SUM_VECTOR) and name_of(d_dtype) in FLOAT8:
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        c_dtype, d_dtype = cls.dtype_or_default(arguments["c_dtype"]), cls.dtype_or_default(arguments["d_dtype"])
+        scaled = arguments["sfa"] is not None
+        c = {"c": (c_dtype, "n")} if scaled or arguments.get("generate_c", True) else {}
+        if (arguments["norm_const"] is not None, arguments["sf_vec_size"]) == (True, BLOCKWISE_SIZE) and name_of(
+            d_dtype
+        ) in FLOAT8:
             return {**c, "d": (d_dtype, "n"), "sfd_row": (torch.float32, "")}
         if not scaled:
             return {**c, "d": (d_dtype, "n")}
-        found = cls.quantized_results(given, "d", d_dtype, cls.in_blocks(given))
-        return {**c, "d_col": (d_dtype, "n"), **found}
+        types = cls.quantized_results(arguments, "d", d_dtype, cls.has_block_scales(arguments))
+        return {**c, "d_col": (d_dtype, "n"), **types}
 
     def check_options(self) -> None:
         super().check_options()
         self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if self.halves and (self.given("b_ptrs") or self.major("b") != "k"):
-            got = "weights behind addresses" if self.given("b_ptrs") else f"major {self.major('b')}"
+        if self.concat_glu and (self.has("b_ptrs") or self.major("b") != "k"):
+            got = "b_ptrs" if self.has("b_ptrs") else f"major {self.major('b')}"
             cure = "interleave the weights once, by cudnn.interleave_glu_weights"
             raise self.unsupported("b", got, f"a tensor, k-major, for glu_layout={self.glu_layout!r}", cure)
 
@@ -147,7 +149,7 @@ class GatedExpertsBackward(Activated):
     tensors = (
         *operands(),
         TensorSpec("c", OneMatrix("m", "columns", "mn"), RESULT_TYPES, about="of the forward pass; columns = 2 n"),
-        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, draw="uniform", about="factors of c"),
+        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, init="uniform", about="scales of c"),
         *quantized("d_row", "columns", roles=2),
         PROB,
         DPROB,
@@ -169,12 +171,12 @@ class GatedExpertsBackward(Activated):
     def operations(self) -> tuple[Any, ...]:
         geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
         product = self.scaled_product(power=2) if newer or not geglu else ()
-        rounded = (epilogue.Round(self.kind("a")),) if self.round_dgrad_to_input_dtype else ()
-        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2, concat_glu=self.halves)
-        betas = self.given("beta") and (not geglu or (newer and not self.scaled))
-        factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
+        rounded = (epilogue.Round(self.dtype_name("a")),) if self.round_dgrad_to_input_dtype else ()
+        saved = epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)
+        betas = self.has("beta") and (not geglu or (newer and not self.scaled))
+        factors = (epilogue.MultiplyGroup("beta", self.dtype_name("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
-        sums = (epilogue.SumRow("dprob", "prob_gradient", bool(self._deterministic)),) if self.given("dprob") else ()
+        sums = (epilogue.SumRow("dprob", "prob_gradient", bool(self._deterministic)),) if self.has("dprob") else ()
         rest = (*sums, *self.recomputed(), *self.multiplied_by("prob"))
         return (
             *product,
@@ -184,24 +186,24 @@ class GatedExpertsBackward(Activated):
             backward,
             *rest,
             *self.summed_columns(),
-            *self.result_epilogue("d_row", self.halves),
+            *self.result_epilogue("d_row", self.concat_glu),
         )
 
     def recomputed(self) -> tuple[Any, ...]:
         """What the forward pass made of c, weighted and stored."""
-        if not self.given("activation"):
+        if not self.has("activation"):
             return ()
         return (*self.multiplied_by("prob", "activation"), self.store("activation", "activation"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        eight = given["sfa"] is not None and cls.in_blocks(given)  # allow no other result
-        d_dtype = cls.given_or(given["d_dtype"], torch.float8_e4m3fn if eight else None)
-        dbias = {"dbias": (torch.bfloat16, "")} if given.get("generate_dbias") else {}
-        if given["sfa"] is None:
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        eight = arguments["sfa"] is not None and cls.has_block_scales(arguments)  # allow no other result
+        d_dtype = cls.dtype_or_default(arguments["d_dtype"], torch.float8_e4m3fn if eight else None)
+        dbias = {"dbias": (torch.bfloat16, "")} if arguments.get("generate_dbias") else {}
+        if arguments["sfa"] is None:
             return {"d_row": (d_dtype, "n"), **dbias}
-        narrow = eight and name_of(d_dtype) in FLOAT8
-        return {"d_col": (d_dtype, "n"), **cls.quantized_results(given, "d_row", d_dtype, narrow), **dbias}
+        fp8 = eight and name_of(d_dtype) in FLOAT8
+        return {"d_col": (d_dtype, "n"), **cls.quantized_results(arguments, "d_row", d_dtype, fp8), **dbias}
 
     def check_options(self) -> None:
         super().check_options()
@@ -209,24 +211,30 @@ class GatedExpertsBackward(Activated):
         operators = (None, "none", "identity", "relu", "srelu")
         if self.epilogue_op not in operators:
             raise self.error("epilogue_op", repr(self.epilogue_op), " or ".join(map(repr, operators)))
-        if self.round_dgrad_to_input_dtype and (self.scaled or self.kind("a") not in NARROW):
-            got = f"True, for operands of {self.kind('a')}{' with scale factors' * self.scaled}"
+        if self.round_dgrad_to_input_dtype and (self.scaled or self.dtype_name("a") not in NARROW):
+            got = f"True, for operands of {self.dtype_name('a')}{' with scale factors' * self.scaled}"
             raise self.error("round_dgrad_to_input_dtype", got, f"{' or '.join(NARROW)}, without scale factors")
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if self.kind("sfa") in SCALES and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
-            raise self.error("d_row tensor dtype", self.kind("d_row"), f"{' or '.join(FLOAT8)}, for {self.kind('a')}")
+        if (
+            self.dtype_name("sfa") in SCALES
+            and self.dtype_name("a") in FLOAT8
+            and self.dtype_name("d_row") not in FLOAT8
+        ):
+            raise self.error(
+                "d_row tensor dtype", self.dtype_name("d_row"), f"{' or '.join(FLOAT8)}, for {self.dtype_name('a')}"
+            )
 
     def quantizes(self) -> bool:
-        return super().quantizes() and self.kind("d_row") in FLOAT8
+        return super().quantizes() and self.dtype_name("d_row") in FLOAT8
 
     def _check_quantized(self) -> None:
         names = ("sfd_row", "sfd_col", "norm_const")
-        if self.kind("d_row") in FLOAT8:
-            if self.kind("sfa") in SCALES and self.kind("a") in FLOAT8 and not self.quantizes():
-                wanted = f"{', '.join(names)} are required for FP8 input/FP8 output"
-                raise self.error(wanted, "None", "tensors")
+        if self.dtype_name("d_row") in FLOAT8:
+            if self.dtype_name("sfa") in SCALES and self.dtype_name("a") in FLOAT8 and not self.quantizes():
+                required = f"{', '.join(names)} are required for FP8 input/FP8 output"
+                raise self.error(required, "None", "tensors")
             super()._check_quantized()
         for name in names:
-            if self.given(name) and not self.quantizes():
-                self._logger.warning("%s is not used: the result has the type %s", name, self.kind("d_row"))
+            if self.has(name) and not self.quantizes():
+                self._logger.warning("%s is not used: the result has the type %s", name, self.dtype_name("d_row"))

@@ -1,4 +1,4 @@
-"""What weight gradients of several experts share with other grouped GEMMs, and what they do not."""
+"""Weight gradients of experts: grouped GEMMs over variable ranges of k (varlen_k)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from cudnn.api_base import ceil_div, check_rank, check_tensor, unpad
 from cudnn.errors import refused
-from cudnn.fused import addresses
+from cudnn.fused import pointer_arrays
 from cudnn.fused.gemm import NARROW
-from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, numbered
+from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, gather
 from cudnn.fused.host import ALIGNMENT
 from cudnn.fused.layouts import (
     Contiguous,
@@ -33,29 +33,29 @@ from cudnn_kernels.schedule import VarlenK
 
 TYPES = (*NARROW, *FLOAT8, FLOAT4, "uint8")
 OF_EXPERTS = Contiguous("experts", alignment=4)
-UNREAD = 128  # tokens of operands that stand for none
+UNREAD = 128  # tokens of the placeholder operands of an empty call
 
 
 class WGradInputOrder(Enum):
-    """How the tokens of several experts lie: in one matrix, or each expert's in a matrix of its own."""
+    """The layout of the experts' tokens: one matrix, or a separate dense matrix for each expert."""
 
     Tensor2D = "tensor2d"
     TensorRagged = "tensor_ragged"
 
 
 class ExpertGradients(ExpertsGemm):
-    """Products over the tokens of each expert: its part of the operands' k."""
+    """Weight gradients of each expert: a GEMM over its range of tokens, the GEMM's k (varlen_k)."""
 
     tensors = (
         TensorSpec("a", OneMatrix("m", "tokens of a", "mk"), TYPES, about="hidden = m, tokens = k"),
-        TensorSpec("b", Transposed("n", "tokens of b", "nk"), TYPES, same="a"),
-        TensorSpec("sfa", FlatScales("atoms of m", "factors of k"), SCALES, optional=True),
-        TensorSpec("sfb", FlatScales("atoms of n", "factors of k"), SCALES, optional=True, same="sfa"),
-        TensorSpec("offsets", OF_EXPERTS, ("int32",), draw="ends", about="the token where each expert ends"),
+        TensorSpec("b", Transposed("n", "tokens of b", "nk"), TYPES, same_dtype="a"),
+        TensorSpec("sfa", FlatScales("atoms of m", "scales of k"), SCALES, optional=True),
+        TensorSpec("sfb", FlatScales("atoms of n", "scales of k"), SCALES, optional=True, same_dtype="sfa"),
+        TensorSpec("offsets", OF_EXPERTS, ("int32",), init="ends", about="the token where each expert ends"),
         TensorSpec("wgrad", Gradients("m", "n", "mn", "experts"), FLOATS, optional=True, written=True),
         TensorSpec("wgrad_ptrs", Contiguous("experts", alignment=8), ("int64",), optional=True, sampled=False),
-        TensorSpec("global_scale_a", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
-        TensorSpec("global_scale_b", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
+        TensorSpec("global_scale_a", OF_EXPERTS, ("float32",), optional=True, init="uniform"),
+        TensorSpec("global_scale_b", OF_EXPERTS, ("float32",), optional=True, init="uniform"),
         *(
             TensorSpec(
                 f"{name}_index",
@@ -72,15 +72,15 @@ class ExpertGradients(ExpertsGemm):
     counted_by = ("a_index", "b_index")
     buffers = ("wgrad_tensor",)
     example = (("m", "n", "k", "experts"), (128, 128, 192, 3))
-    usual_types = ("bf16", "fp16")
-    usual_shapes = ((4096, 4096, 8192, 8),)
+    aot_dtypes = ("bf16", "fp16")
+    aot_shapes = ((4096, 4096, 8192, 8),)
     shapes = ((28672, 4096, 32768, 8), (2816, 2048, 32768, 64), (1536, 2048, 65536, 128))
     steps = (8, 8, 64, 1)
     tile_n = (64, 128, 192, 256)
     vectors = (16, 32)
     hints = (*ExpertsGemm.hints, "wgrad_ptrs", "output_mode", "input_order", "descriptor_workspace")
     result = ("wgrad", "")
-    addressed = ("wgrad_ptrs",)
+    pointer_arguments = ("wgrad_ptrs",)
     tokens = "k"
     inner = 0
 
@@ -89,23 +89,23 @@ class ExpertGradients(ExpertsGemm):
     wgrad_shape: tuple[int, int] | None
     wgrad_dtype: Any
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self.schedule = VarlenK()
-        self.expert = self._describe(given["sample_wgrad_expert"], "sample_wgrad_expert")
-        offsets = given["sample_offsets"]
+        self.expert = self._describe(arguments["sample_wgrad_expert"], "sample_wgrad_expert")
+        offsets = arguments["sample_offsets"]
         read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it
         if self.scaled and read and offsets.dtype == torch.int32:
             self.check_ends(offsets, self.sizes(self.descs))
 
     def operations(self) -> tuple[Any, ...]:
         names = ("global_scale_a", "global_scale_b")
-        factors = [epilogue.MultiplyGroup(name) for name in names if self.given(name)]
-        if self.given("wgrad"):
+        factors = [epilogue.MultiplyGroup(name) for name in names if self.has(name)]
+        if self.has("wgrad"):
             store = replace(self.store("wgrad"), adds=bool(self.accumulate_on_output))
         else:
-            kind = name_of(self.wgrad_dtype)
-            store = epilogue.StoreTile("wgrad_ptrs", kind, adds=bool(self.accumulate_on_output), pointers=True)
+            dtype = name_of(self.wgrad_dtype)
+            store = epilogue.StoreTile("wgrad_ptrs", dtype, adds=bool(self.accumulate_on_output), pointers=True)
         return (*factors, store)
 
     @classmethod
@@ -113,7 +113,7 @@ class ExpertGradients(ExpertsGemm):
         """Sizes by name: those of a (m, k), b (k, n) and offsets (experts,).
 
         Raises:
-            ValueError: other dimensions, one of size 0 beside the tokens, or more than 1024 experts.
+            ValueError: other dimensions, another size than the tokens is 0, or more than 1024 experts.
         """
         for name, rank, dims in (("a", 3, "(hidden, tokens)"), ("b", 3, "(tokens, hidden)"), ("offsets", 1, "(e,)")):
             if len(shapes[name]) != rank:
@@ -129,7 +129,7 @@ class ExpertGradients(ExpertsGemm):
         cls.check_vector(vector)
         factors = 4 * ceil_div(ceil_div(k, vector), 4)
         atoms = {f"atoms of {name}": 128 * ceil_div(size, 128) for name, size in (("m", m), ("n", n))}
-        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "factors of k": factors, **tokens, **atoms}
+        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "scales of k": factors, **tokens, **atoms}
 
     @classmethod
     def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
@@ -137,43 +137,47 @@ class ExpertGradients(ExpertsGemm):
         return cls.sizes_of({"a": (m, k, 1), "b": (n, k, 1), "offsets": (experts,)}, cls.defaults())
 
     @classmethod
-    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    def cache_key(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Types, majors and all sizes but the number of tokens."""
-        kinds = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in given.items())
-        (m, _, _), n, experts = given["a"].shape, given["b"].shape[0], given["offsets"].shape
-        wgrad, layout = given["wgrad"], cls.spec("wgrad").layout
+        types = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in tensors.items())
+        (m, _, _), n, experts = tensors["a"].shape, tensors["b"].shape[0], tensors["offsets"].shape
+        wgrad, layout = tensors["wgrad"], cls.spec("wgrad").layout
         major = layout.major(wgrad.shape, wgrad.stride()) if wgrad is not None and isinstance(layout, Matrix) else ""
-        return (kinds, cls.majors_of(given), major, m, n, experts)
+        return (types, cls.majors_of(tensors), major, m, n, experts)
 
     @classmethod
-    def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        return tensors  # factors are flat
+    def reinterpret(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return tensors  # scale factors are flat
 
-    def viewed_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of one packed ``wgrad`` in a call of an object for gradients behind addresses, these addresses."""
-        given = dict(zip(self.names, tensors, strict=True))
-        wgrad = given["wgrad"]
-        if self.given("wgrad") or wgrad is None or given["wgrad_ptrs"] is not None:
-            return super().viewed_call(tensors)
-        from cudnn.runtime.address_tables import pointers  # which loads PyTorch
+    def reinterpret_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """For a call with one packed ``wgrad`` on an object of pointer arrays: the pointers of its matrices."""
+        by_name = dict(zip(self.names, tensors, strict=True))
+        wgrad = by_name["wgrad"]
+        if self.has("wgrad") or wgrad is None or by_name["wgrad_ptrs"] is not None:
+            return super().reinterpret_call(tensors)
+        from cudnn.runtime.pointer_arrays import pointers  # which loads PyTorch
 
         check_tensor(self._title(), "wgrad", wgrad)
-        expected, like = (self.num_experts, *(self.wgrad_shape or ())), given["a"].device
+        expected, device = (self.num_experts, *(self.wgrad_shape or ())), by_name["a"].device
         got = f"{wgrad.dtype} of the shape {tuple(wgrad.shape)} and strides {wgrad.stride()} on {wgrad.device}"
-        allowed = f"{self.wgrad_dtype} of the shape {expected}, each matrix contiguous, on {like}, or wgrad_ptrs"
+        allowed = f"{self.wgrad_dtype} of the shape {expected}, each matrix contiguous, on {device}, or wgrad_ptrs"
         fits = tuple(wgrad.shape) == expected and name_of(wgrad.dtype) == name_of(self.wgrad_dtype)
-        if not fits or wgrad.device != like or not wgrad[0].is_contiguous():
+        if not fits or wgrad.device != device or not wgrad[0].is_contiguous():
             raise self.error("wgrad tensor", got, allowed)
-        found = {**given, "wgrad": None, "wgrad_ptrs": pointers(wgrad.unbind(0))}
-        return super().viewed_call(tuple(found[name] for name in self.names))
+        replaced = {**by_name, "wgrad": None, "wgrad_ptrs": pointers(wgrad.unbind(0))}
+        return super().reinterpret_call(tuple(replaced[name] for name in self.names))
 
     @classmethod
-    def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
+    def restore_layout(cls, name: str, tensor: Any, inputs: Mapping[str, Any]) -> Any:
         return tensor.permute(2, 0, 1)
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        return {} if given["wgrad_ptrs"] is not None else {"wgrad": (cls.given_or(given["wgrad_dtype"]), "n")}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return (
+            {}
+            if arguments["wgrad_ptrs"] is not None
+            else {"wgrad": (cls.dtype_or_default(arguments["wgrad_dtype"]), "n")}
+        )
 
     @classmethod
     def check_order(cls, order: Any) -> None:
@@ -203,24 +207,24 @@ class ExpertGradients(ExpertsGemm):
         return max(128 * (5 if discrete else 4) * experts, 1)
 
     @classmethod
-    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """For gradients behind addresses, what the constructor wants to know; zeros to add to, where none are given."""
+    def normalize_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Adds the options of pointer arrays, and a zero ``wgrad`` to accumulate on, if none was passed."""
         where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
         cls.check_order(arguments["input_order"])
         if name_of(b.dtype) == FLOAT4 and not b.shape[0]:  # no bytes tell along which dimension they are packed
             arguments = {**arguments, "b_tensor": b.as_strided(b.shape, (1, UNREAD))}
         for name, dims in (("a", "(hidden, tokens)"), ("b", "(tokens, hidden)")):
             check_rank(where, name, arguments[f"{name}_tensor"], (2,), dims)
-        wgrad, given = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
+        wgrad, pointers = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
         (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
-        if (given is not None) != (arguments["output_mode"] == "discrete"):
-            got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if given is None else 'given'}"
+        if (pointers is not None) != (arguments["output_mode"] == "discrete"):
+            got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if pointers is None else 'given'}"
             raise refused(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")
-        dtype, device = cls.given_or(arguments["wgrad_dtype"]), arguments["a_tensor"].device
+        dtype, device = cls.dtype_or_default(arguments["wgrad_dtype"]), arguments["a_tensor"].device
         if arguments["descriptor_workspace"] is not None:
-            cls.check_descriptors(where, arguments["descriptor_workspace"], experts, given is not None, b)
-        if given is not None:
-            addresses.check(where, "wgrad_ptrs", given, experts, device)
+            cls.check_descriptors(where, arguments["descriptor_workspace"], experts, pointers is not None, b)
+        if pointers is not None:
+            pointer_arrays.check(where, "wgrad_ptrs", pointers, experts, device)
             return {**arguments, "num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": dtype}
         if wgrad is None and arguments["accumulate_on_output"]:
             return {**arguments, "wgrad_tensor": torch.zeros(experts, m, n, dtype=dtype, device=device)}
@@ -231,12 +235,10 @@ class ExpertGradients(ExpertsGemm):
         self.check_order(self.input_order)
 
     def check_weights(self) -> None:
-        if self.given("wgrad") == (self.num_experts is not None):
-            got = "both" if self.given("wgrad") else "neither"
-            raise self.error(
-                "sample_wgrad and num_experts", got, "one of them: a tensor, or gradients behind addresses"
-            )
-        if not self.given("wgrad") and (self.wgrad_shape is None or self.wgrad_dtype is None):
+        if self.has("wgrad") == (self.num_experts is not None):
+            got = "both" if self.has("wgrad") else "neither"
+            raise self.error("sample_wgrad and num_experts", got, "one of them: a tensor, or pointers to gradients")
+        if not self.has("wgrad") and (self.wgrad_shape is None or self.wgrad_dtype is None):
             got = f"{self.wgrad_shape} and {self.wgrad_dtype}"
             raise self.error("wgrad_shape and wgrad_dtype", got, "both, with num_experts")
 
@@ -250,27 +252,27 @@ class ExpertGradients(ExpertsGemm):
         expert, expected = unpad(self.expert, 2), (sizes["m"], sizes["n"])
         self._check_shape(expert, expected)
         self._check_stride(expert, (sizes["n"], 1))
-        if self.given("wgrad_ptrs"):
+        if self.has("wgrad_ptrs"):
             self._check_dtype(expert, self.wgrad_dtype)
 
     def check_groups(self, sizes: Sizes) -> None:
-        if self.given("wgrad_ptrs") and name_of(self.wgrad_dtype) not in FLOATS:
+        if self.has("wgrad_ptrs") and name_of(self.wgrad_dtype) not in FLOATS:
             raise self.error("wgrad_dtype", self.wgrad_dtype, ", ".join(FLOATS))
-        if self.given("global_scale_a") != self.given("global_scale_b"):
+        if self.has("global_scale_a") != self.has("global_scale_b"):
             raise self.error("global_scale_a and global_scale_b", "one of them", "both or none")
-        if self.kind("sfa") == SCALES[1] and not self.given("global_scale_a"):
-            raise self.error("global_scale_a and global_scale_b", "None", f"both, for factors of {SCALES[1]}")
+        if self.dtype_name("sfa") == SCALES[1] and not self.has("global_scale_a"):
+            raise self.error("global_scale_a and global_scale_b", "None", f"both, for scale factors of {SCALES[1]}")
         for name in "ab":
-            if self.given(f"{name}_index") and self.major(name) == "k":
+            if self.has(f"{name}_index") and self.major(name) == "k":
                 raise self.error(f"{name}_index tensor", f"a tensor, with contiguous tokens of {name}", "None, then")
 
     def steps_of_ends(self) -> tuple[int, int]:
         """16 bytes of operands whose tokens are contiguous; four blocks of those that have scale factors."""
-        last = max(ALIGNMENT * 8 // BITS[self.kind(name)] if self.major(name) == "k" else 1 for name in "ab")
+        last = max(ALIGNMENT * 8 // BITS[self.dtype_name(name)] if self.major(name) == "k" else 1 for name in "ab")
         return (max(last, 4 * self.sf_vec_size) if self.scaled else last), last
 
     def ragged(self, name: str) -> bool:
-        """Whether each expert's part of an operand is a matrix of its own; where tokens are apart, it is one anyway."""
+        """Whether each expert has a separate matrix of an operand. MN-major: both layouts are the same."""
         order = getattr(self.input_order, "value", self.input_order)
         return order == WGradInputOrder.TensorRagged.value and self.major(name) == "k"
 
@@ -278,60 +280,60 @@ class ExpertGradients(ExpertsGemm):
         return replace(super().operand(name), ragged=self.ragged(name))
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if not (self.scaled or self.kind("a") == "bfloat16") and any(map(self.ragged, "ab")):
-            got = f"'tensor_ragged' with contiguous tokens of {self.kind('a')}"
+        if not (self.scaled or self.dtype_name("a") == "bfloat16") and any(map(self.ragged, "ab")):
+            got = f"'tensor_ragged' with contiguous tokens of {self.dtype_name('a')}"
             raise self.unsupported("input_order", got, "with scale factors or bfloat16; else 'tensor2d'")
 
     def run_empty(self, tensors: Sequence[Any]) -> None:
-        """Zeros, where they are not to be added; the kernel writes those at addresses, and reads no operand."""
-        given = dict(zip(self.names, tensors, strict=True))
+        """Writes zeros unless it accumulates. For pointer arrays the kernel writes them, on placeholder operands."""
+        by_name = dict(zip(self.names, tensors, strict=True))
         if self.accumulate_on_output:
             return
-        if self.given("wgrad"):
-            given["wgrad"].zero_()
+        if self.has("wgrad"):
+            by_name["wgrad"].zero_()
             return
         sizes, stand_ins = self.sizes(self.descs), {}
-        few = sizes | {name: UNREAD for name in sizes if name == "k" or name.startswith("tokens of")}
-        few["factors of k"] = 4 * ceil_div(UNREAD, 4 * self.sf_vec_size)
+        small_sizes = sizes | {name: UNREAD for name in sizes if name == "k" or name.startswith("tokens of")}
+        small_sizes["scales of k"] = 4 * ceil_div(UNREAD, 4 * self.sf_vec_size)
         for name in ("a", "b", "sfa", "sfb", "a_index", "b_index"):
-            if given[name] is not None:
-                layout, x = self.spec(name).layout, given[name]
+            if by_name[name] is not None:
+                layout, x = self.spec(name).layout, by_name[name]
                 major = self.major(name) if isinstance(layout, Matrix) else ""
-                stand_ins[name] = layout.allocate(few, major, x.dtype, x.device)
+                stand_ins[name] = layout.allocate(small_sizes, major, x.dtype, x.device)
         self.compile()
-        self.run(tuple(stand_ins.get(name, x) for name, x in given.items()), (), None, None)
+        self.run(tuple(stand_ins.get(name, x) for name, x in by_name.items()), (), None, None)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         ends = tensors["offsets"].tolist()
         a, b = (self.parts(tensors, name, ends) for name in "ab")
         product = torch.stack([x @ y.T for x, y in zip(a, b, strict=True)], -1)
-        if not self.given("wgrad_ptrs"):
+        if not self.has("wgrad_ptrs"):
             evaluate(self.operations(), product, tensors)
             return
         m, n, _ = product.shape
-        targets = addresses.matrices(tensors["wgrad_ptrs"], m, n, self.wgrad_dtype)
-        together = torch.cat(targets, -1)
-        evaluate(self.operations(), product, {**tensors, "wgrad_ptrs": together})
+        targets = pointer_arrays.matrices(tensors["wgrad_ptrs"], m, n, self.wgrad_dtype)
+        packed = torch.cat(targets, -1)
+        evaluate(self.operations(), product, {**tensors, "wgrad_ptrs": packed})
         for expert, target in enumerate(targets):
-            target.copy_(together[..., expert : expert + 1])
+            target.copy_(packed[..., expert : expert + 1])
 
     def parts(self, tensors: Mapping[str, Any], name: str, ends: Sequence[int]) -> list[Any]:
-        """The values of an operand, of each expert."""
+        """The dequantized operand of each expert."""
         x, scales, vector = tensors[name], tensors.get(f"sf{name}"), self.sf_vec_size
-        x = numbered(x, tensors.get(f"{name}_index"), 1)
+        x = gather(x, tensors.get(f"{name}_index"), 1)
         rows, ragged = x.shape[0], self.ragged(name)
-        atoms, first, found = ceil_div(x.shape[0], 128), 0, []
+        atoms, first, values = ceil_div(x.shape[0], 128), 0, []
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             packed = 2 if name_of(x.dtype) == FLOAT4 else 1
-            part = x[:, start // packed : end // packed]
+            slice_ = x[:, start // packed : end // packed]
             if ragged:
                 pitch, first_of_all = (end - start) // packed, x.storage_offset()
-                part = x.as_strided(part.shape, (pitch, 1, 1), first_of_all + rows * (start // packed))
+                slice_ = x.as_strided(slice_.shape, (pitch, 1, 1), first_of_all + rows * (start // packed))
             if scales is None or start == end:
-                found.append(dequantize(part)[..., 0])
+                values.append(dequantize(slice_)[..., 0])
                 continue
             groups = ceil_div(ceil_div(end - start, vector), 4)
-            mine = scales[first : first + atoms * groups * 512].view(1, atoms, groups, 32, 4, 4)
-            found.append(dequantize(part, mine.permute(3, 4, 1, 5, 2, 0), vector)[..., 0])
+            expert_scales = scales[first : first + atoms * groups * 512].view(1, atoms, groups, 32, 4, 4)
+            values.append(dequantize(slice_, expert_scales.permute(3, 4, 1, 5, 2, 0), vector)[..., 0])
             first += atoms * groups * 512
-        return found
+        return values

@@ -1,4 +1,4 @@
-"""The one path of all fused APIs: descriptions, checks, compilation, execution on a GPU, in PyTorch or emulated."""
+"""The base class of all fused APIs: descriptions, checks, compilation, execution on a GPU, in PyTorch or emulated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cudnn import settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refused
 from cudnn.full_precision import full_precision
-from cudnn.fused import kinds
+from cudnn.fused import argument_types
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch
-from cudnn.runtime.call import Call, Plan, on_stream
+from cudnn.runtime.call import Call, KernelPlan, on_stream
 from cudnn.runtime.codegen import define
 from cudnn.strided import check_output, check_resolved, resolved
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -29,7 +29,7 @@ Signature = TypeVar("Signature", bound=Callable[..., None])
 
 
 def derived(execute: Signature) -> Signature:
-    """Marks an ``execute`` of which only the signature is written: its class passes the arguments on to ``run``."""
+    """Marks an ``execute`` that is only a signature: the class generates a body that calls ``run``."""
     execute.is_derived = True  # pyright: ignore[reportFunctionMemberAccess]
     return execute
 
@@ -49,29 +49,29 @@ def with_resolved_inputs(
 
 
 class FusedAPI(APIBase):
-    """A fused operation, declared: a subclass is the whole description of an API.
+    """A fused operation: a subclass declares an API.
 
-    A subclass writes its constructor, ``execute`` and the wrapper with the signatures that people read; the bodies of
-    two are one call, and an ``execute`` that is :func:`derived` passes its arguments on to :attr:`run`. The rest
-    derives from what it declares:
+    A subclass writes its constructor, ``execute`` and the wrapper with their public signatures; the bodies of
+    two are one call, and an ``execute`` that is :func:`derived` calls :attr:`run`. The rest follows from its
+    declarations:
 
     - ``tensors``: every tensor of a call; ``returns``: those that the wrapper allocates and returns, in order
-    - ``scalars``: numbers that the kernel takes, arguments of the constructor or, None for that, of ``execute``
-    - ``sized_by``: the tensors whose shapes tell all sizes, by :meth:`sizes_of`; ``fixed``: sizes that are
-      always those of the samples
-    - :meth:`check_rules`: what the API does not take; :meth:`plan`: which kernel runs; :meth:`reference`: what it
-      computes; :meth:`results`: types of what the wrapper allocates
+    - ``scalars``: numbers for the kernel, arguments of ``execute`` or, if None there, of the constructor
+    - ``sized_by``: the tensors whose shapes determine all sizes, by :meth:`sizes_of`; ``fixed``: sizes that are
+      those of the samples in every call
+    - :meth:`check_rules`: raises for unsupported samples; :meth:`plan`: the kernel; :meth:`reference`: the definition
+      in PyTorch; :meth:`results`: dtypes and majors of the wrapper's results
     """
 
     title: ClassVar[str]
     tensors: ClassVar[Sequence[TensorSpec]]
     returns: ClassVar[Sequence[str]]
     scalars: ClassVar[Sequence[str]] = ()
-    integers: ClassVar[Sequence[str]] = ()  # scalars that are; the others are floats
+    integers: ClassVar[Sequence[str]] = ()  # integer scalars; others are floats
     limits: ClassVar[Sequence[str]] = ()  # scalars that may be infinite
     sized_by: ClassVar[Sequence[str]]
     fixed: ClassVar[Sequence[str]] = ()
-    counted_by: ClassVar[Sequence[str]] = ()  # optional tensors that tell sizes too, where they are given
+    counted_by: ClassVar[Sequence[str]] = ()  # optional tensors that determine sizes too
     architectures: ClassVar[Sequence[str]] = tuple(ARCHITECTURES)
     packs: ClassVar[bool] = False  # bytes are pairs of four-bit elements
 
@@ -79,8 +79,8 @@ class FusedAPI(APIBase):
     buffers: ClassVar[Sequence[str]] = ()  # arguments of the wrapper that hold results
     majors: ClassVar[Sequence[str]] = ("m", "n")  # that wrappers allocate results in
     example: ClassVar[tuple[tuple[str, ...], tuple[int, ...]]]  # the sizes of a small problem: names and numbers
-    usual_types: ClassVar[Sequence[str]]  # short names of operands' types
-    usual_shapes: ClassVar[Sequence[tuple[int, ...]]]  # one for each kernel that sizes choose among
+    aot_dtypes: ClassVar[Sequence[str]]  # short names of operands' types
+    aot_shapes: ClassVar[Sequence[tuple[int, ...]]]  # one for each kernel that sizes choose among
     peers: ClassVar[Mapping[str, str]] = {}  # other kernels for the benchmark: ``file:function`` of the source tree
     shapes: ClassVar[Sequence[tuple[int, ...]]]  # that the benchmark measures, each a multiple of ``steps``
     steps: ClassVar[Sequence[int]]
@@ -88,16 +88,16 @@ class FusedAPI(APIBase):
         Mapping[str, Callable[..., Any]]
     ] = {}  # for torch.compile, of the inputs and ``formula_options``
     formula_options: ClassVar[Sequence[str]] = ()
-    multiplied: ClassVar[Sequence[str]] = ()  # what the operator casts under autocast, as PyTorch's products do
+    autocast_inputs: ClassVar[Sequence[str]] = ()  # inputs that the operator casts under autocast, as torch.matmul does
     gradients: ClassVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = None  # of the operator: setup, backward
 
     aliases: ClassVar[Mapping[str, str]] = {}  # parameters of ``execute`` that are not called after their tensors
     names: ClassVar[tuple[str, ...]]  # of the tensors, in the order of ``execute``
     parameters: ClassVar[Mapping[str, str]]  # those of ``execute``, by name of tensor
     run_time: ClassVar[tuple[str, ...]]  # the scalars that ``execute`` takes; others are the constructor's
-    objects: ClassVar[dict[Any, Any]]  # those that the wrapper made
+    objects: ClassVar[dict[Any, Any]]  # compiled objects of the wrapper, by cache key
     arch: str | None = None
-    validates: bool = False  # whether calls wait for values on the GPU, and check them; read when an object is compiled
+    validates: bool = False  # whether calls synchronize and check values on the GPU; read by compile()
 
     run: Callable[..., None]
     """What ``execute`` calls: ``run(tensors, scalars, stream, workspace)``, tensors in the order of its signature.
@@ -116,10 +116,10 @@ class FusedAPI(APIBase):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "execute" in vars(cls):
-            known = {spec.name for spec in cls.tensors}
+            declared = {spec.name for spec in cls.tensors}
             called = inspect.signature(cls.execute).parameters
             tensors = {cls.aliases.get(name, name.removesuffix("_tensor")): name for name in called}
-            cls.parameters = {name: parameter for name, parameter in tensors.items() if name in known}
+            cls.parameters = {name: parameter for name, parameter in tensors.items() if name in declared}
             cls.names = tuple(cls.parameters)
             cls.run_time = tuple(name for name in cls.scalars if name in called)
             cls.objects = {}
@@ -138,37 +138,37 @@ class FusedAPI(APIBase):
         scalars = "".join(f"{name if name in cls.run_time else None}, " for name in cls.scalars)
         workspace = next((name for name in called if name.startswith("workspace")), None)
         body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
-        made = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
-        made.__defaults__, made.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
-        return functools.update_wrapper(made, declared)
+        function = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
+        function.__defaults__, function.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
+        return functools.update_wrapper(function, declared)
 
     @classmethod
     def _table(cls) -> str:
         """The tensors, one a line, in the order of ``execute``."""
         lines = ["Tensors:"]
         for spec in (cls.spec(name) for name in cls.names):
-            kind = f"the type of {spec.same}" if spec.same else ", ".join(spec.types)
+            dtypes_text = f"the type of {spec.same_dtype}" if spec.same_dtype else ", ".join(spec.types)
             may = "; may be None" if spec.optional else ""
-            lines.append(f"    {spec.name}: {spec.layout}: {kind}{f'; {spec.about}' if spec.about else ''}{may}")
+            lines.append(f"    {spec.name}: {spec.layout}: {dtypes_text}{f'; {spec.about}' if spec.about else ''}{may}")
         return "\n".join(lines)
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        """``given``: the arguments of the subclass's constructor, its ``locals()``. Only descriptions are kept."""
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """``arguments``: those of the subclass's constructor, its ``locals()``. Only descriptions are kept."""
         super().__init__()
-        given = kinds.checked(self._title(), type(self).__init__, given)
+        arguments = argument_types.checked(self._title(), type(self).__init__, arguments)
         self._interpret_uint8_as_fp4x2 = self.packs
-        raw = {name: given.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
-        samples = self.viewed(raw, given)
+        raw = {name: arguments.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
+        samples = self.reinterpret(raw, arguments)
         self.descs: dict[str, TensorDesc | None] = {name: self._described(name, t) for name, t in samples.items()}
-        self.views = any(samples[name] is not raw[name] for name in raw)
-        self.refitted = self.unfitting(raw)
-        for name, value in given.items():
+        self.reinterprets = any(samples[name] is not raw[name] for name in raw)
+        self.noncanonical_samples = self.noncanonical(raw)
+        for name, value in arguments.items():
             if not name.startswith("sample_") and name not in ("self", "__class__"):
                 setattr(self, name, value)
         for name in self.scalars:
             setattr(self, name, self.checked_number(name, getattr(self, name)))
         self.margin = settings.CLUSTER_OVERLAP_MARGIN.get()
-        self._plan: Plan | None = None
+        self._plan: KernelPlan | None = None
         self._emulated: dict[str, Call] = {}
         self.run = self._run_uncompiled
 
@@ -177,7 +177,7 @@ class FusedAPI(APIBase):
         """The declaration of a tensor."""
         return next(spec for spec in cls.tensors if spec.name == name)
 
-    # What a subclass says.
+    # Declared by subclasses.
 
     @classmethod
     @abstractmethod
@@ -190,18 +190,18 @@ class FusedAPI(APIBase):
 
     @abstractmethod
     def check_rules(self, sizes: Sizes) -> None:
-        """Raises for what this API does not take, of samples whose shapes, strides and types are right."""
+        """Raises for samples that this API does not support; their shapes, strides and dtypes are checked already."""
 
     def check_sizes(self, sizes: Sizes) -> None:
-        """Raises for sizes that this API does not take, of the samples or of a call's tensors."""
+        """Raises for sizes that this API does not support, of the samples or of a call's tensors."""
 
     def unused(self) -> tuple[str, ...]:
-        """Tensors that samples may have, but that are neither read nor written: a call may leave them out."""
+        """Tensors with a sample that the kernel neither reads nor writes: a call may omit them."""
         return ()
 
     @abstractmethod
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
-        """How it runs on an architecture."""
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
+        """The kernel and its arguments on an architecture."""
 
     @abstractmethod
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -214,34 +214,34 @@ class FusedAPI(APIBase):
 
     @classmethod
     @abstractmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Types and majors of what the wrapper allocates, from its arguments and its tensors by name."""
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """Dtypes and majors of the results that the wrapper allocates, from its arguments and its tensors by name."""
 
     def is_empty(self, tensors: Sequence[Any]) -> bool:
         """Whether :meth:`run_empty` is all that a call does: its first tensor has no elements."""
         return 0 in tensors[self.names.index(self.leading(self.descs))].shape
 
     def run_empty(self, tensors: Sequence[Any]) -> None:
-        """What a call does that has nothing to compute."""
+        """Runs a call that has nothing to compute."""
 
     def check_alignment(self, descs: Mapping[str, TensorDesc | None]) -> None:
-        """Raises for extents that the copy engine does not take, of samples or of a call's tensors."""
+        """Raises for extents that TMA does not support, of samples or of a call's tensors."""
 
     def check_options(self) -> None:
         """Raises for options without which there are no sizes."""
 
     @classmethod
-    def check_buffer(cls, name: str, given: Mapping[str, Any], dtype: Any) -> None:
+    def check_buffer(cls, name: str, tensors: Mapping[str, Any], dtype: Any) -> None:
         """Raises for a caller's tensor that a wrapper cannot return as a result of this type."""
 
     @classmethod
-    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What tells calls of the wrapper apart that need objects of their own."""
-        return tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in given.values())
+    def cache_key(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Cache key of the wrapper's compiled object."""
+        return tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors.values())
 
     @classmethod
     @abstractmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         """Objects as calls usually make them, for compiling ahead of time."""
 
     @property
@@ -250,34 +250,36 @@ class FusedAPI(APIBase):
         return {}
 
     @classmethod
-    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def normalize_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A wrapper's arguments, in the form that the rest of this class knows."""
         return arguments
 
     @classmethod
-    def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Tensors by name. Those that no layout knows, but that others say how to read, as views that layouts know."""
+    def reinterpret(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Reinterprets tensors that depend on other arguments, such as flat scale factors, as views that fit their
+        layouts.
+        """
         return tensors
 
-    def viewed_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same of a call's tensors."""
-        given = dict(zip(self.names, tensors, strict=True))
-        found = self.viewed(given, vars(self))
-        return tensors if found is given else tuple(found[name] for name in self.names)
+    def reinterpret_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same for the tensors of a call, in the order of ``names``."""
+        by_name = dict(zip(self.names, tensors, strict=True))
+        views = self.reinterpret(by_name, vars(self))
+        return tensors if views is by_name else tuple(views[name] for name in self.names)
 
     @classmethod
-    def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes_of(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The shapes of ``sized_by``, in elements, of a wrapper's tensors by name."""
-        return {name: cls.shape_of(given[name]) for name in cls.sized_by} | cls.counts(given)
+        return {name: cls.shape_of(tensors[name]) for name in cls.sized_by} | cls.counts(tensors)
 
     @classmethod
-    def counts(cls, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def counts(cls, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The shapes of those of ``counted_by`` that are given, tensors or descriptions by name."""
-        return {name: x.shape for name in cls.counted_by if (x := given.get(name)) is not None}
+        return {name: x.shape for name in cls.counted_by if (x := tensors.get(name)) is not None}
 
     @classmethod
-    def leading(cls, given: Mapping[str, Any]) -> str:
-        """The tensor without whose elements a call has nothing to do, of tensors or descriptions by name."""
+    def leading(cls, tensors: Mapping[str, Any]) -> str:
+        """The name of the tensor that decides whether a call is empty: if it has no elements, nothing is computed."""
         return cls.sized_by[0]
 
     @classmethod
@@ -307,17 +309,17 @@ class FusedAPI(APIBase):
         return {f"sample_{spec.name}": tensors.get(spec.name) for spec in cls.tensors if spec.sampled}
 
     @classmethod
-    def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
-        """A result as the wrapper returns it, for the inputs as they were given."""
-        like = cls.spec(name).like
-        return tensor.view(unpad(given[like], cls.spec(like).layout.rank).shape) if like else tensor
+    def restore_layout(cls, name: str, tensor: Any, inputs: Mapping[str, Any]) -> Any:
+        """A result in the layout that the wrapper returns for its inputs' layout."""
+        source = cls.spec(name).same_shape
+        return tensor.view(unpad(inputs[source], cls.spec(source).layout.rank).shape) if source else tensor
 
     @classmethod
     def folder(cls) -> str:
         """The name of the folder that declares it: that of its operator, its program and its benchmark."""
         return cls.__module__.split(".")[-2]
 
-    # What was given.
+    # Samples and tensors of calls.
 
     @classmethod
     def resolved(cls, tensors: Mapping[str, Any], stream: Any) -> Mapping[str, Any]:
@@ -325,12 +327,12 @@ class FusedAPI(APIBase):
         written = {name for name in tensors if cls.spec(name).written}
         return with_resolved_inputs(cls._title(), tensors, written, stream)
 
-    def given(self, name: str) -> bool:
-        """Whether there is a sample of a tensor."""
+    def has(self, name: str) -> bool:
+        """Whether a tensor has a sample."""
         return self.descs.get(name) is not None
 
     def dtype(self, name: str) -> Any:
-        """The type of a sample, None where there is none."""
+        """The dtype of a sample, None without a sample."""
         desc = self.descs.get(name)
         return None if desc is None else desc.dtype
 
@@ -342,37 +344,39 @@ class FusedAPI(APIBase):
         """Sizes by name of a call's tensors."""
         return self.sizes({name: self._described(name, x) for name, x in zip(self.names, tensors, strict=True)})
 
-    def fitted_all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """A call's tensors in the dimensions of their layouts."""
+    def canonicalize_all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """A call's tensors in the canonical dimensions of their layouts."""
         return tuple(
-            None if tensor is None else self.fitted(name, tensor)
+            None if tensor is None else self.canonicalize(name, tensor)
             for name, tensor in zip(self.names, tensors, strict=True)
         )
 
     @classmethod
-    def fitted(cls, name: str, tensor: Any) -> Any:
-        """A tensor, or description, in the dimensions of its layout."""
+    def canonicalize(cls, name: str, tensor: Any) -> Any:
+        """A tensor, or description, in the canonical dimensions of its layout."""
         layout = cls.spec(name).layout
-        if layout.fits(tensor):
+        if layout.is_canonical(tensor):
             return tensor
         try:
-            return layout.fitted(tensor)
+            return layout.canonicalize(tensor)
         except RuntimeError as error:
             stride = tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
             allowed = "dimensions that one stride leads through, before the last"
             got, cure = f"the strides {tuple(stride)} of {tuple(tensor.shape)}", f"pass {name}.contiguous()"
             raise refused(ValueError, cls._title(), name, got, allowed, cure) from error
 
-    def unfitting(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of tensors that have other dimensions than their layouts: trailing ones of size 1, say."""
-        return tuple(name for name, t in tensors.items() if t is not None and not self.spec(name).layout.fits(t))
+    def noncanonical(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of tensors whose dimensions are not those of their layouts, e.g. with trailing ones of size 1."""
+        return tuple(
+            name for name, t in tensors.items() if t is not None and not self.spec(name).layout.is_canonical(t)
+        )
 
     def error(self, what: str, got: object, allowed: str, cure: str = "") -> ValueError:
-        """What is raised for a value that is not allowed."""
+        """The exception for a value that is not allowed."""
         return refused(ValueError, self._title(), what, got, allowed, cure)
 
     def unsupported(self, what: str, got: object, allowed: str, cure: str = "") -> NotImplementedError:
-        """What is raised for a combination that no kernel covers."""
+        """The exception for a combination that no kernel supports."""
         return refused(NotImplementedError, self._title(), what, got, allowed, cure)
 
     def _described(self, name: str, tensor: Any) -> TensorDesc | None:
@@ -380,7 +384,7 @@ class FusedAPI(APIBase):
             return None
         check_tensor(self._title(), name, tensor)
         layout = self.spec(name).layout
-        desc = self.fitted(name, TensorDesc.of(tensor, name, self.packs and isinstance(layout, Matrix)))
+        desc = self.canonicalize(name, TensorDesc.of(tensor, name, self.packs and isinstance(layout, Matrix)))
         if not desc.ndim:
             raise self.error(f"{name} tensor", "no dimension", str(layout))
         return desc
@@ -397,7 +401,7 @@ class FusedAPI(APIBase):
         """
         self.check_options()
         for spec in self.tensors:
-            if not spec.optional and not self.given(spec.name):
+            if not spec.optional and not self.has(spec.name):
                 raise self.error(f"{spec.name} tensor", "None", "a tensor")
         sizes = self.sizes(self.descs)
         self._check_layouts(self.descs, sizes)
@@ -411,14 +415,14 @@ class FusedAPI(APIBase):
             raise self.error("samples", got, "one device")
         target = self._target()
         if target is not None:
-            self.usable(self.plan(target, sizes), ARCHITECTURES[target].num_sms)
+            self.usable_sms(self.plan(target, sizes), ARCHITECTURES[target].num_sms)
         self._is_supported = True
         return True
 
     def _check_type(self, spec: TensorSpec) -> None:
-        mine, other = self.dtype(spec.name), self.dtype(spec.same)
-        if mine is not None and other is not None and name_of(mine) != name_of(other):
-            raise self._refuse(f"{spec.name} tensor dtype", mine, other)
+        dtype, other = self.dtype(spec.name), self.dtype(spec.same_dtype)
+        if dtype is not None and other is not None and name_of(dtype) != name_of(other):
+            raise self._refuse(f"{spec.name} tensor dtype", dtype, other)
         self._check_dtype(self.descs.get(spec.name), *dtypes(spec.types))
 
     def _check_layouts(self, descs: Mapping[str, TensorDesc | None], sizes: Sizes) -> None:
@@ -455,8 +459,8 @@ class FusedAPI(APIBase):
         assert desc is not None
         return desc.device
 
-    def usable(self, plan: Plan, count: int) -> int:
-        """How many of so many multiprocessors the kernels may use: the margin leaves some clusters to others."""
+    def usable_sms(self, plan: KernelPlan, count: int) -> int:
+        """The number of SMs, of ``count``, that the kernel may use: ``margin`` clusters are left to other kernels."""
         if all(slot.name != "num_sms" for slot in plan.slots):
             return count
         clusters = count // plan.cluster_size - self.margin
@@ -467,15 +471,15 @@ class FusedAPI(APIBase):
 
     @staticmethod
     @functools.cache
-    def multiprocessors(index: int) -> int:
-        """How many multiprocessors a CUDA device has."""
+    def num_sms(index: int) -> int:
+        """The number of SMs of a CUDA device."""
         return torch.cuda.get_device_properties(index).multi_processor_count
 
-    def expected_multiprocessors(self) -> int:
-        """Those of the samples' GPU or, for another arch, of its largest one; an H200's without any."""
+    def expected_num_sms(self) -> int:
+        """The SMs of the samples' GPU or, with ``arch``, of that architecture's largest; an H200's on the CPU."""
         device = self._device
         if device.type == "cuda" and self.arch is None:
-            return self.multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
+            return self.num_sms(device.index if device.index is not None else torch.cuda.current_device())
         return ARCHITECTURES[self._target() or "sm_90a"].num_sms
 
     # Compilation.
@@ -514,21 +518,21 @@ class FusedAPI(APIBase):
         emulated = launch.emulated_architecture()
         return self.plan(emulated, sizes).workspace_size(sizes) if emulated else 0
 
-    # Execution where there is no GPU.
+    # Execution without a GPU.
 
     def _run_uncompiled(self, *_: Any) -> None:
         raise self._not_compiled()
 
-    def _run_from_cpu_samples(self, tensors: tuple[Any, ...], *given: Any) -> None:
+    def _run_from_cpu_samples(self, tensors: tuple[Any, ...], *rest: Any) -> None:
         if getattr(tensors[0], "is_cuda", False):
             allowed = "CPU tensors, as the samples"
             raise refused(RuntimeError, self._title(), "tensors", "CUDA tensors", allowed, "compile from CUDA samples")
-        self.run_on_cpu(tensors, *given)
+        self.run_on_cpu(tensors, *rest)
 
     def run_on_cpu(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:
-        """The reference or, within ``cudnn.emulation``, the kernel; both refuse what a GPU's kernels refuse."""
-        tensors = self.viewed_call(tensors)
-        self.explain(tensors, scalars)
+        """Runs the reference or, within ``cudnn.emulation``, the kernel. Both raise the errors of a GPU's call."""
+        tensors = self.reinterpret_call(tensors)
+        self.check_call(tensors, scalars)
         if stream is not None:
             launch.raw_stream(stream, 0)
         arch = launch.emulated_architecture()
@@ -540,19 +544,21 @@ class FusedAPI(APIBase):
             return
         self.check_values(tensors)
         if call is None:
-            self.refer(tensors, scalars)
+            self.run_reference(tensors, scalars)
             return
-        call.emulate(self.fitted_all(tensors), self.settled(scalars), ARCHITECTURES[arch].num_sms, workspace)
+        call.emulate(
+            self.canonicalize_all(tensors), self.resolve_scalars(scalars), ARCHITECTURES[arch].num_sms, workspace
+        )
 
-    def refer(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], *_: Any) -> None:
-        """What :attr:`run` does on the CPU, without a check: also for float64, which no kernel takes, in float64."""
-        launch.say_reference_runs(self._title())
-        given = (*self.fitted_all(tensors), *self.settled(scalars))
+    def run_reference(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], *_: Any) -> None:
+        """Runs the reference without checks, also for float64, which no kernel supports, in float64."""
+        launch.log_reference_runs(self._title())
+        arguments = (*self.canonicalize_all(tensors), *self.resolve_scalars(scalars))
         with torch.no_grad(), full_precision():  # kernels record nothing for autograd
-            self.reference(dict(zip((*self.names, *self.scalars), given, strict=True)))
+            self.reference(dict(zip((*self.names, *self.scalars), arguments, strict=True)))
 
-    def settled(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
-        """A call's scalars, those of the constructor where they are None."""
+    def resolve_scalars(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
+        """A call's scalars; None is replaced by the constructor's."""
         return tuple(getattr(self, n) if s is None else s for n, s in zip(self.scalars, scalars, strict=True))
 
     def _emulated_call(self, arch: str) -> Call:
@@ -564,27 +570,31 @@ class FusedAPI(APIBase):
             self._emulated[arch] = Call(self, plan, kernel)
         return self._emulated[arch]
 
-    # What is wrong with a call.
+    # Checks of a call.
 
-    def explain(self, tensors: Sequence[Any], scalars: Sequence[Any]) -> dict[str, int]:
-        """Raises where a tensor of a call is unlike its sample, sizes aside, or a number is none; else gives sizes."""
+    def check_call(self, tensors: Sequence[Any], scalars: Sequence[Any]) -> dict[str, int]:
+        """Raises if a tensor of a call differs from its sample, sizes aside, or a scalar is no number. Returns the
+        sizes.
+        """
         for name, value in zip(self.scalars, scalars, strict=True):
             if value is not None:
                 self.checked_number(name, value)
         return self._check_like_samples(dict(zip(self.names, tensors, strict=True)))
 
     def check_values(self, tensors: Sequence[Any]) -> None:
-        """Raises for values in a call's tensors that the kernel cannot take. On a GPU, where it would have to wait for
-        them, nobody looks unless asked to.
+        """Raises for values in a call's tensors that the kernel does not support. On a GPU this synchronizes, so it is
+        done only if ``validates``.
         """
 
     @classmethod
     def checked_number(cls, name: str, value: Any) -> Any:
-        """A scalar as the kernel takes it. Raises for what is no number, or no finite one."""
+        """A scalar, checked. Raises unless it is a finite number (``limits`` may be infinite)."""
         return checked_number(cls._title(), name, value, integer=name in cls.integers, limit=name in cls.limits)
 
-    def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
-        """Raises where a workspace does not fit a call; without a plan, 0 bytes do."""
+    def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: KernelPlan | None) -> None:
+        """Raises for a workspace of another dtype, shape, device or alignment, or a smaller one. Without a plan, 0
+        bytes do.
+        """
         check_tensor(self._title(), "workspace", workspace)
         check_output(self._title(), "workspace_tensor", workspace)
         needed = plan.workspace_size(self.sizes_now(tensors)) if plan else 0
@@ -604,22 +614,22 @@ class FusedAPI(APIBase):
             sizes |= {name: samples[name] for name in self.fixed}
         return sizes
 
-    def check_as_many(self, tensors: Mapping[str, Any]) -> None:
-        """Raises where a tensor of a call is given without a sample, or not given with one."""
+    def check_presence(self, tensors: Mapping[str, Any]) -> None:
+        """Raises if a tensor of a call has no sample, or a sample has no tensor in the call."""
         for name, sample in self.descs.items():
             if (tensors[name] is None) != (sample is None) and (sample is None or name not in self.unused()):
                 got, allowed = ("None", "a tensor") if sample is not None else ("a tensor", "None")
                 raise self.error(f"{name} tensor", got, f"{allowed}, as the sample")
 
     def _check_like_samples(self, tensors: Mapping[str, Any]) -> dict[str, int]:
-        self.check_as_many(tensors)
-        found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
-        sizes = self._sizes_of_call(found)
-        self._check_layouts(found, sizes)
+        self.check_presence(tensors)
+        descs = {name: self._described(name, tensor) for name, tensor in tensors.items()}
+        sizes = self._sizes_of_call(descs)
+        self._check_layouts(descs, sizes)
         self.check_sizes(sizes)
         device = tensors[self.names[0]].device
         for name, sample in self.descs.items():
-            desc = found[name]
+            desc = descs[name]
             if desc is None or sample is None:
                 continue
             self._check_dtype(desc, sample.dtype)
@@ -631,12 +641,12 @@ class FusedAPI(APIBase):
                     raise self._refuse(f"{name} tensor stride", desc.stride, f"{major}-major")
             if str(desc.device) != str(device):
                 raise self._refuse(f"{name} tensor device", desc.device, device)
-        self.check_alignment(found)
+        self.check_alignment(descs)
         self._check_memory(tensors)
         return sizes
 
     def _check_memory(self, tensors: Mapping[str, Any]) -> None:
-        """Raises where a tensor begins at an odd address or a result overlaps another tensor."""
+        """Raises if an address is misaligned or a result overlaps another tensor."""
         unused = self.unused()
         present = [x for x in self.tensors if tensors.get(x.name) is not None and x.name not in unused]
         for spec in present:
@@ -649,10 +659,13 @@ class FusedAPI(APIBase):
                 raise self.error(f"{spec.name} tensor, its address", f"{address:#x}", allowed, "pass a copy")
         for i, one in enumerate(present):
             for other in present[i + 1 :]:
-                result, rest = (one, other) if one.written else (other, one)
+                result, input_ = (one, other) if one.written else (other, one)
                 if not result.written or not overlapping(tensors[one.name], tensors[other.name]):
                     continue
-                if result.over == rest.name and tensors[result.name].data_ptr() == tensors[rest.name].data_ptr():
+                if (
+                    result.may_alias == input_.name
+                    and tensors[result.name].data_ptr() == tensors[input_.name].data_ptr()
+                ):
                     continue
-                got, allowed = f"memory that {rest.name} uses too", "memory of its own"
+                got, allowed = f"memory that {input_.name} uses too", "separate memory"
                 raise self.error(f"{result.name} tensor", got, allowed, "allocate it")

@@ -1,4 +1,4 @@
-"""How a fused API describes its tensors: shapes and strides by the names of sizes, types, who may leave one out."""
+"""Tensor specifications of the fused APIs: shapes and strides by the names of sizes, dtypes, which are optional."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.api_base import TensorDesc, lies_apart, same_stride, unpad
-from cudnn.gemm.formats import FLOAT4, SUM_VECTOR, name_of
-from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride, sum_scale_shape, sum_scale_stride
+from cudnn.api_base import TensorDesc, is_non_overlapping, same_stride, unpad
+from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT4, name_of
+from cudnn.gemm.scales import blockwise_scale_shape, blockwise_scale_stride, empty_scales, scale_shape, scale_stride
 from cudnn.lazy import torch
 
 Sizes = Mapping[str, int]
@@ -17,7 +17,7 @@ Sizes = Mapping[str, int]
 
 
 class Layout(ABC):
-    """Where the elements of a tensor lie."""
+    """The shape and strides of a tensor, by names of sizes."""
 
     rank: int
     alignment: int = 16  # of the first element, in bytes
@@ -31,22 +31,23 @@ class Layout(ABC):
         """The strides of dense tensors, in elements."""
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        """Whether elements of so many bits may lie so; those that are ``written`` lie apart from each other.
+        """Whether the strides are supported for elements of ``bits`` bits; elements of a ``written`` tensor must not
+        overlap.
 
-        No element lies at the stride of a dimension of size 1, so it may be any.
+        The stride of a dimension of size 1 may be any.
         """
         return any(same_stride(shape, stride, other) for other in self.strides(sizes))
 
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
-        """What :meth:`accepts`, in words, and what to do for it."""
+        """What :meth:`accepts` allows, in words, and a hint."""
         return " or ".join(str(tuple(stride)) for stride in self.strides(sizes)), ""
 
-    def fits(self, tensor: Any) -> bool:
-        """Whether a tensor, or description, has the dimensions of this layout as it is."""
+    def is_canonical(self, tensor: Any) -> bool:
+        """Whether a tensor, or description, has the canonical dimensions of this layout."""
         return tensor.ndim == self.rank
 
-    def fitted(self, tensor: Any) -> Any:
-        """The tensor, or description, in the dimensions of this layout: without trailing ones of size 1."""
+    def canonicalize(self, tensor: Any) -> Any:
+        """The tensor, or description, in the canonical dimensions of this layout: without trailing ones of size 1."""
         return unpad(tensor, self.rank)
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
@@ -58,7 +59,7 @@ class Layout(ABC):
 class Matrix(Layout):
     """(rows, columns, l) by the names of sizes; ``majors`` names the first two dimensions, "mk" say.
 
-    One of the two has the stride 1; the copy engine wants other strides to be multiples of 16 bytes, no more.
+    One of the two has the stride 1; TMA needs the other strides to be multiples of 16 bytes.
     """
 
     rows: str
@@ -90,10 +91,10 @@ class Matrix(Layout):
         inner = self.majors.index(self.major(shape, stride))
         if stride[inner] != 1 and shape[inner] != 1:
             return False
-        others = [stride[dim] for dim in range(3) if dim != inner and shape[dim] > 1]
-        if any(step * bits % (8 * self.alignment) for step in others):
+        outer = [stride[dim] for dim in range(3) if dim != inner and shape[dim] > 1]
+        if any(step * bits % (8 * self.alignment) for step in outer):
             return False
-        return not written or lies_apart(shape, stride)
+        return not written or is_non_overlapping(shape, stride)
 
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
         dense, _ = super().allowed(sizes, written)
@@ -116,18 +117,18 @@ class Matrix(Layout):
 class OneMatrix(Matrix):
     """One matrix, of the shape (rows, columns, 1) or (rows, columns)."""
 
-    def fitted(self, tensor: Any) -> Any:
-        return tensor.unsqueeze(0).permute(1, 2, 0) if tensor.ndim == 2 else super().fitted(tensor)
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.unsqueeze(0).permute(1, 2, 0) if tensor.ndim == 2 else super().canonicalize(tensor)
 
     def __str__(self) -> str:
         return f"{super().__str__().replace(', l)', ', 1)')}, or ({self.rows}, {self.columns})"
 
 
 class Transposed(OneMatrix):
-    """One matrix that is given as (columns, rows)."""
+    """One matrix that is passed as (columns, rows)."""
 
-    def fitted(self, tensor: Any) -> Any:
-        return tensor.unsqueeze(0).permute(2, 1, 0) if tensor.ndim == 2 else super().fitted(tensor)
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.unsqueeze(0).permute(2, 1, 0) if tensor.ndim == 2 else super().canonicalize(tensor)
 
     def __str__(self) -> str:
         return f"({self.columns}, {self.rows})"
@@ -136,11 +137,11 @@ class Transposed(OneMatrix):
 class Weights(Matrix):
     """A matrix for each expert: (rows, columns, experts), or contiguous as (experts, rows, columns)."""
 
-    def fits(self, tensor: Any) -> bool:
-        return super().fits(tensor) and not self.is_experts_first(tensor)
+    def is_canonical(self, tensor: Any) -> bool:
+        return super().is_canonical(tensor) and not self.is_experts_first(tensor)
 
-    def fitted(self, tensor: Any) -> Any:
-        return tensor.permute(1, 2, 0) if self.is_experts_first(tensor) else super().fitted(tensor)
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.permute(1, 2, 0) if self.is_experts_first(tensor) else super().canonicalize(tensor)
 
     @staticmethod
     def is_experts_first(tensor: Any) -> bool:
@@ -153,7 +154,7 @@ class Weights(Matrix):
 
 
 class Gradients(Weights):
-    """A matrix for each expert, given as (experts, rows, columns), whose rows or columns are contiguous."""
+    """A matrix for each expert, passed as (experts, rows, columns), whose rows or columns are contiguous."""
 
     @staticmethod
     def is_experts_first(tensor: Any) -> bool:
@@ -169,7 +170,7 @@ class Gradients(Weights):
 class BlockScales(Layout):
     """The scale factors of a matrix (rows, columns, l), in atoms of 128 x 4; ``vector`` elements share one.
 
-    Where 128 elements do, they are a matrix, and ``shared`` names how many rows share one too.
+    Blockwise scales (``vector`` = 128) are a float32 matrix; ``shared`` names the number of rows that share one.
     """
 
     rows: str
@@ -182,8 +183,8 @@ class BlockScales(Layout):
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         rows, columns, batch = sizes[self.rows], sizes[self.columns], sizes[self.batch]
         vector = self.vector or sizes["vector"]
-        if vector == SUM_VECTOR:
-            return sum_scale_shape(rows, columns, batch, self._block(sizes))
+        if vector == BLOCKWISE_SIZE:
+            return blockwise_scale_shape(rows, columns, batch, self._block(sizes))
         return scale_shape(rows, columns, batch, vector)
 
     def _block(self, sizes: Sizes) -> int:
@@ -192,7 +193,7 @@ class BlockScales(Layout):
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         shape = self.shape(sizes)
         if len(shape) == 3:
-            return [sum_scale_stride(shape, self._block(sizes)), (shape[1], 1, shape[0] * shape[1])]
+            return [blockwise_scale_stride(shape, self._block(sizes)), (shape[1], 1, shape[0] * shape[1])]
         return [scale_stride(shape)]
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
@@ -200,20 +201,20 @@ class BlockScales(Layout):
             return min(stride) >= 0
         return super().accepts(shape, stride, sizes, bits, written)
 
-    def fits(self, tensor: Any) -> bool:
-        return super().fits(tensor) and not self._as_it_lies(tensor)
+    def is_canonical(self, tensor: Any) -> bool:
+        return super().is_canonical(tensor) and not self._is_memory_order(tensor)
 
-    def fitted(self, tensor: Any) -> Any:
-        return tensor.permute(3, 4, 1, 5, 2, 0) if self._as_it_lies(tensor) else super().fitted(tensor)
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.permute(3, 4, 1, 5, 2, 0) if self._is_memory_order(tensor) else super().canonicalize(tensor)
 
     @staticmethod
-    def _as_it_lies(tensor: Any) -> bool:
-        """Whether its dimensions are in the order of its memory: (l, atoms, atoms, 32, 4, 4)."""
+    def _is_memory_order(tensor: Any) -> bool:
+        """Whether its dimensions are in memory order: (l, atoms, atoms, 32, 4, 4)."""
         return tensor.ndim == 6 and strides_of(tensor)[3:] == (16, 4, 1) and tuple(tensor.shape[3:]) == (32, 4, 4)
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         vector = self.vector or sizes["vector"]
-        if vector == SUM_VECTOR:
+        if vector == BLOCKWISE_SIZE:
             return super().allocate(sizes, major, dtype, device)
         return empty_scales(sizes[self.rows], sizes[self.columns], sizes[self.batch], vector, dtype, device)
 
@@ -243,8 +244,8 @@ class Column(Layout):
 class TokenColumn(Column):
     """A value for every token: (rows, 1, 1) or (rows,)."""
 
-    def fitted(self, tensor: Any) -> Any:
-        return tensor.unsqueeze(-1).unsqueeze(-1) if tensor.ndim == 1 else super().fitted(tensor)
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.unsqueeze(-1).unsqueeze(-1) if tensor.ndim == 1 else super().canonicalize(tensor)
 
     def __str__(self) -> str:
         return f"({self.rows}, 1, 1) or ({self.rows},), contiguous"
@@ -305,20 +306,20 @@ class Contiguous(Layout):
 class Vector(Contiguous):
     """One dimension; those of size 1 may stand before or behind it."""
 
-    def fitted(self, tensor: Any) -> Any:
+    def canonicalize(self, tensor: Any) -> Any:
         while tensor.ndim > 1 and tensor.shape[0] == 1:
             tensor = tensor.squeeze(0)
-        return super().fitted(tensor)
+        return super().canonicalize(tensor)
 
 
 class FirstOf(Contiguous):
     """One value; of several the first."""
 
-    def fits(self, tensor: Any) -> bool:
+    def is_canonical(self, tensor: Any) -> bool:
         return tensor.ndim == 1 and tensor.shape[0] == 1
 
-    def fitted(self, tensor: Any) -> Any:
-        tensor = super().fitted(tensor)
+    def canonicalize(self, tensor: Any) -> Any:
+        tensor = super().canonicalize(tensor)
         return tensor.as_strided((1,), (1,)) if tensor.ndim == 1 and tensor.shape[0] > 1 else tensor
 
 
@@ -334,31 +335,31 @@ class Each(Contiguous):
 
 @dataclass(frozen=True)
 class FlatScales(Layout):
-    """The scale factors of an operand whose experts have parts of k: those of one expert after the other, each in atoms
-    of 128 x 4. (rows, factors), the sizes of a matrix, says how many there are.
+    """The scale factors of a varlen_k operand: those of one expert after the other, each in atoms of 128 x 4. There are
+    rows x scales of them.
     """
 
     rows: str
-    factors: str
+    scales: str
     rank = 1
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return (sizes[self.rows] * sizes[self.factors],)
+        return (sizes[self.rows] * sizes[self.scales],)
 
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         return [(1,)]
 
-    def fitted(self, tensor: Any) -> Any:
+    def canonicalize(self, tensor: Any) -> Any:
         return tensor.view(-1)
 
     def __str__(self) -> str:
-        return f"({self.rows}, {self.factors}), contiguous, or with one dimension"
+        return f"({self.rows}, {self.scales}), contiguous, or with one dimension"
 
 
 class Rows(Contiguous):
     """The same; dimensions before the last that one stride leads through count as one."""
 
-    def fitted(self, tensor: Any) -> Any:
+    def canonicalize(self, tensor: Any) -> Any:
         tensor = unpad(tensor, self.rank)
         return tensor if tensor.ndim <= self.rank else tensor.view(-1, *tensor.shape[1 - self.rank :])
 
@@ -367,24 +368,24 @@ class Rows(Contiguous):
 class TensorSpec:
     """A tensor of a fused API: ``sample_<name>`` of its constructor and ``<name>_tensor`` of its calls.
 
-    ``types`` are PyTorch's names; where there is a tensor ``same``, its type is that one's. A result is ``written``: a
-    wrapper allocates it, in the shape of the tensor ``like`` or with ``padding`` more dimensions of size 1 where these
-    are given, and fills it with ``fill``. It may lie in the memory of the input ``over``. Examples and benchmarks fill
-    an input with ``draw``: a number, ``"normal"`` or ``"uniform"``. One that is not ``sampled`` is an argument of calls
-    only.
+    ``types`` are names of PyTorch dtypes; with ``same_dtype``, its dtype is that of the tensor of this name. A result
+    is ``written``: a wrapper allocates it, in the shape of the tensor ``same_shape`` or with ``padding`` more
+    dimensions of size 1, if set, and fills it with ``fill``. It may lie in the memory of the input ``may_alias``.
+    Examples and benchmarks fill an input with ``init``: a number, ``"normal"`` or ``"uniform"``. One that is not
+    ``sampled`` is an argument of calls only.
     """
 
     name: str
     layout: Layout
     types: tuple[str, ...]
     optional: bool = False
-    same: str = ""
+    same_dtype: str = ""
     fill: float | None = None
     written: bool = False
-    like: str = ""
-    over: str = ""
+    same_shape: str = ""
+    may_alias: str = ""
     padding: int = 0
-    draw: str | float = "normal"
+    init: str | float = "normal"
     sampled: bool = True
     about: str = ""
 

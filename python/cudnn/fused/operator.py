@@ -19,9 +19,9 @@ _STREAMS = ("stream", "current_stream")
 def register(name: str) -> Any:
     """Registers ``torch.ops.cudnn.<name>`` for a fused API, which calls the wrapper and returns its results in order.
 
-    It has the wrapper's arguments, without hints and streams. A result that there is not has no elements. The fake
-    kernel, for tracing, allocates what the wrapper would; gradients flow where the API has some. Under autocast what is
-    multiplied takes its type; results have the types that the call says, or their defaults.
+    It has the wrapper's arguments, without hints and streams. An absent result is a tensor without elements. The fake
+    kernel, for tracing, allocates what the wrapper would; gradients flow where the API has some. Under autocast the
+    GEMM's inputs are cast; results have the dtypes of the call, or their defaults.
     """
     api, wrapper = registry.find(name), registry.wrapper(name)
     signature, parameters = signature_of(api, wrapper)
@@ -32,24 +32,24 @@ def register(name: str) -> Any:
         return _present(api, wrapper(**bound(positional, named)), positional[0])
 
     def bound(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-        given = signature.bind(*positional, **named)
-        given.apply_defaults()
-        return {**left_out, **{parameters[name]: value for name, value in given.arguments.items()}}
+        bound_arguments = signature.bind(*positional, **named)
+        bound_arguments.apply_defaults()
+        return {**left_out, **{parameters[name]: value for name, value in bound_arguments.arguments.items()}}
 
     def fake(*positional: Any, **named: Any) -> Any:
         arguments = {p.name: p.default for p in inspect.signature(wrapper).parameters.values()}
-        made = prepare(api, api.arranged({**arguments, **bound(positional, named)}))
-        tensors = {**made.given, **made.allocated}
+        prepared = prepare(api, api.normalize_arguments({**arguments, **bound(positional, named)}))
+        tensors = {**prepared.inputs, **prepared.allocated}
         return _present(api, {f"{name}_tensor": tensors.get(name) for name in api.returns}, positional[0])
 
     def flops(*positional: Any) -> int:
         arguments = {p.name: p.default for p in inspect.signature(wrapper).parameters.values()}
-        return api.flops(sizes(api, api.arranged({**arguments, **bound(positional, {})})))
+        return api.flops(sizes(api, api.normalize_arguments({**arguments, **bound(positional, {})})))
 
     run.__name__, run.__doc__, run.__module__ = name, wrapper.__doc__, api.__module__
     run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     schema = torch.library.infer_schema(run, mutates_args=())
-    operator = custom_op(name, api.multiplied, schema, flops=flops)(run)
+    operator = custom_op(name, api.autocast_inputs, schema, flops=flops)(run)
     operator.register_fake(fake)
     if api.gradients is not None:
         setup, backward = api.gradients
@@ -65,15 +65,15 @@ def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[insp
     left_out = (*api.hints, *api.buffers, *_STREAMS)
     kept = [p for p in inspect.signature(wrapper).parameters.values() if p.name not in left_out]
     names = {p.name.removesuffix("_tensor"): p.name for p in kept}
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    renamed = [p.replace(name=n, annotation=types[p.name], kind=kind) for n, p in zip(names, kept, strict=True)]
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    renamed = [p.replace(name=n, annotation=types[p.name], kind=positional) for n, p in zip(names, kept, strict=True)]
     count = len(api.returns)
     result = tuple[(torch.Tensor,) * count] if count > 1 else torch.Tensor
     return inspect.Signature(renamed, return_annotation=result), names
 
 
 def _present(api: type[FusedAPI], results: Mapping[str, Any], like: Any) -> Any:
-    """Results in order; operators return tensors, so one without elements stands for one that there is not."""
-    found = [results.get(f"{name}_tensor") for name in api.returns]
-    present = [like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in found]
+    """Results in order. Operators return tensors, so an absent result is a tensor without elements."""
+    ordered = [results.get(f"{name}_tensor") for name in api.returns]
+    present = [like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in ordered]
     return tuple(present) if len(present) > 1 else present[0]

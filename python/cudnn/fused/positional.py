@@ -25,22 +25,22 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        kinds = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
-        newer, older = list(kinds), names.split()
+        annotations = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+        newer, older = list(annotations), names.split()
         unknown = set(older) - set(newer)
         assert not unknown, unknown
         same = next((i for i, (a, b) in enumerate(zip(newer, older, strict=False)) if a != b), len(older))
 
         @functools.wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
-            if len(given) <= same:
-                return function(*given, **named)
+        def call(*positional: Any, **named: Any) -> Any:
+            if len(positional) <= same:
+                return function(*positional, **named)
             semantics = named.get("semantics") or settings.SEMANTICS.get()
             orders = (older, newer) if semantics == "1.23" else (newer, older)
-            fitting = [order for order in orders if _fit(given, order, kinds)]
-            for order in sorted(fitting, key=lambda order: not _places_ends(given, order)):
-                return function(**dict(zip(order, given, strict=False)), **named)
-            got = ", ".join(type(x).__name__ for x in given)
+            fitting = [order for order in orders if _fit(positional, order, annotations)]
+            for order in sorted(fitting, key=lambda order: not _has_int32_tensors_in_place(positional, order)):
+                return function(**dict(zip(order, positional, strict=False)), **named)
+            got = ", ".join(type(x).__name__ for x in positional)
             cure = "pass arguments by name"
             raise refused(TypeError, function.__qualname__, "positional arguments", got, ", ".join(newer), cure)
 
@@ -49,23 +49,25 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return decorate
 
 
-def _fit(given: Sequence[Any], names: Sequence[str], kinds: dict[str, str]) -> bool:
-    return len(given) <= len(names) and all(_is(x, kinds[name]) for x, name in zip(given, names, strict=False))
+def _fit(positional: Sequence[Any], names: Sequence[str], annotations: dict[str, str]) -> bool:
+    return len(positional) <= len(names) and all(
+        _is(x, annotations[name]) for x, name in zip(positional, names, strict=False)
+    )
 
 
-def _places_ends(given: Sequence[Any], names: Sequence[str]) -> bool:
+def _has_int32_tensors_in_place(positional: Sequence[Any], names: Sequence[str]) -> bool:
     """Whether tensors of 32-bit integers, which experts' ends are, are where an order has such, and no others."""
-    pairs = [(x, name) for x, name in zip(given, names, strict=False) if hasattr(x, "data_ptr")]
-    kinds = ("offsets", "counter", "index")
-    return all((x.dtype == torch.int32) == any(kind in name for kind in kinds) for x, name in pairs)
+    pairs = [(x, name) for x, name in zip(positional, names, strict=False) if hasattr(x, "data_ptr")]
+    int32_names = ("offsets", "counter", "index")
+    return all((x.dtype == torch.int32) == any(int32_name in name for int32_name in int32_names) for x, name in pairs)
 
 
 def _is(value: Any, annotation: str) -> bool:
     """Whether a value may be meant for a parameter of that annotation."""
     if value is None:
         return "None" in annotation or annotation == "Any"
-    kind = annotation.removesuffix(" | None")
-    if kind.startswith("tuple"):
+    type_name = annotation.removesuffix(" | None")
+    if type_name.startswith("tuple"):
         return isinstance(value, (tuple, list))
     checks: dict[str, Callable[[Any], bool]] = {
         "Tensor": lambda x: hasattr(x, "data_ptr"),
@@ -75,4 +77,4 @@ def _is(value: Any, annotation: str) -> bool:
         "float": lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool),
         "str": lambda x: isinstance(x, str),
     }
-    return kind not in checks or checks[kind](value)
+    return type_name not in checks or checks[type_name](value)

@@ -1,9 +1,9 @@
-"""The fused APIs, found by their folders: what serves all of them asks here.
+"""The registry of the fused APIs, which are discovered by their folders.
 
 An API is a folder of the package with an ``api.py``, or one below a folder of a family. Its name is the folder's, its
 public names are the ``__all__`` of its ``api.py``, or of its ``__init__.py`` where that has more. The file is read and
 not run: nothing is loaded before it is used.
-A folder that exports no wrapper of its own name, such as the parts of ``cudnn.NSA``, is not found here.
+A folder that exports no wrapper of the folder's name, such as those of ``cudnn.NSA``, is not registered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cudnn.fused.host import FusedAPI
 
 
-_PARTS: Mapping[str, tuple[str, str]] = {
+_SHARED_FOLDERS: Mapping[str, tuple[str, str]] = {
     "gemm_proj_rope_mxfp8_from_bf16": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Bf16InSm100"),
     "gemm_proj_rope_mxfp8_from_mxfp8": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Mxfp8InSm100"),
     "nsa_compression": ("cudnn.native_sparse_attention", "CompressionAttention"),
@@ -45,14 +45,14 @@ def packages() -> Mapping[str, str]:
 
 @functools.cache
 def _packages(roots: tuple[str, ...]) -> Mapping[str, str]:
-    found = {}
+    packages_by_name = {}
     for root in map(Path, roots):
         for pattern in ("*/api.py", "*/*/api.py"):
             for path in root.glob(pattern):
                 package = ".".join(["cudnn", *path.parent.relative_to(root).parts])
                 if f"{path.parent.name}_wrapper" in _exported(roots, package):
-                    found[path.parent.name] = package
-    return dict(sorted(found.items()))
+                    packages_by_name[path.parent.name] = package
+    return dict(sorted(packages_by_name.items()))
 
 
 def public_names() -> Mapping[str, str]:
@@ -62,15 +62,15 @@ def public_names() -> Mapping[str, str]:
 
 @functools.cache
 def _public_names(roots: tuple[str, ...]) -> Mapping[str, str]:
-    found = {*_packages(roots).values(), *(package for package, _ in _PARTS.values())}
-    return {name: package for package in sorted(found) for name in _exported(roots, package)}
+    package_names = {*_packages(roots).values(), *(package for package, _ in _SHARED_FOLDERS.values())}
+    return {name: package for package in sorted(package_names) for name in _exported(roots, package)}
 
 
 def of_family(family: str, name: str) -> Any:
     """What a folder of fused APIs has by a name: one of its packages, or a public name of theirs.
 
     Raises:
-        AttributeError: there is none of that name.
+        AttributeError: unknown name.
     """
     package = f"{family}.{name}"
     if package in packages().values():
@@ -86,7 +86,7 @@ def find(name: str) -> type[FusedAPI]:
     """The class of a fused API, under the name without an architecture.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: unknown name.
     """
     from cudnn.fused.host import FusedAPI
 
@@ -102,12 +102,12 @@ def wrapper(name: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Usual:
-    """What a fused API is compiled for ahead of time.
+class AotPreset:
+    """The presets of ahead-of-time compilation of a fused API.
 
     ``dtypes`` are names of its operands' types, ``dimensions`` those of a shape's sizes; ``shapes`` has one for each
-    kernel that sizes choose among. ``objects(dtype, shape, arch)`` makes objects of the API as calls usually do, not
-    compiled; each tells its ``kernels()``. ``architectures`` are those that it has kernels for.
+    kernel that sizes choose among. ``objects(dtype, shape, arch)`` creates objects of the API with the wrapper's
+    defaults, not compiled; each has its ``kernels()``. ``architectures`` are those that it has kernels for.
     """
 
     dtypes: tuple[str, ...]
@@ -119,17 +119,19 @@ class Usual:
 
 def compiled() -> tuple[str, ...]:
     """The names of all fused APIs as ``cudnn cache warm`` takes them: those of folders, and those that share one."""
-    return (*packages(), *_PARTS)
+    return (*packages(), *_SHARED_FOLDERS)
 
 
-def usual(name: str) -> Usual:
-    """That of a fused API, by a name in :func:`compiled`."""
-    if name in _PARTS:
-        package, part = _PARTS[name]
-        api = getattr(importlib.import_module(package), part)
+def aot_preset(name: str) -> AotPreset:
+    """The preset of a fused API, by a name in :func:`compiled`."""
+    if name in _SHARED_FOLDERS:
+        package, class_name = _SHARED_FOLDERS[name]
+        api = getattr(importlib.import_module(package), class_name)
     else:
         api = find(name)
-    return Usual(tuple(api.usual_types), api.example[0], tuple(api.usual_shapes), api.usual, tuple(api.architectures))
+    return AotPreset(
+        tuple(api.aot_dtypes), api.example[0], tuple(api.aot_shapes), api.aot_preset, tuple(api.architectures)
+    )
 
 
 def gemms() -> list[str]:

@@ -23,9 +23,16 @@ class SquaredReluExpertsBackward(ExpertsGemm):
             *operands(),
             TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
             *quantized("d_row", "n"),
-            TensorSpec("d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same="d_row", written=True),
             TensorSpec(
-                "sfd_col_d_srelu", BlockScales("n", "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
+                "d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same_dtype="d_row", written=True
+            ),
+            TensorSpec(
+                "sfd_col_d_srelu",
+                BlockScales("n", "m", vector=32),
+                SCALES,
+                optional=True,
+                same_dtype="sfd_row",
+                written=True,
             ),
             PROB,
             DPROB,
@@ -37,46 +44,46 @@ class SquaredReluExpertsBackward(ExpertsGemm):
     returns = ("d_row", "d_col", "d_srelu", "dprob", "dbias", "amax", "sfd_row", "sfd_col", "sfd_col_d_srelu")
     result = ("d_row", "sfd_row")
     buffers = ("dprob_tensor",)
-    single_bytes = True
+    unpacked_fp4 = True
 
     deterministic: bool
     tanh_clamp_scale: float | None
 
     def operations(self) -> tuple[Any, ...]:
         backward = epilogue.SquaredReluBackward("c", self.semantics != "1.23", self.tanh_clamp_scale)
-        sums = (epilogue.SumRow("dprob", "prob_gradient", bool(self.deterministic)),) if self.given("dprob") else ()
+        sums = (epilogue.SumRow("dprob", "prob_gradient", bool(self.deterministic)),) if self.has("dprob") else ()
         weighted = (*self.multiplied_by("prob"), *self.summed_columns())
         rest = (*self.recomputed(), *weighted, *self.result_epilogue("d_row"))
         return (*self.scaled_product(), self.load("c"), backward, *sums, *rest)
 
     def recomputed(self) -> tuple[Any, ...]:
         """What the forward pass made of c, stored."""
-        if not self.given("d_srelu"):
+        if not self.has("d_srelu"):
             return ()
-        weighted = epilogue.MultiplyColumn("prob", self.kind("prob"), "activation")
-        if not self.given("sfd_col_d_srelu"):
+        weighted = epilogue.MultiplyColumn("prob", self.dtype_name("prob"), "activation")
+        if not self.has("sfd_col_d_srelu"):
             return (weighted, self.store("d_srelu", "activation"))
-        kinds = (self.kind("d_srelu"), self.kind("sfd_col_d_srelu"))
+        dtypes = (self.dtype_name("d_srelu"), self.dtype_name("sfd_col_d_srelu"))
         columns = epilogue.QuantizeColumns(
-            "sfd_col_d_srelu", *kinds, "activation columns", by_expert=bool(self.discrete_col_sfd), source="activation"
+            "sfd_col_d_srelu", *dtypes, "activation columns", by_expert=bool(self.discrete_col_sfd), source="activation"
         )
         return (weighted, columns, self.store("d_srelu", "activation columns"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        d_dtype = cls.given_or(given["d_dtype"])
-        narrow = cls.in_blocks(given) and name_of(d_dtype) in FLOAT8
-        found = {**cls.quantized_results(given, "d_row", d_dtype, narrow), "dprob": (torch.float32, "")}
-        if not cls.follows_older(given):
-            found["d_srelu"] = (d_dtype, "n")
-            found |= {"sfd_col_d_srelu": found["sfd_col"]} if narrow else {}
-        return found | ({"dbias": (torch.bfloat16, "")} if given["generate_dbias"] else {})
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype = cls.dtype_or_default(arguments["d_dtype"])
+        fp8 = cls.has_block_scales(arguments) and name_of(d_dtype) in FLOAT8
+        types = {**cls.quantized_results(arguments, "d_row", d_dtype, fp8), "dprob": (torch.float32, "")}
+        if not cls.older_semantics(arguments):
+            types["d_srelu"] = (d_dtype, "n")
+            types |= {"sfd_col_d_srelu": types["sfd_col"]} if fp8 else {}
+        return types | ({"dbias": (torch.bfloat16, "")} if arguments["generate_dbias"] else {})
 
     def check_options(self) -> None:
         super().check_options()
         self.check_clamp(self.tanh_clamp_scale)
         for name in ("dprob_workspace", "dbias_workspace"):
-            if self.given(name) and not self.deterministic:
+            if self.has(name) and not self.deterministic:
                 raise self.error(f"{name} tensor", "a tensor", "None without deterministic=True")
 
     @classmethod
@@ -106,11 +113,11 @@ class SquaredReluExpertsBackward(ExpertsGemm):
     reduce_dbias_workspace = reduce_dprob_workspace
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if not self.given("prob"):
+        if not self.has("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
-        if self.given("d_srelu") and self.semantics == "1.23":
+        if self.has("d_srelu") and self.semantics == "1.23":
             raise self.error("d_srelu tensor", "a tensor", "None, with the semantics 1.23")
-        quantised = self.given("d_srelu") and self.quantizes()
-        if self.given("sfd_col_d_srelu") != quantised:
-            got = "a tensor" if self.given("sfd_col_d_srelu") else "None"
+        quantised = self.has("d_srelu") and self.quantizes()
+        if self.has("sfd_col_d_srelu") != quantised:
+            got = "a tensor" if self.has("sfd_col_d_srelu") else "None"
             raise self.error("sfd_col_d_srelu tensor", got, "a tensor with d_srelu and sfd_col, else None")

@@ -24,11 +24,11 @@ class TransformedExperts(ExpertsGemm):
         *operands(),
         output("c", "n"),
         TensorSpec("d", OneMatrix("m", "columns", "mn"), TYPES, written=True),
-        TensorSpec("sfd", BlockScales("m", "columns"), SCALES, optional=True, same="sfa", written=True),
+        TensorSpec("sfd", BlockScales("m", "columns"), SCALES, optional=True, same_dtype="sfa", written=True),
         TensorSpec("rht_rowwise", OneMatrix("m", "columns", "mn"), TYPES, optional=True, written=True),
         TensorSpec("sfrht_rowwise", BlockScales("m", "columns"), E4M3, optional=True, written=True),
         TensorSpec("rht_colwise", Contiguous("elements of d"), TYPES[1:], optional=True, written=True),
-        TensorSpec("sfrht_colwise", Contiguous("factors of d"), E4M3, optional=True, written=True),
+        TensorSpec("sfrht_colwise", Contiguous("scales of d"), E4M3, optional=True, written=True),
         PROB,
         BIAS,
     )
@@ -36,7 +36,7 @@ class TransformedExperts(ExpertsGemm):
     scalars = ("norm_const", "rht_norm_const")
     result = ("d", "")
     group_rows, tile_m, roundings = 256, (256,), 2
-    usual_types = ("bf16", "nvfp4")
+    aot_dtypes = ("bf16", "nvfp4")
     example = (("m", "n", "k", "experts"), (512, 256, 64, 2))
 
     norm_const: float = 1.0
@@ -45,8 +45,8 @@ class TransformedExperts(ExpertsGemm):
     glu_alpha: float | None
     glu_limit: float | None
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         step = 32 if self.act_func == "srelu" else 64
         self.columns_in = step, str(step)
 
@@ -55,7 +55,7 @@ class TransformedExperts(ExpertsGemm):
         sizes = super().sizes_of(shapes, options)
         columns = sizes["n"] // (1 if options["act_func"] == "srelu" else 2)
         count = sizes["m"] * columns
-        return {**sizes, "columns": columns, "elements of d": count, "factors of d": count // VECTOR}
+        return {**sizes, "columns": columns, "elements of d": count, "scales of d": count // VECTOR}
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class TransformedExperts(ExpertsGemm):
 
     def operations(self) -> tuple[Any, ...]:
         rounded = (*self.activation(), *self.multiplied_by("prob"), epilogue.Round("bfloat16"))
-        result = self.quantised("sfd", "norm_const") if self.given("sfd") else ()
+        result = self.quantised("sfd", "norm_const") if self.has("sfd") else ()
         before = (*self.scaled_product(), *self.biased(), self.store("c"))
         return (*before, *rounded, *self.transformed(), *result, self.store("d"))
 
@@ -81,49 +81,49 @@ class TransformedExperts(ExpertsGemm):
         """A transform of v, rounded and stored."""
         value, constant = "rotated", "rht_norm_const"
         along = {"rht_rowwise": "n", "rht_colwise": "m"}
-        made: list[Any] = []
-        for name in filter(self.given, along):
-            made = [epilogue.Hadamard(along[name], value, factor=0.25), epilogue.Round("bfloat16", value)]
+        operations: list[Any] = []
+        for name in filter(self.has, along):
+            operations = [epilogue.Hadamard(along[name], value, factor=0.25), epilogue.Round("bfloat16", value)]
             if name == "rht_colwise":
-                made.append(epilogue.StoreColumns(name, f"sf{name}", constant, value))
+                operations.append(epilogue.StoreColumns(name, f"sf{name}", constant, value))
                 continue
-            made += self.quantised(f"sf{name}", constant, value) if self.given(f"sf{name}") else ()
-            made.append(self.store(name, value))
-        return tuple(made)
+            operations += self.quantised(f"sf{name}", constant, value) if self.has(f"sf{name}") else ()
+            operations.append(self.store(name, value))
+        return tuple(operations)
 
     def quantised(self, scales: str, norm: str, value: str = "x") -> tuple[Any, ...]:
-        """A value in units of its factors."""
-        kind = self.kind(scales)
-        return (epilogue.QuantizeRows(scales, FLOAT4, kind, VECTOR, norm, value=value, by_value=True),)
+        """A value divided by its scale factors."""
+        dtype = self.dtype_name(scales)
+        return (epilogue.QuantizeRows(scales, FLOAT4, dtype, VECTOR, norm, value=value, by_value=True),)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         packed = ("d", "rht_rowwise", "rht_colwise")
-        bytes_ = {name: tensors[name].view(torch.uint8) for name in packed if self.kind(name) == FLOAT4}
+        bytes_ = {name: tensors[name].view(torch.uint8) for name in packed if self.dtype_name(name) == FLOAT4}
         super().reference({**tensors, **bytes_, **self.constants})
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        d_dtype, rows, columns = (given[f"{name}_dtype"] for name in ("d", "rht_rowwise", "rht_colwise"))
-        found = {"c": (cls.given_or(given["c_dtype"]), "n"), "d": (cls.given_or(d_dtype), "n")}
-        if name_of(found["d"][0]) == FLOAT4:
-            found["sfd"] = (torch.float8_e4m3fn if given["sfa"] is None else given["sfa"].dtype, "")
-        for name, kind in (("rht_rowwise", rows), ("rht_colwise", columns)):
-            if kind is not None:
-                found[name] = (kind, "n")
-                found |= {f"sf{name}": (torch.float8_e4m3fn, "")} if name_of(kind) == FLOAT4 else {}
-        return found
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype, rows, columns = (arguments[f"{name}_dtype"] for name in ("d", "rht_rowwise", "rht_colwise"))
+        types = {"c": (cls.dtype_or_default(arguments["c_dtype"]), "n"), "d": (cls.dtype_or_default(d_dtype), "n")}
+        if name_of(types["d"][0]) == FLOAT4:
+            types["sfd"] = (torch.float8_e4m3fn if arguments["sfa"] is None else arguments["sfa"].dtype, "")
+        for name, dtype in (("rht_rowwise", rows), ("rht_colwise", columns)):
+            if dtype is not None:
+                types[name] = (dtype, "n")
+                types |= {f"sf{name}": (torch.float8_e4m3fn, "")} if name_of(dtype) == FLOAT4 else {}
+        return types
 
     @classmethod
-    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def normalize_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         rows, columns = arguments["rht_rowwise_dtype"], arguments["rht_colwise_dtype"]
         cls.check_transforms(rows is not None, None if columns is None else name_of(columns))
-        return super().arranged(arguments)
+        return super().normalize_arguments(arguments)
 
     @classmethod
     def check_transforms(cls, rows: bool, columns: str | None) -> None:
         """Raises for transforms of rows and of columns, or for columns of another type."""
         if columns is not None and (rows or columns != FLOAT4):
-            got = f"{columns}{', beside one of rows' * rows}"
+            got = f"{columns}{', with one of rows' * rows}"
             allowed = f"{FLOAT4}, without one of rows"
             raise refused(NotImplementedError, cls._title(), "a transform of columns", got, allowed)
 
@@ -140,23 +140,25 @@ class TransformedExperts(ExpertsGemm):
 
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
-        narrow = self._narrow()
-        if narrow and (self.act_func == "srelu" or sizes["columns"] % 128):
+        fp4_results = self._fp4_results()
+        if fp4_results and (self.act_func == "srelu" or sizes["columns"] % 128):
             got = f"{sizes['columns']} columns of {self.act_func}"
-            raise self.error(f"{narrow[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu")
+            raise self.error(
+                f"{fp4_results[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu"
+            )
 
-    def _narrow(self) -> list[str]:
+    def _fp4_results(self) -> list[str]:
         """The results of four bits."""
-        return [name for name in ("d", "rht_rowwise", "rht_colwise") if self.kind(name) == FLOAT4]
+        return [name for name in ("d", "rht_rowwise", "rht_colwise") if self.dtype_name(name) == FLOAT4]
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if not self.given("prob"):
+        if not self.has("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
         if self.dtype("a") == torch.uint8:
             raise self.error("a tensor dtype", torch.uint8, f"{FLOAT4} for bytes", f"pass a.view(torch.{FLOAT4})")
-        self.check_transforms(self.given("rht_rowwise"), self.kind("rht_colwise") or None)
-        narrow = self._narrow()
+        self.check_transforms(self.has("rht_rowwise"), self.dtype_name("rht_colwise") or None)
+        fp4_results = self._fp4_results()
         for name, scales in (("d", "sfd"), ("rht_rowwise", "sfrht_rowwise"), ("rht_colwise", "sfrht_colwise")):
-            if self.given(scales) != (name in narrow):
-                got = "a tensor" if self.given(scales) else "None"
+            if self.has(scales) != (name in fp4_results):
+                got = "a tensor" if self.has(scales) else "None"
                 raise self.error(f"{scales} tensor", got, f"a tensor with {name} of four bits, else None")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudnn.errors import refused
-from cudnn.fused.registry import Usual, compiled, usual
+from cudnn.fused.registry import AotPreset, aot_preset, compiled
 from cudnn.runtime import kernels
 from cudnn.runtime.architecture import ARCHITECTURES
 from cudnn.runtime.cache import Store
@@ -18,7 +18,7 @@ from cudnn.runtime.cache import Store
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel to be compiled; ``label`` says what for."""
+    """A kernel to compile; ``label`` names its API, dtype and architecture."""
 
     label: str
     source: str
@@ -38,18 +38,18 @@ def wanted(
     shapes: Sequence[tuple[int, ...]] = (),
 ) -> list[Kernel]:
     """The kernels that the fused APIs need, each once: those of ``apis``, or all; for ``dtypes`` and ``shapes``, or for
-    each API's usual ones.
+    each API's presets.
 
     Raises:
         ValueError: no API has such a type, one of ``apis`` has no kernels for an architecture, or a shape is none.
         NotImplementedError: a shape that an API does not support.
     """
-    chosen = {name: usual(name) for name in apis or compiled()}
-    known = list(dict.fromkeys(dtype for api in chosen.values() for dtype in api.dtypes))
+    chosen = {name: aot_preset(name) for name in apis or compiled()}
+    dtype_names = list(dict.fromkeys(dtype for api in chosen.values() for dtype in api.dtypes))
     for dtype in dtypes:
-        if dtype not in known:
-            raise refused(ValueError, "warm", "dtype", repr(dtype), ", ".join(known))
-    found: dict[tuple[str, Any, str], Kernel] = {}
+        if dtype not in dtype_names:
+            raise refused(ValueError, "warm", "dtype", repr(dtype), ", ".join(dtype_names))
+    kernels_by_key: dict[tuple[str, Any, str], Kernel] = {}
     for arch in archs:
         for name in apis:
             if arch not in chosen[name].architectures:
@@ -58,21 +58,21 @@ def wanted(
             for shape in shapes or api.shapes:
                 _check(name, api, shape)
                 for dtype in [each for each in dtypes or api.dtypes if each in api.dtypes]:
-                    for made in api.objects(dtype, shape, arch):
-                        made.check_support()
-                        for key in made.kernels():
-                            found.setdefault(key, Kernel(f"{name}, {dtype}, {arch}", *key))
-    return list(found.values())
+                    for operation in api.objects(dtype, shape, arch):
+                        operation.check_support()
+                        for key in operation.kernels():
+                            kernels_by_key.setdefault(key, Kernel(f"{name}, {dtype}, {arch}", *key))
+    return list(kernels_by_key.values())
 
 
-def _check(name: str, api: Usual, shape: Sequence[int]) -> None:
+def _check(name: str, api: AotPreset, shape: Sequence[int]) -> None:
     if len(shape) != len(api.dimensions):
         got, allowed = "x".join(map(str, shape)), " x ".join(api.dimensions)
         raise refused(ValueError, name, "shape", got, allowed, "choose the APIs that the shape is for")
 
 
 def warm(chosen: Sequence[Kernel], store: Store, jobs: int = 1) -> Iterator[tuple[Kernel, float]]:
-    """Compiles into a cache what is not there yet; yields each kernel and the seconds it took, 0 where it was there.
+    """Compiles kernels that the cache does not have; yields each kernel and its compile time in seconds, 0 if cached.
 
     ``jobs`` processes compile at the same time, if there is so much to do.
 

@@ -1,4 +1,4 @@
-"""What every wrapper does: allocates the results, compiles where that was not done yet, and executes."""
+"""The body of every wrapper: allocates the results, compiles at the first call, and executes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refused
-from cudnn.fused import kinds, registry
+from cudnn.fused import argument_types, registry
 from cudnn.fused.host import FusedAPI
-from cudnn.fused.objects import keep, options_of
+from cudnn.fused.object_cache import cache_object, options_of
 from cudnn.runtime.call import on_stream
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A wrapper's arguments, sorted: inputs by name, the constructor's options, results, what tells objects apart.
+    """A wrapper's arguments, sorted: inputs by name, the constructor's options, results, the object's cache key.
 
     ``empty``: there is nothing to compute.
     """
 
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     options: Mapping[str, Any]
     allocated: Mapping[str, Any]
     key: tuple[Any, ...]
@@ -32,22 +32,22 @@ class Arguments:
 
 def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
-    arguments = api.arranged(kinds.checked(*_function(api), arguments))
-    made = prepare(api, arguments)
-    tensors = {**made.given, **made.allocated}
+    arguments = api.normalize_arguments(argument_types.checked(*_function(api), arguments))
+    prepared = prepare(api, arguments)
+    tensors = {**prepared.inputs, **prepared.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
-    operation: Any = api.objects.get(made.key)
+    operation: Any = api.objects.get(prepared.key)
     stream = arguments["stream"] if "stream" in arguments else arguments.get("current_stream")
     if operation is None:
-        operation = api(**api.samples(tensors), **made.options)
+        operation = api(**api.samples(tensors), **prepared.options)
         operation.check_support()
-        if made.empty:
+        if prepared.empty:
             every = [tensors.get(name) for name in api.names]
             with on_stream(stream, every[0]):
                 operation.run_empty(every)
             return returned
         operation.compile()
-        keep(api.objects, made.key, operation)
+        cache_object(api.objects, prepared.key, operation)
     scalars = {name: arguments[name] for name in api.run_time if name in arguments}
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)
@@ -55,7 +55,7 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
 
 
 def supports(*features: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Says what a function supports, as programs ask it: by attributes of the function."""
+    """Sets ``supports_<feature>`` attributes of a function, which programs query."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         vars(function).update({f"supports_{feature}": True for feature in features})
@@ -67,23 +67,23 @@ def supports(*features: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     """Sorts a wrapper's arguments and allocates the results."""
     where = f"{api.folder()}_wrapper"
-    given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
+    inputs = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
     for name, value in arguments.items():
         if name.endswith("_major") and name not in _options(api) and value not in api.majors:
             raise refused(ValueError, where, name, repr(value), " or ".join(map(repr, api.majors)))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
-        given = api.resolved(given, arguments.get("stream", arguments.get("current_stream")))
-        given = api.viewed(given, options)
-        fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
+        inputs = api.resolved(inputs, arguments.get("stream", arguments.get("current_stream")))
+        inputs = api.reinterpret(inputs, options)
+        fitted = {name: None if tensor is None else api.canonicalize(name, tensor) for name, tensor in inputs.items()}
         results = api.results({**arguments, **fitted})
-        for name in [name for name in results if given.get(name) is not None]:
+        for name in [name for name in results if inputs.get(name) is not None]:
             dtype, _ = results.pop(name)
-            api.check_buffer(name, given, dtype)
+            api.check_buffer(name, inputs, dtype)
         allocated = allocate(api, fitted, options, results)
         described = api.cache_key(fitted, options)
     except (AttributeError, TypeError, RuntimeError):
-        for name, tensor in given.items():
+        for name, tensor in inputs.items():
             if tensor is not None or not api.spec(name).optional:
                 check_tensor(where, name, tensor)
         raise
@@ -93,26 +93,26 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
         tuple(options.items()),
         settings.CLUSTER_OVERLAP_MARGIN.get(),
     )
-    allocated = {name: api.presented(name, tensor, given) for name, tensor in allocated.items()}
+    allocated = {name: api.restore_layout(name, tensor, inputs) for name, tensor in allocated.items()}
     first = fitted[api.leading(fitted)]
-    return Arguments(given, options, allocated, key, empty=first is not None and 0 in first.shape)
+    return Arguments(inputs, options, allocated, key, empty=first is not None and 0 in first.shape)
 
 
 def sizes(api: type[FusedAPI], arguments: Mapping[str, Any]) -> dict[str, int]:
     """All sizes by name, from a wrapper's arguments; allocates nothing."""
-    given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
+    inputs = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
     options = {name: arguments[name] for name in _options(api) if name in arguments}
-    given = api.viewed(given, options)
-    fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
+    inputs = api.reinterpret(inputs, options)
+    fitted = {name: None if tensor is None else api.canonicalize(name, tensor) for name, tensor in inputs.items()}
     return api.sizes_of(api.shapes_of(fitted, options), options)
 
 
 def allocate(
-    api: type[FusedAPI], given: Mapping[str, Any], options: Mapping[str, Any], results: Mapping[str, tuple[Any, str]]
+    api: type[FusedAPI], inputs: Mapping[str, Any], options: Mapping[str, Any], results: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Any]:
     """Tensors for results of these types and majors."""
-    first = given[api.sized_by[0]]
-    sizes = api.sizes_of(api.shapes_of(given, options), options)
+    first = inputs[api.sized_by[0]]
+    sizes = api.sizes_of(api.shapes_of(inputs, options), options)
     allocated: dict[str, Any] = {}
     for name, (dtype, major) in results.items():
         spec = api.spec(name)
@@ -133,12 +133,12 @@ def _function(api: type[FusedAPI]) -> tuple[str, Callable[..., Any]]:
 @functools.cache
 def _tensors(api: type[FusedAPI], parameters: tuple[str, ...]) -> dict[str, str]:
     """The tensors among a wrapper's parameters: the names of both."""
-    known = {spec.name for spec in api.tensors}
+    declared = {spec.name for spec in api.tensors}
     named = {parameter.removesuffix("_tensor"): parameter for parameter in parameters}
-    return {name: parameter for name, parameter in named.items() if name in known}
+    return {name: parameter for name, parameter in named.items() if name in declared}
 
 
 @functools.cache
 def _options(api: type[FusedAPI]) -> tuple[str, ...]:
-    """The constructor's arguments beside samples and what ``execute`` takes."""
+    """The constructor's arguments without samples and arguments of ``execute``."""
     return tuple(n for n in options_of(api) if n not in api.run_time)

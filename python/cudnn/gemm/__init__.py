@@ -1,4 +1,4 @@
-"""What the fused GEMMs share, and block scales in PyTorch for those who call them."""
+"""Block scales in PyTorch: layout, quantization, dequantization for the fused GEMMs."""
 
 from cudnn.gemm.scales import (
     dequantize,

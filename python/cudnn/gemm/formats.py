@@ -12,16 +12,17 @@ FLOAT4, FLOAT8 = FP4, FP8
 PLAIN = ("float16", "bfloat16", "float32", *FLOAT8)
 BLOCK_SCALED = (FLOAT4, "uint8", *FLOAT8)  # uint8 holds packed pairs of four-bit elements
 SCALES = ("float8_e8m0fnu", "float8_e4m3fn")
-SUM_SCALES, SUM_VECTOR = "float32", 128
-"""Factors that sums of so many products are multiplied by, in float32."""
+BLOCKWISE_DTYPE, BLOCKWISE_SIZE = "float32", 128
+"""Blockwise scales: float32, one for 128 elements along k, applied to partial accumulators (DeepGEMM's 1D1D and 1D2D).
+"""
 
 BITS: Mapping[str, int] = {name: x.bits for name, x in FORMATS.items()}
 
 LARGEST: Mapping[str, float] = {name: x.largest for name, x in FORMATS.items() if x.largest is not None}
-"""Of the types that rounding saturates at."""
+"""The largest finite value of the dtypes that saturate."""
 
 QUANTIZED_LIMIT: Mapping[str, float] = {name: FORMATS[name].block_limit for name in LARGEST}
-"""What the largest magnitude of a block becomes, nearly."""
+"""The value that the amax of a block is scaled to, before the scale factor is rounded."""
 
 
 def name_of(dtype: Any) -> str:

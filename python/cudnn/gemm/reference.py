@@ -1,4 +1,4 @@
-"""What the fused GEMMs compute, in PyTorch: the product, and what each declaration of an epilogue means."""
+"""The reference of the fused GEMMs in PyTorch: the GEMM, and each epilogue operation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Arguments = Mapping[str, Any]
 
 
 def product(tensors: Mapping[str, Any], vector: int) -> Any:
-    """acc[m, n, l] = sum over k of A[m, k, l] B[n, k, l], in float32 or float64; operands times their factors."""
+    """acc[m, n, l] = sum over k of A[m, k, l] B[n, k, l], in float32 or float64; operands times their scale factors."""
     a = dequantize(tensors["a"], tensors.get("sfa"), vector)
     b = dequantize(tensors["b"], tensors.get("sfb"), vector)
     return torch.einsum("mkl,nkl->mnl", a, b)
 
 
 def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments, groups: Any = None) -> None:
-    """Does to the arguments, by name, what the kernel does; ``accumulator`` is (m, n, l), float32 or float64.
+    """Runs the epilogue on the arguments, by name, as the kernel does; ``accumulator`` is (m, n, l), float32 or
+    float64.
 
-    Every l is an expert of its own or, with ``groups``, int64 (m,), each row belongs to the one that they say.
+    Each l is an expert or, with ``groups``, int64 (m,), the expert of each row.
     """
     # PyTorch does not copy packed elements.
     packed = {n: x.view(torch.uint8) for n, x in arguments.items() if name_of(getattr(x, "dtype", "")) == FLOAT4}
@@ -47,12 +48,12 @@ def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Argumen
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
     x = wide(arguments[o.tensor])
-    values[o.value] = woven(x) if o.concat_glu else x
+    values[o.value] = interleave_glu(x) if o.concat_glu else x
 
 
 def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
     x, target = values[o.value], arguments[o.tensor]
-    x = unwoven(x) if o.concat_glu else x
+    x = concatenate_glu(x) if o.concat_glu else x
     if o.dtype == FLOAT4:
         codes = e2m1(x)
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
@@ -62,13 +63,13 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
         target.copy_(wide(target) + wide(rounded) if o.adds else rounded)
 
 
-def woven(x: Any) -> Any:
-    """(m, n, l) in blocks of 32 columns that come in turn from the first and the second half of them."""
+def interleave_glu(x: Any) -> Any:
+    """(m, n, l) with concatenated halves of columns to alternating blocks of 32 columns of each half."""
     return x.unflatten(1, (2, -1, GLU_BLOCK)).transpose(1, 2).flatten(1, 3)
 
 
-def unwoven(x: Any) -> Any:
-    """The same back."""
+def concatenate_glu(x: Any) -> Any:
+    """The inverse of :func:`interleave_glu`."""
     return x.unflatten(1, (-1, 2, GLU_BLOCK)).transpose(1, 2).flatten(1, 3)
 
 
@@ -78,7 +79,7 @@ def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Argum
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
     row, groups = wide(arguments[o.tensor]).unsqueeze(0), values[GROUPS]
-    row = woven(row) if o.concat_glu else row
+    row = interleave_glu(row) if o.concat_glu else row
     if groups is not None:
         row = row.transpose(0, 2)[groups]
     x = values["x"]
@@ -89,28 +90,28 @@ def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
 
 
 def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
-    y, _, _ = activation(o.gate.bind(arguments), *parts(values["x"], o.gate_first))
+    y, _, _ = activation(o.gate.bind(arguments), *gate_and_up(values["x"], o.gate_first))
     values["x"] = y.flatten(1, 2)
 
 
 def gated_backward(o: declared.GatedBackward, values: Values, arguments: Arguments) -> None:
     x, saved = values["x"], values[o.saved]
-    y, *slopes = activation(o.gate.bind(arguments), *parts(saved, o.gate_first))
+    y, *slopes = activation(o.gate.bind(arguments), *gate_and_up(saved, o.gate_first))
     wide = x.new_empty(saved.shape)
-    for target, slope in zip(parts(wide, o.gate_first), slopes, strict=True):
+    for target, slope in zip(gate_and_up(wide, o.gate_first), slopes, strict=True):
         target.copy_(x.unflatten(1, (-1, GLU_BLOCK)) * slope)
     y = y.flatten(1, 2)
     values.update(x=wide, activation=y, prob_gradient=x * y)
 
 
-def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
-    """The gates and the others of a tensor, (m, pairs, 32, l), in its memory."""
+def gate_and_up(x: Any, gate_first: bool) -> tuple[Any, Any]:
+    """Views of the gate and up columns of a tensor, (m, pairs, 32, l)."""
     blocks = x.unflatten(1, (-1, 2, GLU_BLOCK))
     return blocks[:, :, int(not gate_first)], blocks[:, :, int(gate_first)]
 
 
 def activation(o: declared.Gate, gate: Any, other: Any) -> tuple[Any, Any, Any]:
-    """y, and its derivatives by the gate and by the other."""
+    """y, and its derivatives with respect to gate and up."""
     if o.activation == "situ":
         first, second, sigmoid = (gate / o.beta1).tanh(), (other / o.beta2).tanh(), gate.sigmoid()
         f, h = o.beta1 * first * sigmoid, o.beta2 * second
@@ -139,8 +140,8 @@ def round_to(o: declared.Round, values: Values, arguments: Arguments) -> None:
 
 def deinterleave(o: declared.Deinterleave, values: Values, arguments: Arguments) -> None:
     heads = values["x"].unflatten(1, (-1, o.head)).clone()
-    part = heads[:, :, o.first : o.first + o.size]
-    part.copy_(part.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3))
+    rotary = heads[:, :, o.first : o.first + o.size]
+    rotary.copy_(rotary.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3))
     values["x"] = heads.flatten(1, 2)
 
 
@@ -153,13 +154,13 @@ def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
         cos, sin = (table[rows].where((rows == positions).unsqueeze(1), float("nan")) for table in (cos, sin))
     sin = -sin if o.inverse else sin
     # For left columns, then for right ones.
-    halves = [(cos, sin)] * 2 if not o.full_tables else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
+    tables = [(cos, sin)] * 2 if not o.full_tables else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
     shape = (-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2))
-    (cos, sin), (cos_right, sin_right) = ([t.reshape(shape) for t in pair] for pair in halves)
+    (cos, sin), (cos_right, sin_right) = ([t.reshape(shape) for t in pair] for pair in tables)
     heads = x.unflatten(1, (-1, o.head)).clone()
     which = slice(o.begin // o.head, None if o.end is None else o.end // o.head)
-    turned = heads[:, which, o.first : o.first + o.rotary]
-    left, right = turned.unflatten(2, (-1, 2)).unbind(3) if o.interleaved else turned.unflatten(2, (2, -1)).unbind(2)
+    rotary = heads[:, which, o.first : o.first + o.rotary]
+    left, right = rotary.unflatten(2, (-1, 2)).unbind(3) if o.interleaved else rotary.unflatten(2, (2, -1)).unbind(2)
     first, second = left * cos - right * sin, right * cos_right + left * sin_right
     left.copy_(first)
     right.copy_(second)
@@ -208,8 +209,8 @@ def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
     blocks = values[o.value].abs().unflatten(1, (-1, o.roles, GLU_BLOCK if o.roles > 1 else 1))
     if o.by_expert and groups is not None:
         largest = blocks.amax((1, 3)).view(len(groups), -1)  # of every row
-        places = groups.unsqueeze(1).expand(-1, o.roles)
-        target.view(-1, o.roles).scatter_reduce_(0, places, largest.to(target.dtype), "amax")
+        rows = groups.unsqueeze(1).expand(-1, o.roles)
+        target.view(-1, o.roles).scatter_reduce_(0, rows, largest.to(target.dtype), "amax")
         return
     largest = blocks.amax((0, 1, 3)).view(o.roles, -1)
     target.copy_(target.maximum((largest.t() if o.by_expert else largest.amax(1)).reshape(target.shape)))
@@ -221,7 +222,7 @@ def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
 
 def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> None:
     x, target, groups = values[o.value], arguments[o.tensor], values[GROUPS]
-    x = unwoven(x) if o.concat_glu else x
+    x = concatenate_glu(x) if o.concat_glu else x
     if groups is None:
         target.copy_(x.sum(0).t())
     else:
@@ -241,10 +242,10 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
     for count in groups.unique_consecutive(return_counts=True)[1].tolist():
         atoms = -(-count // 128)
         strides = (16, 4, 512 * atoms, 1, 512, 512 * atoms * columns)
-        place = scales.storage_offset() + row // 128 * columns * 512
-        mine = scales.as_strided((32, 4, columns, 4, atoms, 1), strides, place)
-        own = x[:, row : row + count]
-        quantized[:, row : row + count] = quantize(o, own, 32, mine, arguments)
+        offset = scales.storage_offset() + row // 128 * columns * 512
+        expert_scales = scales.as_strided((32, 4, columns, 4, atoms, 1), strides, offset)
+        expert_columns = x[:, row : row + count]
+        quantized[:, row : row + count] = quantize(o, expert_columns, 32, expert_scales, arguments)
         row += count
     values[o.value] = quantized.transpose(0, 1)
 
@@ -252,28 +253,28 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
 def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments) -> None:
     x, groups = values[o.value][:, :, 0].t(), values[GROUPS]
     norm, n = x.new_tensor(arguments[o.norm_const]), x.shape[0]
-    parts = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
-    data, factors = [], []
-    for part in parts:
-        blocks = part.unflatten(1, (-1, 16))
+    columns_by_expert = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
+    data, scales = [], []
+    for expert_columns in columns_by_expert:
+        blocks = expert_columns.unflatten(1, (-1, 16))
         codes, _ = compute_block_scales(blocks.abs().amax(2), FORMATS[FLOAT4].block_limit, torch.float8_e4m3fn, norm)
         factor = reciprocal(wide(codes) * reciprocal(norm))
         bits = e2m1(blocks * factor.unsqueeze(2)).flatten()
         data.append(bits[0::2] + 16 * bits[1::2])
-        factors.append(codes.view(torch.uint8).view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
-    for name, found in ((o.tensor, data), (o.scales, factors)):
-        target = arguments[name].view(found[0].dtype)
-        for part, start in zip(found, [0, *accumulate(len(x) for x in found)], strict=False):
-            target[start : start + len(part)] = part
+        scales.append(codes.view(torch.uint8).view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
+    for name, pieces in ((o.tensor, data), (o.scales, scales)):
+        target = arguments[name].view(pieces[0].dtype)
+        for expert_columns, start in zip(pieces, [0, *accumulate(len(x) for x in pieces)], strict=False):
+            target[start : start + len(expert_columns)] = expert_columns
 
 
 Quantizer = declared.QuantizeRows | declared.QuantizeColumns
 
 
 def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Arguments) -> Any:
-    """Writes the factors of a tensor (r, k, l), for every ``vector`` values along k; returns the values in their units.
+    """Writes the scale factors of a tensor (r, k, l), one per ``vector`` values along k; returns the scaled values.
 
-    The rest of the factors' last atoms is filled with 0; float32 factors are a matrix.
+    Padding in the last atoms of scale factors is 0; float32 scales are a matrix.
     """
     norm = arguments[o.norm_const] if o.norm_const else x.new_ones(1)
     rows, columns, batch = x.shape
@@ -294,7 +295,7 @@ def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Argument
 
 
 def e2m1(x: Any) -> Any:
-    """Four bits: how many of the midpoints are below, to even where they are met; then the sign. 7 or 15 for NaN."""
+    """E2M1 codes, rounded to nearest even: the number of midpoints below, then the sign bit. NaN: 7 or 15."""
     size, code = x.abs(), x.signbit().byte() * 8
     for midpoint, to_even in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0), strict=True):
         below = (size >= midpoint) if to_even else (size > midpoint)

@@ -1,15 +1,15 @@
 """Block scales in PyTorch: their layout in memory, quantising, dequantising.
 
-Elements that are consecutive along ``k``, 16 or 32 of them, share a scale factor. GEMMs read and write the factors in
+Elements that are consecutive along ``k``, 16 or 32 of them, share a scale factor. GEMMs read and write scale factors in
 atoms of 128 rows x 4 blocks, 512 bytes: a tensor of the shape (32, 4, ceil(mn / 128), 4, ceil(blocks / 4), l), in which
 
     scales[r % 32, r // 32 % 4, r // 128, j % 4, j // 4, i]    belongs to row r, block j of matrix i
 
-and whose memory is that of a contiguous (l, ceil(mn / 128), ceil(blocks / 4), 32, 4, 4). Factors beyond the last row or
-block pad the atoms.
+and whose memory is that of a contiguous (l, ceil(mn / 128), ceil(blocks / 4), 32, 4, 4). Padding beyond the last row or
+block fills the atoms.
 
-Where 128 elements share one, factors are float32 and lie as a matrix: (mn, blocks, l), or (ceil(mn / 128), blocks, l)
-where 128 rows share one too.
+Blockwise scales, one per 128 elements, are a float32 matrix: (mn, blocks, l), or (ceil(mn / 128), blocks, l) if 128
+rows share one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.api_base import ceil_div
-from cudnn.gemm.formats import FLOAT4, FLOAT8, LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of, wide
+from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT4, FLOAT8, LARGEST, QUANTIZED_LIMIT, name_of, wide
 from cudnn.lazy import torch
 
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
@@ -45,14 +45,16 @@ def empty_scales(mn: int, k: int, l: int, vector: int, dtype: Any, device: Any =
     return memory.view(dtype).permute(_ORDER)
 
 
-def sum_scale_shape(mn: int, k: int, l: int, rows: int = 1) -> tuple[int, int, int]:  # noqa: E741
-    """The shape of the float32 factors of an operand (mn, k, l), one for ``rows`` rows and 128 elements along k."""
-    return (ceil_div(mn, rows), ceil_div(k, SUM_VECTOR), l)
+def blockwise_scale_shape(mn: int, k: int, l: int, rows: int = 1) -> tuple[int, int, int]:  # noqa: E741
+    """The shape of the float32 blockwise scales of an operand (mn, k, l), one for ``rows`` rows and 128 elements along
+    k.
+    """
+    return (ceil_div(mn, rows), ceil_div(k, BLOCKWISE_SIZE), l)
 
 
-def sum_scale_stride(shape: tuple[int, int, int], rows: int = 1) -> tuple[int, int, int]:
-    """The strides that ``torch._scaled_mm`` takes too: columns of factors of rows, or rows of factors of blocks, which
-    then begin at multiples of four.
+def blockwise_scale_stride(shape: tuple[int, int, int], rows: int = 1) -> tuple[int, int, int]:
+    """Their strides, those of ``torch._scaled_mm``: MN-major for scales of single rows, K-major for scales of ``rows``
+    rows, with a pitch that is a multiple of four.
     """
     if rows == 1:
         return (1, shape[0], shape[0] * shape[1])
@@ -93,7 +95,9 @@ def pack_float4(x: Any) -> Any:
 
 
 def unpack_float4(x: Any) -> Any:
-    """The values (mn, k, l), float32, of packed pairs (mn, k / 2, l), of ``torch.float4_e2m1fn_x2`` or bytes."""
+    """The values (mn, k, l), float32, of packed pairs (mn, k / 2, l), dtype ``torch.float4_e2m1fn_x2`` or
+    ``torch.uint8``.
+    """
     grid = torch.tensor([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)], dtype=torch.float32, device=x.device)
     code = x.view(torch.uint8).permute(2, 0, 1)
     code = torch.stack([code & 15, code >> 4], dim=-1).flatten(2)
@@ -200,16 +204,17 @@ def scale_values(scales: Any) -> Any:
 def quantize_rows(
     x: Any, dtype: Any, scale_dtype: Any, vector: int, norm_const: Any = 1.0, rows: int = 1, power_of_two: bool = False
 ) -> tuple[Any, Any]:
-    """Quantises (m, n, l) with a scale factor for every ``vector`` elements along n: the elements and their factors.
+    """Quantises (m, n, l) with a scale factor for every ``vector`` elements along n: the elements and their scale
+    factors.
 
-    float32 factors are for 128 elements along n and for ``rows``, 1 or 128; ``power_of_two`` rounds them up to one.
+    float32 scales are for 128 elements along n and for ``rows``, 1 or 128; ``power_of_two`` rounds them up to one.
 
         s, multiplier = compute_block_scales(max |x|, limit, scale_dtype, norm_const, power_of_two)
         q = x * multiplier,  rounded to ``dtype``, saturating
 
     all in float32; limit is 448 for e4m3, 128 for e5m2, 6 for e2m1; see :func:`compute_block_scales`. ``norm_const``: a
     float or a tensor of one element. The elements are N-major, packed in pairs for ``torch.float4_e2m1fn_x2``; the
-    factors are in atoms, those of float32 a matrix.
+    scale factors are in atoms, float32 ones a matrix.
     """
     x = x.float()
     m, n, _ = x.shape
@@ -227,20 +232,20 @@ def quantize_rows(
     else:
         elements = _row_major(round_to(scaled, dtype))
     if scale_dtype == torch.float32:
-        shape = sum_scale_shape(m, n, x.shape[2], rows)
-        matrix = torch.empty_strided(shape, sum_scale_stride(shape, rows), dtype=torch.float32, device=x.device)
+        shape = blockwise_scale_shape(m, n, x.shape[2], rows)
+        matrix = torch.empty_strided(shape, blockwise_scale_stride(shape, rows), dtype=torch.float32, device=x.device)
         return elements, matrix.copy_(scales.permute(1, 2, 0))
     return elements, pack_scales(scales.permute(1, 2, 0).contiguous())
 
 
 def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:
-    """The values (mn, k, l) of an operand, float32 or, of float64, that, times its scale factors where it has some."""
+    """The values (mn, k, l) of an operand in float32 (float64 stays), times its scale factors, if any."""
     values = unpack_float4(x) if name_of(x.dtype) == FLOAT4 else wide(x)
     if scales is None:
         return values
     mn, k, _ = values.shape
     if scales.dtype == torch.float32:
-        rows = 1 if scales.shape[0] == mn else SUM_VECTOR
+        rows = 1 if scales.shape[0] == mn else BLOCKWISE_SIZE
         return values * scales.repeat_interleave(rows, 0)[:mn].repeat_interleave(vector, 1)[:, :k]
     blocks = scale_values(unpack_scales(scales, mn, ceil_div(k, vector)))
     return values * blocks.repeat_interleave(vector, dim=1)[:, :k]

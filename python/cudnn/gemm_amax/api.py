@@ -35,9 +35,9 @@ class GemmAmax(DenseGemm):
     Args:
         sample_a ... sample_amax: tensors like those that ``execute`` will get; sample_sfa, sample_sfb may be None.
         acc_dtype: float32.
-        mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them; on sm_90a the library chooses tiles by itself.
-        sf_vec_size: elements along k that share a scale factor: 16, 32 or 128.
-        arch, accurate: as for :class:`cudnn.GemmSwiglu`.
+        mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them; on sm_90a the library chooses tiles
+        automatically. sf_vec_size: elements along k that share a scale factor: 16, 32 or 128. arch, accurate: as for
+        :class:`cudnn.GemmSwiglu`.
     """
 
     title = "GEMM + amax"
@@ -92,12 +92,12 @@ class GemmAmax(DenseGemm):
         return self.result_epilogue("c")
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        if name_of(given["c_dtype"]) == FLOAT4:
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        if name_of(arguments["c_dtype"]) == FLOAT4:
             allowed = "torch.float32, float16, bfloat16, float8_e4m3fn, float8_e5m2"
             cure = "use the class GemmAmax"
-            raise refused(ValueError, "gemm_amax_wrapper", "c_dtype", given["c_dtype"], allowed, cure)
-        return {"c": (given["c_dtype"], given["c_major"]), "amax": (torch.float32, "")}
+            raise refused(ValueError, "gemm_amax_wrapper", "c_dtype", arguments["c_dtype"], allowed, cure)
+        return {"c": (arguments["c_dtype"], arguments["c_major"]), "amax": (torch.float32, "")}
 
     def _check_tiles(self) -> None:
         if self.mma_tiler_mn[0] == 256:
@@ -105,7 +105,7 @@ class GemmAmax(DenseGemm):
         super()._check_tiles()
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        a, c, (_, columns) = self.kind("a"), self.kind("c"), self.mma_tiler_mn
+        a, c, (_, columns) = self.dtype_name("a"), self.dtype_name("c"), self.mma_tiler_mn
         if c == FLOAT4 and a != FLOAT4:
             raise self.error("c tensor dtype", c, f"other types, for operands of {a}")
         if a in FLOAT8 and c in FLOAT8:

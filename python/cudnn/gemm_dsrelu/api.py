@@ -101,8 +101,8 @@ class GemmDsrelu(SquaredReluGemm):
         )
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        return {"dprob": (torch.float32, ""), **cls.d_results(given, given["d_major"])}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {"dprob": (torch.float32, ""), **cls.d_results(arguments, arguments["d_major"])}
 
 
 class GemmDsreluSm100(GemmDsrelu):

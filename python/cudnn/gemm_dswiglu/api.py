@@ -37,7 +37,7 @@ class GemmDswiglu(GluLayout):
         dprob  = dprob + sum over n of dc * up * gate * sigmoid(gate)
         amax   = max(amax, [max |d_up|, max |d_gate|])           in glu_order, before d_ab12 is rounded
 
-    Without prob, its factors are 1. The sums of dprob are added up in no fixed order, so that their last bits vary; all
+    prob defaults to 1. The sums of dprob are added up in no fixed order, so that their last bits vary; all
     else repeats bit by bit. float32 operands are multiplied in TF32. A compiled object serves tensors of all sizes.
 
     Args:
@@ -51,7 +51,7 @@ class GemmDswiglu(GluLayout):
         TensorSpec("ab12", WIDE, (*NARROW, "float32", *FLOAT8), about="columns = 2 n, as GEMM + SwiGLU stores them"),
         TensorSpec("d_ab12", WIDE, (*NARROW, "float32", *FLOAT8), written=True, about="the major of ab12"),
         TensorSpec("c", Matrix("m", "n", "mn"), (*NARROW, "float32"), True, written=True, about="the major of ab12"),
-        TensorSpec("prob", Column("m"), ("float32",), True, draw="uniform"),
+        TensorSpec("prob", Column("m"), ("float32",), True, init="uniform"),
         TensorSpec("dprob", Column("m"), ("float32",), True, fill=0.0, written=True, about="the caller makes it 0"),
         replace(amax(dimensions=1), layout=Contiguous(2, alignment=4)),
         *quantizer("sfd", "columns"),
@@ -112,14 +112,14 @@ class GemmDswiglu(GluLayout):
 
     def operations(self) -> tuple[Any, ...]:
         saved = epilogue.LoadTile(
-            "ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, concat_glu=self.halves
+            "ab12", self.dtype_name("ab12"), self.major("ab12"), "ab12", times=2, concat_glu=self.concat_glu
         )
         back = epilogue.GatedBackward(epilogue.SWIGLU, self.gate_first, "ab12")
-        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
-        values = ("x", "activation") if self.given("c") else ("x",)
-        factors = [epilogue.MultiplyColumn("prob", value=value) for value in values if self.given("prob")]
-        stored = (self.store("c", "activation"),) if self.given("c") else ()
-        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"concat_glu": self.halves}}
+        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.has("dprob") else ()
+        values = ("x", "activation") if self.has("c") else ("x",)
+        factors = [epilogue.MultiplyColumn("prob", value=value) for value in values if self.has("prob")]
+        stored = (self.store("c", "activation"),) if self.has("c") else ()
+        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"concat_glu": self.concat_glu}}
         ends = (replace(o, **changes.get(type(o), {})) for o in self.result_epilogue("d_ab12"))
         return (epilogue.Scale("alpha"), saved, back, *sums, *factors, *stored, *ends)
 
@@ -128,28 +128,30 @@ class GemmDswiglu(GluLayout):
         return {**(sizes := super().sizes_of(shapes, options)), "columns": 2 * sizes["n"]}
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        check_rank(cls._title(), "ab12", ab12 := given["ab12"], (2, 3), "(m, 2 n, l)")
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        check_rank(cls._title(), "ab12", ab12 := arguments["ab12"], (2, 3), "(m, 2 n, l)")
         major = WIDE.major(ab12.shape, ab12.stride())
         default = ab12.dtype if name_of(ab12.dtype) not in FLOAT8 else torch.bfloat16
-        found = {"d_ab12": (given["d_ab12_dtype"] or default, major)}
-        if given["c_dtype"] is not None:
-            found["c"] = (given["c_dtype"], major)
-        if given["prob"] is not None:
-            found["dprob"] = (torch.float32, "")
-        if name_of(found["d_ab12"][0]) in FLOAT8:
-            found["sfd"] = (scale_type(given), "")
-        elif name_of(given["a"].dtype) == FLOAT4:
-            found["amax"] = (torch.float32, "")
-        return found
+        types = {"d_ab12": (arguments["d_ab12_dtype"] or default, major)}
+        if arguments["c_dtype"] is not None:
+            types["c"] = (arguments["c_dtype"], major)
+        if arguments["prob"] is not None:
+            types["dprob"] = (torch.float32, "")
+        if name_of(types["d_ab12"][0]) in FLOAT8:
+            types["sfd"] = (scale_type(arguments), "")
+        elif name_of(arguments["a"].dtype) == FLOAT4:
+            types["amax"] = (torch.float32, "")
+        return types
 
     def check_own_rules(self, sizes: Sizes) -> None:
         for name in ("d_ab12", "c"):
-            if self.given(name) and self.major(name) != self.major("ab12"):
+            if self.has(name) and self.major(name) != self.major("ab12"):
                 raise self._refuse(f"{name} tensor major", self.major(name), f"{self.major('ab12')}, that of ab12")
-        if self.kind("d_ab12") in FLOAT8 and (self.kind("a") == FLOAT4 or self.halves):
-            where = "glu_layout='concatenated'" if self.halves else f"operands of {FLOAT4}"
-            raise self.error("d_ab12 tensor dtype", self.kind("d_ab12"), f"float16, bfloat16, float32, for {where}")
+        if self.dtype_name("d_ab12") in FLOAT8 and (self.dtype_name("a") == FLOAT4 or self.concat_glu):
+            where = "glu_layout='concatenated'" if self.concat_glu else f"operands of {FLOAT4}"
+            raise self.error(
+                "d_ab12 tensor dtype", self.dtype_name("d_ab12"), f"float16, bfloat16, float32, for {where}"
+            )
 
 
 class GemmDswigluSm100(GemmDswiglu):

@@ -10,10 +10,10 @@ from cudnn.errors import refused
 from cudnn.full_precision import full_precision
 from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.objects import keep
+from cudnn.fused.object_cache import cache_object
 from cudnn.gemm import reference
 from cudnn.lazy import torch
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.gemm.projection import (
     BLOCK,
@@ -39,9 +39,9 @@ def angles() -> tuple[TensorSpec, ...]:
 
 
 RESULTS = tuple(
-    TensorSpec(name, Contiguous(rows, "heads", columns, alignment=alignment), (kind,), written=True)
+    TensorSpec(name, Contiguous(rows, "heads", columns, alignment=alignment), (dtype,), written=True)
     for side, groups, each in (("row", "m", HEAD // BLOCK), ("col", "groups", HEAD))
-    for name, rows, columns, kind, alignment in (
+    for name, rows, columns, dtype, alignment in (
         (f"out_fp8_{side}", "m", HEAD, E4M3, 16),
         (f"out_scales_{side}", groups, each, "uint8", 1),
     )
@@ -53,8 +53,8 @@ class Projection(FusedAPI):
 
     returns = tuple(spec.name for spec in RESULTS)
     example = (("m", "n", "k"), (TOKENS, 2 * HEAD, 128))
-    usual_shapes = ((4096, 16 * HEAD, 1536),)
-    kind: ClassVar[str]
+    aot_shapes = ((4096, 16 * HEAD, 1536),)
+    operand_dtype: ClassVar[str]
     step: ClassVar[int]  # of k
     forms: ClassVar[Sequence[bool]]  # of ``w_out_in``
 
@@ -87,14 +87,14 @@ class Projection(FusedAPI):
 
     @classmethod
     def columns(cls) -> int:
-        """What the columns of the product are multiples of."""
+        """The multiple that the columns of the GEMM have to be."""
         return HEAD
 
     def check_rules(self, sizes: Sizes) -> None:
         """Sizes are all that there is to refuse."""
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
-        gemm = ARCHITECTURES[arch].configure(problem(self.kind, self.w_out_in, sizes["n"], sizes["k"]))
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
+        gemm = ARCHITECTURES[arch].configure(problem(self.operand_dtype, self.w_out_in, sizes["n"], sizes["k"]))
         return kernel_plan(arch, ProjectionConfiguration.of(gemm), gemm.cluster)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -109,11 +109,11 @@ class Projection(FusedAPI):
         raise NotImplementedError
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         return {spec.name: (getattr(torch, spec.types[0]), "") for spec in RESULTS}
 
     @classmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         m, n, k = shape
         for w_out_in in cls.forms:
             w = (n, k) if w_out_in else (k, n)
@@ -152,8 +152,8 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
         *RESULTS,
     )
     sized_by = ("x", "w")
-    usual_types = ("bf16",)
-    kind, step, forms = "bfloat16", 8, (True, False)
+    aot_dtypes = ("bf16",)
+    operand_dtype, step, forms = "bfloat16", 8, (True, False)
 
     def __init__(
         self,
@@ -186,15 +186,15 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
         """Writes the results. See :attr:`FusedAPI.run`."""
 
     def product(self, tensors: Mapping[str, Any]) -> Any:
-        return tensors["x"].float() @ _turned(tensors["w"], not self.w_out_in).float().t()
+        return tensors["x"].float() @ _transposed(tensors["w"], not self.w_out_in).float().t()
 
 
 class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     """:class:`GemmProjRopeMxfp8Bf16InSm100` for x (m, k) and w (n, k) of float8_e4m3fn with scale factors.
 
-    The factors are float8_e8m0fnu's bits for 32 neighbouring elements along k, (m, k / 32) and (n, k / 32), row by row.
-    k is a multiple of 32, and the heads are even in number. On sm_90a, whose tensor cores know no block scales, the
-    operands are dequantised to bfloat16 in a workspace of the call.
+    The scale factors are float8_e8m0fnu's bits for 32 neighbouring elements along k, (m, k / 32) and (n, k / 32), row
+    by row. k is a multiple of 32, and the heads are even in number. On sm_90a, whose tensor cores know no block scales,
+    the operands are dequantised to bfloat16 in a workspace of the call.
     """
 
     title = "GEMM + RoPE + MXFP8"
@@ -207,8 +207,8 @@ class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
         *RESULTS,
     )
     sized_by = ("x_code", "w_code")
-    usual_types = ("mxfp8",)
-    kind, step, forms = E4M3, BLOCK, (True,)
+    aot_dtypes = ("mxfp8",)
+    operand_dtype, step, forms = E4M3, BLOCK, (True,)
     w_out_in = True
 
     def __init__(
@@ -288,7 +288,7 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
             raise refused(AssertionError, where, name, got, f"{allowed}, for {x.dtype}")
     api: Any = GemmProjRopeMxfp8Mxfp8InSm100 if scaled else GemmProjRopeMxfp8Bf16InSm100
     if scaled and not w_out_in:
-        w, w_scale = _turned(w, True).contiguous(), _turned(w_scale, True).contiguous()
+        w, w_scale = _transposed(w, True).contiguous(), _transposed(w_scale, True).contiguous()
     key = (x.shape, w.shape, w_out_in, x.device)
     sizes = api.sizes_of(dict(zip(api.sized_by, (x.shape, w.shape), strict=True)), {"w_out_in": scaled or w_out_in})
     out = {
@@ -301,7 +301,7 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
         operation = api(*inputs, *out.values(), **({} if scaled else {"w_out_in": w_out_in}))
         operation.check_support()
         operation.compile()
-        keep(objects, key, operation)
+        cache_object(objects, key, operation)
     operation.execute(*inputs, *out.values(), current_stream=stream)
     return TupleDict(out)
 
@@ -313,17 +313,17 @@ _mxfp8in_obj_cache = GemmProjRopeMxfp8Mxfp8InSm100.objects
 @full_precision()
 def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, w_out_in: bool = False) -> Any:
     """The rotated queries (m, n / 192, 192) in float32, neither rounded to bfloat16 nor quantised."""
-    values = {"x": (x.float() @ _turned(w, not w_out_in).float().t()).unsqueeze(2)}
+    values = {"x": (x.float() @ _transposed(w, not w_out_in).float().t()).unsqueeze(2)}
     for operation in ROTATION:
         reference.REFERENCES[type(operation)](operation, values, {"cos": cos, "sin": sin})
     return values["x"].view(x.shape[0], -1, HEAD)
 
 
-def _turned(w: Any, turned: bool) -> Any:
+def _transposed(w: Any, transposed: bool) -> Any:
     """A matrix, or its transpose."""
-    if turned and w.ndim != 2:
+    if transposed and w.ndim != 2:
         raise refused(ValueError, "gemm_proj_rope_mxfp8", "w", f"the shape {tuple(w.shape)}", "two dimensions")
-    return w.t() if turned else w
+    return w.t() if transposed else w
 
 
 def _values(codes: Any) -> Any:

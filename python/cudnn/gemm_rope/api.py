@@ -10,7 +10,7 @@ from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
-from cudnn.gemm.formats import FLOAT8, SUM_VECTOR, name_of
+from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT8, name_of
 from cudnn.gemm_rope import gradients
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -31,12 +31,13 @@ class GemmRope(DenseGemm):
         c[m, right] = x[m, right] * cos[p, i] + x[m, left] * sin[p, i]      rounded, or quantised where it has 8 bits
 
     Pair i is columns i and i + rotary_size / 2 of a head or, ``interleaved``, 2 i and 2 i + 1. Others are those of x.
-    Without positions, cos and sin have as many rows as a; with them, a row of c that has none of theirs becomes NaN.
+    Without positions, cos and sin have a row for each row of a; with them, an out-of-range position makes the row of c
+    NaN.
 
     Args:
         head_size: columns of a head, a multiple of 16; n is one of it.
         rotary_size: columns of a head that are rotated, its first ones: a multiple of 16, up to 256; default: all.
-        rotated_begin, rotated_end: columns whose heads are rotated, such as Q and K beside V; default: all.
+        rotated_begin, rotated_end: columns whose heads are rotated, such as Q and K but not V; default: all.
         interleaved: pairs are neighbouring columns. Default: columns of the two halves.
         inverse: rotates back, as the gradient is: with -sin. Others are those of :class:`cudnn.GemmSwiglu`.
     """
@@ -45,7 +46,7 @@ class GemmRope(DenseGemm):
     tensors = (
         *operands(),
         TensorSpec("cos", Contiguous("positions", "half"), ("float32", *NARROW), about="half = rotary_size / 2"),
-        TensorSpec("sin", Contiguous("positions", "half"), ("float32", *NARROW), same="cos"),
+        TensorSpec("sin", Contiguous("positions", "half"), ("float32", *NARROW), same_dtype="cos"),
         TensorSpec("c", Matrix("m", "n", "mn"), ("float32", *NARROW, *FLOAT8), written=True, about="8 bits with sfc"),
         TensorSpec("positions", Contiguous("m", alignment=4), ("int32",), optional=True),
         *quantizer("sfc", "n"),
@@ -116,12 +117,12 @@ class GemmRope(DenseGemm):
         rotate = epilogue.Rotate(
             self.head_size,
             self.rotary_size,
-            self.kind("cos"),
+            self.dtype_name("cos"),
             self.interleaved,
             self.inverse,
             self.rotated_begin,
             self.rotated_end,
-            positions="positions" if self.given("positions") else "",
+            positions="positions" if self.has("positions") else "",
         )
         return (epilogue.Scale("alpha"), rotate, *self.result_epilogue("c"))
 
@@ -132,27 +133,29 @@ class GemmRope(DenseGemm):
         return {**sizes, "positions": rows, "half": (options["rotary_size"] or options["head_size"]) // 2}
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        c_dtype = given["c_dtype"] or (given["a"].dtype if name_of(given["a"].dtype) in NARROW else torch.bfloat16)
-        scales = {"sfc": (scale_type(given), "")} if name_of(c_dtype) in FLOAT8 else {}
-        return {"c": (c_dtype, given["c_major"]), **scales}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        c_dtype = arguments["c_dtype"] or (
+            arguments["a"].dtype if name_of(arguments["a"].dtype) in NARROW else torch.bfloat16
+        )
+        scales = {"sfc": (scale_type(arguments), "")} if name_of(c_dtype) in FLOAT8 else {}
+        return {"c": (c_dtype, arguments["c_major"]), **scales}
 
     def check_options(self) -> None:
         super().check_options()
-        both = head, rotary = self.head_size, self.rotary_size
+        sizes = head, rotary = self.head_size, self.rotary_size
         if head % 16 or not 16 <= rotary <= min(head, 256) or rotary % 16:
-            raise self.error("head_size and rotary_size", both, "multiples of 16, rotary_size up to 256 and head_size")
+            raise self.error("head_size and rotary_size", sizes, "multiples of 16, rotary_size up to 256 and head_size")
 
     def check_own_rules(self, sizes: Sizes) -> None:
         n, head = sizes["n"], self.head_size
         begin, end = self.rotated_begin, n if self.rotated_end is None else self.rotated_end
         if not 0 <= begin <= end <= n or begin % head or end % head:
             raise self.error("rotated_begin and rotated_end", (begin, end), f"multiples of {head}, in order, up to {n}")
-        if not self.given("positions") and sizes["positions"] != sizes["m"]:
+        if not self.has("positions") and sizes["positions"] != sizes["m"]:
             raise self.error("rows of cos and sin", sizes["positions"], f"{sizes['m']}, those of a", "pass positions")
-        columns, sums = epilogue.traits_of(self.operations()).column_multiple, self.sf_vec_size == SUM_VECTOR
+        columns, sums = epilogue.traits_of(self.operations()).column_multiple, self.sf_vec_size == BLOCKWISE_SIZE
         together = columns if columns % 32 == 0 else 2 * columns
-        most = 256 if not sums and (self.scaled or self.accurate or self.kind("a") not in FLOAT8) else 128
+        most = 256 if not sums and (self.scaled or self.accurate or self.dtype_name("a") not in FLOAT8) else 128
         if together > most or (self.scaled and not sums and 256 % together):
             got = f"{self.rotary_size} of {head}, so {together} columns in one tile"
             raise self.unsupported("rotary_size", got, f"at most {most}, a power of two for block-scaled operands")

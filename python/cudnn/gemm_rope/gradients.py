@@ -10,7 +10,7 @@ from cudnn_kernels.epilogue import Rotate
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keeps what the backward pass needs, or why there is none."""
+    """Saves tensors for the backward pass, or the reason why the call has no gradient."""
     a, b, cos, sin, positions, head, rotary, begin, end, interleaved, inverse, alpha, *_ = inputs
     ctx.save_for_backward(a, b, cos, sin, positions)
     ctx.rotate = Rotate(

@@ -30,7 +30,7 @@ class SquaredReluGemm(DenseGemm):
     shared: ClassVar = (
         *operands(),
         TensorSpec("d", Matrix("m", "n", "mn"), RESULT_TYPES, written=True, about="the major of c"),
-        TensorSpec("prob", Column("m"), ("float32",), draw="uniform"),
+        TensorSpec("prob", Column("m"), ("float32",), init="uniform"),
         *quantizer("sfd", "n"),
         amax(dimensions=1),
     )
@@ -40,19 +40,19 @@ class SquaredReluGemm(DenseGemm):
     default_cluster = (2, 1)
 
     @classmethod
-    def d_results(cls, given: Mapping[str, Any], major: str) -> dict[str, tuple[Any, str]]:
+    def d_results(cls, arguments: Mapping[str, Any], major: str) -> dict[str, tuple[Any, str]]:
         """What the wrappers allocate for d: sfd with 8 bits, amax with four-bit operands."""
-        found = {"d": (given["d_dtype"], major)}
-        if name_of(given["d_dtype"]) in FLOAT8:
-            found["sfd"] = (scale_type(given), "")
-        elif name_of(given["a"].dtype) == FLOAT4:
-            found["amax"] = (torch.float32, "")
-        return found
+        types = {"d": (arguments["d_dtype"], major)}
+        if name_of(arguments["d_dtype"]) in FLOAT8:
+            types["sfd"] = (scale_type(arguments), "")
+        elif name_of(arguments["a"].dtype) == FLOAT4:
+            types["amax"] = (torch.float32, "")
+        return types
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if self.major("c") != self.major("d"):
             raise self._refuse("d tensor major", self.major("d"), f"{self.major('c')}, that of c")
-        a, d = self.kind("a"), self.kind("d")
+        a, d = self.dtype_name("a"), self.dtype_name("d")
         if a == FLOAT4 and d in FLOAT8:
             raise self.error("d tensor dtype", d, f"float16, bfloat16, float32, for operands of {a}")
 
@@ -133,8 +133,8 @@ class GemmSrelu(SquaredReluGemm):
         return (epilogue.Scale("alpha"), self.store("c"), *activation, *self.result_epilogue("d"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        return {"c": (given["c_dtype"], given["c_major"]), **cls.d_results(given, given["c_major"])}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {"c": (arguments["c_dtype"], arguments["c_major"]), **cls.d_results(arguments, arguments["c_major"])}
 
 
 class GemmSreluSm100(GemmSrelu):

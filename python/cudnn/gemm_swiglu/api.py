@@ -33,20 +33,20 @@ class GemmSwiglu(GatedGemm):
         alpha: for ``execute(alpha=None)``.
         acc_dtype: float32, or float16 where the result would bear it; the sums in registers are float32 then too.
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 64, or of 128
-            for operands with scale factors; on sm_90a the library chooses tiles by itself.
+            for operands with scale factors; on sm_90a the library chooses tiles automatically.
         sf_vec_size: elements along k, or along n for sfc, that share a scale factor: 16, 32 or 128.
         vector_f32, ab12_stages: hints of other architectures.
         arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the
             tensors' device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``,
             the kernel itself.
         accurate: for operands of 8 bits without scale factors on sm_90a: they are multiplied as bfloat16, since the
-            tensor cores add up products of 8 bits with 13 bits, those of 16 bits with 25. Takes longer, and a
+            tensor cores accumulate 8-bit MMAs with 13 bits, 16-bit MMAs with 25. Takes longer, and a
             workspace. For other operands and on sm_100a it changes nothing.
-        glu_layout: of b's rows and ab12's columns. ``"interleaved"``: up and gate in blocks of 32 that take turns;
+        glu_layout: of b's rows and ab12's columns. ``"interleaved"``: alternating blocks of 32 of up and gate;
             ``"concatenated"``: in two halves, as most checkpoints have them, for a K-major b; on sm_100a n is a
             multiple of 256 where operands have scale factors that are not float32.
         glu_order: ``"up_gate"``, or ``"gate_up"`` where gate comes first.
-        power_of_two_scales: float32 factors of a result are rounded up to powers of two.
+        power_of_two_scales: float32 scale factors of a result are rounded up to powers of two.
     """
 
     title = "GEMM + SwiGLU"

@@ -10,25 +10,25 @@ from cudnn.lazy import torch
 BLOCK = 32  # columns of one role
 
 
-def swiglu_backward(ab12: Any, gradient: Any, halves: bool = False, gate_first: bool = False) -> Any:
+def swiglu_backward(ab12: Any, gradient: Any, concat_glu: bool = False, gate_first: bool = False) -> Any:
     """The gradient (m, n, l) of ``ab12``, from that of the SwiGLU of its columns."""
-    block = gradient.shape[1] if halves else BLOCK
+    block = gradient.shape[1] if concat_glu else BLOCK
     first, second = ab12.unflatten(1, (-1, 2, block)).unbind(2)
     up, gate = (second, first) if gate_first else (first, second)
     gradient = gradient.unflatten(1, (-1, block))
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    both = [gradient * silu, gradient * up * (sigmoid + silu * (1 - sigmoid))]
-    return torch.stack(both[::-1] if gate_first else both, dim=2).flatten(1, 3)
+    gradients = [gradient * silu, gradient * up * (sigmoid + silu * (1 - sigmoid))]
+    return torch.stack(gradients[::-1] if gate_first else gradients, dim=2).flatten(1, 3)
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keeps what the backward pass needs, or why there is none."""
+    """Saves tensors for the backward pass, or the reason why the call has no gradient."""
     a, b, alpha, _, ab12_dtype, _, sfa, *_ = inputs
     ctx.save_for_backward(a, b, output[0])
     ctx.alpha, ctx.count, ctx.reason = alpha, len(inputs), ""
     layout, order, _ = inputs[-3:]
-    ctx.halves, ctx.gate_first = layout == "concatenated", order == "gate_up"
+    ctx.concat_glu, ctx.gate_first = layout == "concatenated", order == "gate_up"
     if ab12_dtype is None:
         ctx.reason = "ab12_dtype=None"
     elif sfa is not None or a.element_size() == 1 or output[2].numel():
@@ -47,7 +47,7 @@ def backward(ctx: Any, d_ab12: Any, d_c: Any, d_sfc: Any, d_amax: Any) -> tuple[
     a, b, ab12 = ctx.saved_tensors
     gradient = torch.zeros_like(ab12, dtype=torch.float32)
     if d_c is not None:
-        gradient = swiglu_backward(ab12.float(), d_c.float(), ctx.halves, ctx.gate_first)
+        gradient = swiglu_backward(ab12.float(), d_c.float(), ctx.concat_glu, ctx.gate_first)
     if d_ab12 is not None:
         gradient = gradient + d_ab12
     gradient = (ctx.alpha * gradient).to(a.dtype).permute(2, 0, 1)

@@ -8,11 +8,11 @@ from cudnn.errors import refused
 from cudnn.gemm.formats import FLOAT4, name_of
 from cudnn.lazy import torch
 
-PAIR = 32  # columns of up beside as many of gate
+PAIR = 32  # columns of up, then the same number of gate
 
 
 def interleave_glu_weights(weights: Any, *, order: str = "up_gate", gate_first: bool = False) -> Any:
-    """Weights whose rows are halves, as checkpoints have them, in alternating blocks of 32.
+    """Interleaves weights with concatenated halves of rows, as in checkpoints, to alternating blocks of 32 rows.
 
     Done once, when the weights are loaded, and before they are quantised with scale factors in atoms. K-major weights
     need not be interleaved: fused GEMMs take them as they are with ``glu_layout="concatenated"``.
@@ -69,7 +69,9 @@ def interleave_gate_up(gate: Any, up: Any, *, gate_first: bool = False) -> Any:
         gate, up = gate.view(torch.uint8), up.view(torch.uint8)
     parts = (gate, up) if gate_first else (up, gate)
     if gate.ndim == 3:
-        parts = tuple(part.permute(2, 0, 1) for part in parts)
-    woven = torch.stack([part.unflatten(-2, (-1, PAIR)) for part in parts], dim=-3).flatten(-4, -2)
-    woven = woven.permute(1, 2, 0) if woven.ndim == 3 else woven
-    return woven if woven.dtype == dtype else woven.view(dtype)  # a view as another type records no gradient
+        parts = tuple(rows.permute(2, 0, 1) for rows in parts)
+    interleave_glu = torch.stack([rows.unflatten(-2, (-1, PAIR)) for rows in parts], dim=-3).flatten(-4, -2)
+    interleave_glu = interleave_glu.permute(1, 2, 0) if interleave_glu.ndim == 3 else interleave_glu
+    return (
+        interleave_glu if interleave_glu.dtype == dtype else interleave_glu.view(dtype)
+    )  # a view as another type records no gradient

@@ -108,20 +108,22 @@ def _check_models(base: Any) -> None:
     base.get_correct_attn_implementation = checked
 
 
-def _check_model(kind: Any, base: Any) -> None:
+def _check_model(model_class: Any, base: Any) -> None:
     """Refuses a class of models whose attention does not run, or not as with "sdpa", by a function of ours."""
-    calls = kind._can_set_attn_implementation()  # transformers looks for the interface in the module's source
-    with_sinks = kind._supports_attention_backend and (kind._supports_flash_attn or kind._supports_flex_attn)
-    modules = {each.__module__ for each in kind.__mro__ if issubclass(each, base) and each is not base}
-    if not (calls and (kind._supports_sdpa or with_sinks)):
-        got = kind.__name__
+    calls = model_class._can_set_attn_implementation()  # transformers looks for the interface in the module's source
+    with_sinks = model_class._supports_attention_backend and (
+        model_class._supports_flash_attn or model_class._supports_flex_attn
+    )
+    modules = {each.__module__ for each in model_class.__mro__ if issubclass(each, base) and each is not base}
+    if not (calls and (model_class._supports_sdpa or with_sinks)):
+        got = model_class.__name__
         allowed = 'classes that support "sdpa", or sinks, through transformers\' AttentionInterface'
     elif any(_BY_NAME.search(inspect.getsource(sys.modules[each])) for each in modules - _KNOWN_BRANCHES):
-        got = f"{kind.__name__}, whose attention has steps by the name of the implementation"
+        got = f"{model_class.__name__}, whose attention has steps by the name of the implementation"
         allowed = "classes whose attention is the same for every name"
     else:
         return
-    other = "sdpa" if kind._supports_sdpa else "eager"
+    other = "sdpa" if model_class._supports_sdpa else "eager"
     cure = f'choose attn_implementation="{other}"; a dict, as {{"text_config": "cudnn"}}, chooses for parts of a model'
     raise refused(ValueError, f"{_WHERE}.attention", "model", got, allowed, cure)
 
@@ -142,7 +144,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         ValueError: an activation that the kernels do not have; types and shapes.
     """
     _check_experts(module)
-    activation, paired, numbers = _activation(module)
+    activation, paired, act_params = _activation(module)
     up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     up_bias = down_bias = None
     if module.has_bias:
@@ -153,18 +155,18 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     if paired:
         up = _in_halves(up)
         up_bias = None if up_bias is None else _in_halves(up_bias)
-    kind = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
+    weights_dtype = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
     layout = "concatenated" if module.has_gate else "interleaved"
     return moe_mlp(
         hidden_states,
-        (top_k_index, top_k_weights.to(kind)),
+        (top_k_index, top_k_weights.to(weights_dtype)),
         up.contiguous(),
         down.contiguous(),
         up_bias,
         down_bias,
         activation=activation,
         glu_layout=layout,
-        **numbers,
+        **act_params,
     )
 
 
@@ -209,9 +211,9 @@ def _activation(module: Any) -> tuple[str, bool, dict[str, Any]]:
 
 
 @torch.compiler.assume_constant_result
-def _gate_of(kind: type[Any]) -> str:
+def _gate_of(model_class: type[Any]) -> str:
     """The full name of the function of a class of experts; ``torch.compile`` cannot trace it."""
-    return f"{kind._apply_gate.__module__}.{kind._apply_gate.__qualname__}"
+    return f"{model_class._apply_gate.__module__}.{model_class._apply_gate.__qualname__}"
 
 
 def _is_silu(act: Any) -> bool:
@@ -228,8 +230,8 @@ def _class_of(value: Any) -> str:
 def _name_of(act: Any) -> str:
     """An activation in a message."""
     if isinstance(act, functools.partial):
-        given = [*map(repr, act.args), *(f"{name}={value!r}" for name, value in act.keywords.items())]
-        return f"partial({', '.join((_name_of(act.func), *given))})"
+        arguments = [*map(repr, act.args), *(f"{name}={value!r}" for name, value in act.keywords.items())]
+        return f"partial({', '.join((_name_of(act.func), *arguments))})"
     if isinstance(act, torch.nn.Module):
         return repr(act)
     return getattr(act, "__name__", None) or str(act)
@@ -310,7 +312,7 @@ def _check_causal(rows: int, keys: int, window: int | None) -> None:
     """Refuses causal attention without a mask, where it is not known which keys a row sees."""
     cure = 'pass the mask, or choose attn_implementation="eager", or "sdpa" where the model supports it'
     if rows != keys:
-        got, allowed = f"None, with {rows} rows and {keys} keys", "None with as many keys as rows, or a mask"
+        got, allowed = f"None, with {rows} rows and {keys} keys", "None with equal numbers of keys and rows, or a mask"
         raise refused(ValueError, f"{_WHERE}.attention", "attention_mask", got, allowed, cure)
     if window is not None and window < rows:
         got, allowed = f"{window} without a mask for {rows} rows", "a window that the mask has"
@@ -329,23 +331,29 @@ def mask(
     device: Any = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """As transformers' mask of "sdpa", but a :class:`CausalMask` where the band of a whole sequence says it all.
+    """As transformers' mask of "sdpa", but a :class:`CausalMask` if a band over the whole sequence describes the mask.
 
     Those are causal sliding windows, and the first pass of a static cache, which has room for more keys.
     """
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
-    given = {"mask_function": mask_function, "device": device, **others}
-    whole = allow_is_causal_skip and q_length > 1 and _is_zero(q_offset) and _is_zero(others.get("kv_offset", 0))
-    window = local_size if whole and local_size is not None and _is_window(mask_function, local_size, device) else None
+    arguments = {"mask_function": mask_function, "device": device, **others}
+    is_whole_sequence = (
+        allow_is_causal_skip and q_length > 1 and _is_zero(q_offset) and _is_zero(others.get("kv_offset", 0))
+    )
+    window = (
+        local_size
+        if is_whole_sequence and local_size is not None and _is_window(mask_function, local_size, device)
+        else None
+    )
     # Without the window's size it decides as for a causal mask.
-    given["local_size"] = local_size if window is None else None
-    given["allow_is_causal_skip"] = allow_is_causal_skip
-    made = sdpa_mask(batch_size, q_length, kv_length, q_offset, **given)
-    if made is not None or not whole or (window is None and kv_length == q_length):
-        return made
+    arguments["local_size"] = local_size if window is None else None
+    arguments["allow_is_causal_skip"] = allow_is_causal_skip
+    sdpa_mask_result = sdpa_mask(batch_size, q_length, kv_length, q_offset, **arguments)
+    if sdpa_mask_result is not None or not is_whole_sequence or (window is None and kv_length == q_length):
+        return sdpa_mask_result
     if torch.compiler.is_compiling():
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, **given | {"allow_is_causal_skip": False})
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, **arguments | {"allow_is_causal_skip": False})
     return CausalMask(torch.empty(0, dtype=torch.bool, device=device), (batch_size, 1, q_length, kv_length), 0, window)
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: routing tokens to experts, and combining what experts made of them."""
+"""A mixture of experts: routing (top-k and sort by expert), combine, and expert parallelism."""
 
 from cudnn.moe.combining import combine
 from cudnn.moe.exchange import Exchange, Received

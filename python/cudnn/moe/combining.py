@@ -1,4 +1,4 @@
-"""Combining: the sum of what experts made of a token."""
+"""Permute and combine: tokens to rows sorted by expert, and the weighted sum of a token's rows."""
 
 # No `from __future__ import annotations`: PyTorch reads the types.
 
@@ -22,22 +22,23 @@ Maybe = torch.Tensor | None
 
 
 def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
-    """For each token, the sum of its rows times its weights: (T, H), in the type of rows. Differentiable.
+    """Combines (unpermutes): each token's weighted sum of its rows, (T, H), in the dtype of rows. Differentiable.
 
         out[t] = sum over k of weights[t, k] * rows[row_of_choice[t, k]]        in float32, in the order of k
 
-    Choices whose row is -1 add nothing. A row belongs to one choice at most, as those of :func:`cudnn.moe.route` and
-    :func:`cudnn.moe.sort` do; the gradient relies on it. On CUDA tensors it is one kernel, and another one for the
-    gradients, in which nothing waits.
+    Slots whose row is -1 add nothing. A row belongs to at most one slot, as in the results of :func:`cudnn.moe.route`
+    and :func:`cudnn.moe.sort`; the gradient relies on it. On CUDA tensors forward is one kernel and backward another;
+    neither synchronizes with the host.
 
     Args:
         rows: (R, H), bfloat16, float16 or float32, on the CPU also float64, contiguous; H a multiple of 8.
-        row_of_choice: int32 (T, K), contiguous, K from 1 to 32.
+        row_of_choice: int32 (T, K), contiguous, K from 1 to 32: the row of each (token, k) slot, as
+            ``Routing.scatter_idx``.
         weights: float32 (T, K), or float64 for rows of float64, contiguous; None: the plain sum.
 
     Raises:
         TypeError: an argument that is no tensor.
-        ValueError: a shape, type or stride that is not allowed.
+        ValueError: a shape, dtype or stride that is not allowed.
     """
     for name, tensor in (("rows", rows), ("row_of_choice", row_of_choice), ("weights", weights)):
         if name != "weights" or tensor is not None:
@@ -60,12 +61,11 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
         _refuse("shape of row_of_choice", tuple(row_of_choice.shape), f"(T, K), K from 1 to {MOST_SUMMED}")
     if row_of_choice.dtype != torch.int32:
         _refuse("type of row_of_choice", row_of_choice.dtype, "torch.int32", "pass row_of_choice.int()")
-    kind = torch.float64 if is_double else torch.float32
-    if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != kind):
+    dtype = torch.float64 if is_double else torch.float32
+    if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != dtype):
         got = f"{weights.dtype} of the shape {tuple(weights.shape)}"
-        _refuse("weights", got, f"{kind} of the shape {tuple(row_of_choice.shape)}")
-    given = {"rows": rows, "row_of_choice": row_of_choice, "weights": weights}
-    for name, tensor in given.items():
+        _refuse("weights", got, f"{dtype} of the shape {tuple(row_of_choice.shape)}")
+    for name, tensor in (("rows", rows), ("row_of_choice", row_of_choice), ("weights", weights)):
         if tensor is not None and not tensor.is_contiguous():
             _refuse(f"strides of {name}", tensor.stride(), "contiguous", f"pass {name}.contiguous()")
         if tensor is not None and tensor.device != rows.device:
@@ -77,26 +77,27 @@ def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.
     """See :func:`combine`."""
     _check(rows, row_of_choice, weights)
     weights = None if weights is None else placed(weights)
-    return sum_rows(placed(rows), placed(row_of_choice), weights)
+    return combine_rows(placed(rows), placed(row_of_choice), weights)
 
 
-def sum_rows(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
-    """:func:`combine` of tensors that were checked, without gradients."""
+def combine_rows(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
+    """:func:`combine` of checked tensors, without autograd."""
     if not has_kernel(rows, "combine"):
-        return reference.combine(rows, row_of_choice, weights)
-    tokens = row_of_choice.shape[0]
+        return reference.combine(rows, scatter_idx, weights)
+    tokens = scatter_idx.shape[0]
     if not rows.shape[0]:
         return rows.new_zeros(tokens, rows.shape[1])
     out = rows.new_empty(tokens, rows.shape[1])
     if tokens:
-        sum_into(out, rows, row_of_choice, weights)
+        combine_into(out, rows, scatter_idx, weights)
     return out
 
 
-def sum_into(out: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:
-    """The kernel of :func:`sum_rows`."""
-    given, of = () if weights is None else (weights,), (rows.dtype, rows.shape[1], row_of_choice.shape[1])
-    kernel(_COMBINE, CombineConfiguration, *of, weights is not None)(rows, row_of_choice, *given, out)
+def combine_into(out: torch.Tensor, rows: torch.Tensor, scatter_idx: torch.Tensor, weights: Maybe) -> None:
+    """Launches the kernel of :func:`combine_rows`, which writes to ``out``."""
+    weight_args = () if weights is None else (weights,)
+    options = (rows.dtype, rows.shape[1], scatter_idx.shape[1], weights is not None)
+    kernel(_COMBINE, CombineConfiguration, *options)(rows, scatter_idx, *weight_args, out)
 
 
 @moe_combine.register_fake
@@ -109,53 +110,51 @@ def _(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | N
 def moe_combine_bwd(
     gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows and weights; that of weights has no elements where there are none."""
+    """Gradients of rows and weights; the latter has no elements without weights."""
     if not has_kernel(rows, "combine"):
         return reference.combine_gradients(gradient, rows, row_of_choice, weights)
     gradient, rows, row_of_choice = placed(gradient), placed(rows), placed(row_of_choice)
     weights = None if weights is None else placed(weights)
-    d_rows = torch.zeros_like(rows)  # of rows that no choice names
+    d_rows = torch.zeros_like(rows)  # zeros for rows without a slot
     d_weights = rows.new_zeros(0) if weights is None else torch.zeros_like(weights)
     if row_of_choice.shape[0] and rows.shape[0]:
         if weights is None:
-            spread(gradient, row_of_choice, d_rows)
+            permute(gradient, row_of_choice, d_rows)
         else:
-            of = (rows.dtype, rows.shape[1], row_of_choice.shape[1], True, True)
-            made = kernel(_GRADIENT, CombineConfiguration, *of)
-            made(rows, row_of_choice, weights, gradient, d_rows, d_weights)
+            options = (rows.dtype, rows.shape[1], row_of_choice.shape[1], True, True)
+            launch = kernel(_GRADIENT, CombineConfiguration, *options)
+            launch(rows, row_of_choice, weights, gradient, d_rows, d_weights)
     return d_rows, d_weights
 
 
-def spread(tokens: torch.Tensor, row_of_choice: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copies each token to the rows of its choices, in a kernel that reads it once; other rows stay what they are."""
-    of = (tokens.dtype, tokens.shape[1], row_of_choice.shape[1], False, True)
-    kernel(_GRADIENT, CombineConfiguration, *of)(row_of_choice, tokens, rows)
+def permute(tokens: torch.Tensor, scatter_idx: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies each token (T, n) to the rows (R, n) of its slots; reads it once. Rows without a slot are not written."""
+    options = (tokens.dtype, tokens.shape[1], scatter_idx.shape[1], False, True)
+    kernel(_GRADIENT, CombineConfiguration, *options)(scatter_idx, tokens, rows)
 
 
-def values_of_rows(
-    of_choices: torch.Tensor, row_of_choice: torch.Tensor, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of choices (T, K), float32 or float64, as those of rows (R, 1, 1), and zeros for as many sums.
+def permute_weights(weights: torch.Tensor, scatter_idx: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of slots (T, K), float32 or float64, by row (R, 1, 1), and zeros of that shape for their gradient.
 
-    Neither is written in rows of nobody.
+    Rows without a slot are not initialized in either.
     """
-    of_rows, sums = of_choices.new_empty(2, rows, 1, 1).unbind(0)
-    if has_kernel(of_choices, "combine"):
-        kernel(_VALUES, ValuesConfiguration, row_of_choice.shape[1])(row_of_choice, of_choices, of_rows, sums)
+    prob, dprob = weights.new_empty(2, rows, 1, 1).unbind(0)
+    if has_kernel(weights, "combine"):
+        kernel(_VALUES, ValuesConfiguration, scatter_idx.shape[1])(scatter_idx, weights, prob, dprob)
     else:
-        kept = row_of_choice >= 0
-        of_rows[row_of_choice[kept].long(), 0, 0] = of_choices[kept]
-        sums.zero_()
-    return of_rows, sums
+        is_routed = scatter_idx >= 0
+        prob[scatter_idx[is_routed].long(), 0, 0] = weights[is_routed]
+        dprob.zero_()
+    return prob, dprob
 
 
-def values_of_choices(of_rows: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:
-    """Numbers of rows (R, 1, 1), float32 or float64, as those of choices (T, K), 0 where one was dropped."""
-    if not has_kernel(of_rows, "combine"):
-        return of_rows[row_of_choice.long(), 0, 0].where(row_of_choice >= 0, 0.0)
-    of_choices = of_rows.new_empty(row_of_choice.shape)
-    kernel(_VALUES, ValuesConfiguration, row_of_choice.shape[1], True)(row_of_choice, of_choices, of_rows)
-    return of_choices
+def unpermute_weights(values: torch.Tensor, scatter_idx: torch.Tensor) -> torch.Tensor:
+    """Values of rows (R, 1, 1), float32 or float64, by slot (T, K); 0 for a dropped slot."""
+    if not has_kernel(values, "combine"):
+        return values[scatter_idx.long(), 0, 0].where(scatter_idx >= 0, 0.0)
+    of_slots = values.new_empty(scatter_idx.shape)
+    kernel(_VALUES, ValuesConfiguration, scatter_idx.shape[1], True)(scatter_idx, of_slots, values)
+    return of_slots
 
 
 @moe_combine_bwd.register_fake

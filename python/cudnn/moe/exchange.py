@@ -1,7 +1,7 @@
-"""Expert parallelism: tokens to the ranks that have their experts, and what these made of them back.
+"""Expert parallelism: dispatch of tokens to the ranks of their experts, and combine of the results.
 
-Both ways carry a row of a token once to a rank, however many of the token's experts are there: the sum over a rank's
-experts is formed before it is sent.
+Dispatch sends a token once to a rank, however many of its experts are there; combine sends one row back, the sum over
+that rank's experts.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from cudnn_kernels.moe.configuration import (
 )
 
 _WHERE = "Exchange"
-_DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "CombineExchange"))
+_DISPATCH, _COMBINE = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "CombineExchange"))
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Tensor = torch.Tensor
 
 
 class Received(NamedTuple):
-    """The tokens that have experts here, from all ranks: R rows.
+    """The tokens of all ranks that have experts on this rank: R rows.
 
-    ``tokens`` (R, hidden); ``indices`` int32 (R, K): experts of this rank, from 0 on, and -1 for those of others;
-    ``weights`` float32 (R, K); ``sent``: which of this rank's tokens went where. A row all of whose indices are -1 was
-    not received; what it holds is not defined.
+    - ``tokens`` (R, hidden).
+    - ``indices`` int32 (R, K): experts of this rank, from 0 on, and -1 for those of other ranks.
+    - ``weights`` float32 (R, K).
+    - ``sent``: to which ranks this rank's tokens were sent.
+
+    A row whose indices are all -1 was not received and is not initialized.
     """
 
     tokens: Tensor
@@ -51,22 +54,22 @@ class Received(NamedTuple):
 
 
 class Exchange:
-    """Sends tokens to the ranks of a group that have their experts, and results back. Both have gradients.
+    """Dispatches tokens to the ranks of their experts and combines the results. Both are differentiable.
 
-    :func:`cudnn.ops.moe_mlp` and :class:`cudnn.nn.MoE` take one as their group. For experts of another kind:
+    :func:`cudnn.ops.moe_mlp` and :class:`cudnn.nn.MoE` take one as their group. For other experts:
 
         received = exchange.dispatch(x, routing.indices, routing.weights)
-        offsets, token_of_row, row_of_choice = moe.sort(received.indices, exchange.local_experts)
-        rows = ...  # what the experts here make of received.tokens, sorted by expert
-        y = exchange.combine(rows, row_of_choice, received)  # weighted
+        offsets, gather_idx, scatter_idx = moe.sort(received.indices, exchange.local_experts)
+        rows = ...  # the outputs of the local experts for received.tokens, sorted by expert
+        y = exchange.combine(rows, scatter_idx, received)  # weighted
 
     Rank r has experts r * E / ranks to (r + 1) * E / ranks - 1. All ranks call the same methods in the same order.
 
-    Where the group's GPUs are in one host, kernels write tokens and sums to PyTorch's symmetric memory, which all of
-    them see; nothing waits for the host. R is then ranks * max_tokens. Elsewhere it is ``all_to_all_single``, whose
-    sizes the host must know, so it waits; R is the number of rows received.
+    With all GPUs of the group in one host, kernels write tokens and sums to PyTorch's symmetric memory without host
+    synchronization; R is then ranks * max_tokens. Otherwise ``all_to_all_single`` sends them, whose sizes the host must
+    know, so it synchronizes; R is the number of rows received.
 
-    PyTorch sets NVLink multicast up, which nothing here uses, unless the environment variable
+    PyTorch sets up NVLink multicast, which the exchange does not use, unless the environment variable
     ``TORCH_SYMM_MEM_DISABLE_MULTICAST`` is 1.
 
     Args:
@@ -74,23 +77,23 @@ class Exchange:
         experts: E, of all ranks together, a multiple of their number.
         top_k: K, 1 to 16.
         hidden: Elements of a token, a multiple of 8.
-        max_tokens: Tokens that a rank may dispatch at a time in symmetric memory, which has room for ranks * max_tokens
-            of them and as many sums on their way back; the same on all ranks. Without such memory there is no limit.
-        max_rows: Choices of experts of one rank, of all tokens, that a layer has memory for between its products, where
-            it does not wait for the host. None: as many as can come, ranks * max_tokens * top_k where a rank has so
-            many experts. More of them than ``max_rows`` end the program, with an assertion on the device.
-        dtype: Of the tokens: bfloat16, float16 or float32, with ``all_to_all_single`` on the CPU also float64, in which
-            weights and sums are then.
-        device: None: the current CUDA device, or the CPU where there is none.
-        symmetric: None: with CUDA where all ranks are in one host.
-        time_limit: Seconds to wait for the other ranks. After that a kernel that waits in symmetric memory stops the
-            program with an error of CUDA, "unspecified launch failure".
+        max_tokens: Tokens that a rank may dispatch at a time in symmetric memory, which has buffers for ranks *
+            max_tokens tokens and the same number of sums; the same on all ranks. ``all_to_all_single`` has no limit.
+        max_rows: With symmetric memory: rows that a layer allocates for the (token, k) slots of one rank's experts.
+            None: the most that can come, ranks * max_tokens * min(top_k, local experts). More slots than ``max_rows``
+            end the program with a device assertion.
+        dtype: Of the tokens: bfloat16, float16 or float32, with ``all_to_all_single`` on the CPU also float64; weights
+            and sums are then float64 too.
+        device: None: the current CUDA device, or the CPU without CUDA.
+        symmetric: Whether to use symmetric memory. None: with CUDA and all ranks in one host.
+        time_limit: Seconds to wait for the other ranks. After that a kernel that waits in symmetric memory traps: the
+            CUDA error "unspecified launch failure".
 
     Raises:
         ValueError: an argument, or a tensor of a call, that is not allowed; more tokens than ``max_tokens``; ranks
             whose arguments differ.
-        TypeError: a group that is none.
-        RuntimeError: a rank did not come within the time limit.
+        TypeError: a group that is no process group.
+        RuntimeError: a rank did not call within the time limit.
     """
 
     def __init__(
@@ -132,29 +135,29 @@ class Exchange:
         self.local_experts = experts // self.ranks
         self.max_rows = self.ranks * max_tokens * min(top_k, self.local_experts)
         self.max_rows = self.max_rows if max_rows is None else min(max_rows, self.max_rows)
-        words = said(
+        config = describe_config(
             experts=experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype, symmetric=symmetric
         )
-        hosts = agree(group, words, zlib.crc32(_host().encode()), time_limit, _WHERE)
+        hosts = check_all_ranks(group, config, zlib.crc32(_host().encode()), time_limit, _WHERE)
         if symmetric is None:
             symmetric = self.device.type == "cuda" and len(set(hosts)) == 1
-        self.way: Any = InHost(self) if symmetric else AllToAll(self)
+        self.transport: Any = SymmetricMemory(self) if symmetric else AllToAll(self)
 
     @property
     def group(self) -> Any:
-        """The process group, which does not live longer for this."""
+        """The process group; the exchange holds a weak reference."""
         group = self._group()
         if group is None:
             raise refused(RuntimeError, _WHERE, "group", "one that was destroyed", "a process group that is in use")
         return group
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> Received:
-        """Sends each token to the ranks of its experts; a choice outside of 0 to E - 1 is dropped.
+        """Sends each token to the ranks of its experts; a slot whose index is not in 0 to E - 1 is dropped.
 
         Args:
             x: (T, hidden), T up to ``max_tokens``.
             indices: int32 (T, K), of experts of all ranks.
-            weights: float32 (T, K), or float64 beside tokens of float64.
+            weights: float32 (T, K), or float64 with float64 tokens.
         """
         self._check("x", x, self.hidden, self.dtype)
         self._check("indices", indices, self.top_k, torch.int32)
@@ -165,14 +168,14 @@ class Exchange:
         return Received(*_Dispatch.apply(x, weights, indices, self))
 
     def combine(self, rows: Tensor, row_of_choice: Tensor, received: Received) -> Tensor:
-        """For each token of this rank the weighted sum of its experts' rows, of all ranks: (T, hidden).
+        """Each token's weighted sum of its experts' rows, over all ranks: (T, hidden), T tokens of this rank.
 
-        Sums are in float32. Each rank's is rounded to ``dtype``, and so is the sum of these, in a fixed order.
+        Sums are in float32. Each rank's sum is rounded to ``dtype``; their sum, in a fixed order, is too.
 
         Args:
-            rows: (rows, hidden), those of the experts here.
-            row_of_choice: int32 (R, K), as :func:`cudnn.moe.sort` returns it for ``received.indices``.
-            received: What :meth:`dispatch` returned.
+            rows: (rows, hidden), outputs of the local experts.
+            row_of_choice: int32 (R, K), the ``scatter_idx`` of :func:`cudnn.moe.sort` for ``received.indices``.
+            received: The result of :meth:`dispatch`.
         """
         if rows.ndim != 2 or rows.shape[1] != self.hidden or rows.dtype != self.dtype:
             got = f"{rows.dtype} of the shape {tuple(rows.shape)}"
@@ -189,28 +192,28 @@ class Exchange:
             raise refused(ValueError, _WHERE, name, got, f"{dtype} of the shape (T, {columns}) on {self.device}")
 
     def is_sent(self, indices: Tensor) -> Tensor:
-        """Which tokens have experts on which ranks, bool (T, ranks)."""
+        """Whether each token has an expert on each rank, bool (T, ranks)."""
         owner = indices.long().div(self.local_experts, rounding_mode="floor")
         owner = owner.where((owner >= 0) & (owner < self.ranks), self.ranks)
-        found = torch.zeros(len(indices), self.ranks + 1, dtype=torch.bool, device=indices.device)
-        return found.scatter_(1, owner, True)[:, :-1]
+        is_sent = torch.zeros(len(indices), self.ranks + 1, dtype=torch.bool, device=indices.device)
+        return is_sent.scatter_(1, owner, True)[:, :-1]
 
-    def values_of(self, back: Tensor, sent: Sent) -> Tensor:
-        """Values of choices (T, K) from what came back, rows (n, K) where ``sent.row_of_rank`` says; 0 if dropped."""
+    def unpermute_values(self, back: Tensor, sent: Sent) -> Tensor:
+        """Values by slot (T, K) from the rows (n, K) that came back, by ``sent.row_of_rank``; 0 for dropped slots."""
         indices = sent.indices.long()
-        is_one = (indices >= 0) & (indices < self.experts)
-        rank = indices.where(is_one, 0).div(self.local_experts, rounding_mode="floor")
+        is_routed = (indices >= 0) & (indices < self.experts)
+        rank = indices.where(is_routed, 0).div(self.local_experts, rounding_mode="floor")
         row = sent.row_of_rank.gather(1, rank).long()
         if not len(back):
             return back.new_zeros(indices.shape)
-        return back[row, torch.arange(self.top_k, dtype=torch.int64, device=row.device)].where(is_one, 0.0)
+        return back[row, torch.arange(self.top_k, dtype=torch.int64, device=row.device)].where(is_routed, 0.0)
 
 
 def size_of(where: str, group: Any) -> int:
-    """How many ranks a process group has.
+    """The number of ranks of a process group.
 
     Raises:
-        TypeError: it is none, or this rank does not belong to it.
+        TypeError: it is no process group, or this rank does not belong to it.
     """
     if not isinstance(group, dist.ProcessGroup):
         got = "no initialised torch.distributed" if group is None else repr(group)
@@ -222,142 +225,147 @@ def size_of(where: str, group: Any) -> int:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, indices: Tensor, exchange: Exchange) -> tuple[Any, ...]:
-        tokens, indices, weights, sent = exchange.way.dispatch(x.contiguous(), indices, weights)
+        tokens, indices, weights, sent = exchange.transport.dispatch(x.contiguous(), indices, weights)
         ctx.exchange, ctx.sent = exchange, sent
         ctx.save_for_backward(indices)
         ctx.mark_non_differentiable(indices)
-        return tokens.clone() if exchange.way.reuses else tokens, indices, weights, sent
+        return tokens.clone() if exchange.transport.reuses_buffers else tokens, indices, weights, sent
 
     @staticmethod
     def backward(ctx: Any, d_tokens: Tensor, _: Any, d_weights: Tensor, __: Any) -> tuple[Any, ...]:  # pyright: ignore
         (indices,) = ctx.saved_tensors
-        itself = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
-        itself = itself.where((indices >= 0).any(1), -1)[:, None].contiguous()
+        identity = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
+        identity = identity.where((indices >= 0).any(1), -1)[:, None].contiguous()
         values = d_weights.masked_fill(indices < 0, 0.0).contiguous()
-        return *ctx.exchange.way.give_back(d_tokens.contiguous(), itself, None, ctx.sent, values), None, None
+        return *ctx.exchange.transport.combine(d_tokens.contiguous(), identity, None, ctx.sent, values), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, row_of_choice: Tensor, sent: Any, exchange: Exchange
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, scatter_idx: Tensor, sent: Any, exchange: Exchange) -> Tensor:
         ctx.exchange, ctx.sent = exchange, sent
-        ctx.save_for_backward(rows, row_of_choice, weights)
-        return exchange.way.give_back(rows.contiguous(), row_of_choice, weights, sent)[0]
+        ctx.save_for_backward(rows, scatter_idx, weights)
+        return exchange.transport.combine(rows.contiguous(), scatter_idx, weights, sent)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore
-        sums = ctx.exchange.way.scatter(d_out.contiguous(), ctx.sent)
-        d_rows, d_weights = moe_combine_bwd(sums, *ctx.saved_tensors)
+        dy = ctx.exchange.transport.scatter(d_out.contiguous(), ctx.sent)
+        d_rows, d_weights = moe_combine_bwd(dy, *ctx.saved_tensors)
         return d_rows, d_weights, None, None, None
 
 
 @dataclass
 class Sent:
-    """Which tokens went where.
+    """To which ranks the tokens of a dispatch were sent.
 
-    ``indices`` (T, K): their experts. ``row_of_rank`` int32 (T, ranks): where what a rank gives back of a token is
-    found, -1 for none. ``max_rows``: choices of experts here, at most. With ``all_to_all_single`` also the tokens by
-    rank, and how many go out and come in.
+    - ``indices`` (T, K): their experts.
+    - ``row_of_rank`` int32 (T, ranks): the row in the combine buffer for each token and rank, -1 if not sent.
+    - ``max_rows``: the most slots of local experts.
+    - With ``all_to_all_single``: ``token``, the tokens sorted by rank, and the rows sent to and received from each.
     """
 
     indices: Tensor
     row_of_rank: Tensor
     max_rows: int
     token: Tensor | None = None
-    out: list[int] = field(default_factory=list)
-    come: list[int] = field(default_factory=list)
+    send_counts: list[int] = field(default_factory=list)
+    receive_counts: list[int] = field(default_factory=list)
 
 
 def _host() -> str:
-    """What the processes of one host have in common, also where hosts have the same name."""
+    """Identifies the host, also among hosts of the same name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 
 
-_TOLD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""The number of each group's last meeting over its store."""
+_ROUNDS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The number of each group's last round over its store."""
 
-_GONE = 1000
-"""What a rank that gives up waiting adds to a meeting's count of ranks: more than there are."""
+_TIMED_OUT = 1000
+"""A rank that gives up waiting adds this to a round's count of ranks: more than the number of ranks."""
 
 
-def said(**arguments: Any) -> str:
-    """Arguments in the words in which ranks compare them."""
+def describe_config(**arguments: Any) -> str:
+    """Arguments as text, which the ranks compare."""
     return "; ".join(f"{name}={value}" for name, value in arguments.items())
 
 
-def agree(group: Any, words: str, number: int, time_limit: float, where: str) -> list[int]:
-    """The ranks' numbers, once all have come with the same words, which are of :func:`said`.
+def check_all_ranks(group: Any, config: str, value: int, time_limit: float, where: str) -> list[int]:
+    """All-gathers ``value`` over the group's store, and checks that the ranks' ``config`` is the same.
 
-    If a rank gives up waiting, so do all that wait with it. A rank that comes later waits for their next call.
+    If a rank gives up waiting, all ranks that wait with it do too. A rank that comes later waits for their next call.
+
+    Returns:
+        The value of each rank.
 
     Raises:
-        ValueError: the ranks' words differ, or a limit that is not above 0.
-        RuntimeError: a rank did not come within ``time_limit`` seconds.
+        ValueError: the ranks' configurations differ, or a limit that is not above 0.
+        RuntimeError: a rank did not call within ``time_limit`` seconds.
     """
     limit = checked_number(where, "time_limit", time_limit)
     if limit <= 0:
         raise refused(ValueError, where, "time_limit", time_limit, "seconds, above 0")
-    words = f"{words}; time_limit={limit:g}"
+    config = f"{config}; time_limit={limit:g}"
     rank = dist.get_rank(group)
     try:
-        failure, told = _heard(group, rank, f"{number} {words}", limit)
-    except RuntimeError as error:  # the process that holds the store is gone
-        failure, told = f"an error of its store, {error}", []
+        failure, messages = _all_gather(group, rank, f"{value} {config}", limit)
+    except RuntimeError as error:  # the process that holds the store has exited
+        failure, messages = f"an error of its store, {error}", []
     if failure:
         raise refused(RuntimeError, where, "group", failure, "every rank calls the layer")
-    for other, (_, theirs) in enumerate(told):
-        if theirs != words:
-            got = f"{_only(words, theirs)} on rank {rank}, {_only(theirs, words)} on rank {other}"
+    for other, (_, other_config) in enumerate(messages):
+        if other_config != config:
+            here, there = _difference(config, other_config), _difference(other_config, config)
+            got = f"{here} on rank {rank}, {there} on rank {other}"
             raise refused(ValueError, where, "layer", got, "the same layer and time_limit on all ranks")
-    return [int(theirs) for theirs, _ in told]
+    return [int(value) for value, _ in messages]
 
 
-def _heard(group: Any, rank: int, words: str, limit: float) -> tuple[str, list[list[str]]]:
-    """Why the ranks did not meet, or nothing, and then what each one has said: its number, and the other words."""
+def _all_gather(group: Any, rank: int, message: str, limit: float) -> tuple[str, list[list[str]]]:
+    """The reason of a failure, or "", and each rank's value and configuration."""
     ranks, store = dist.get_world_size(group), store_of(group)
-    count, end, heard, *keys = _met(group, rank, ranks, store, words)
+    count, end, done, *keys = _join_round(group, rank, ranks, store, message)
     try:
         store.wait([end], timedelta(seconds=limit))
     except RuntimeError:
         absent = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
-        if store.add(count, _GONE) < ranks + _GONE:  # else all have come, or another one has given up and says so
+        # Otherwise all ranks have come, or another rank has timed out and sets the end.
+        if store.add(count, _TIMED_OUT) < ranks + _TIMED_OUT:
             store.set(end, f"no answer of ranks {absent} within {limit:g} s on rank {rank}")
     failure = store.get(end).decode()
-    told = [] if failure else [store.get(key).decode().split(" ", 1) for key in keys]
-    _forget(store, ranks, count, end, heard, *keys)
-    return failure, told
+    messages = [] if failure else [store.get(key).decode().split(" ", 1) for key in keys]
+    _leave_round(store, ranks, count, end, done, *keys)
+    return failure, messages
 
 
-def _only(words: str, others: str) -> str:
-    """The words that others lack."""
-    return "; ".join(each for each in words.split("; ") if each not in others.split("; ")) or words
+def _difference(config: str, other: str) -> str:
+    """The arguments of a configuration that the other one lacks."""
+    return "; ".join(each for each in config.split("; ") if each not in other.split("; ")) or config
 
 
-def _met(group: Any, rank: int, ranks: int, store: Any, words: str) -> list[str]:
-    """Says words in the next meeting that nobody has left, and the end of it where this is the last rank to come.
+def _join_round(group: Any, rank: int, ranks: int, store: Any, message: str) -> list[str]:
+    """Posts a message in the next round that no rank has given up; the last rank sets the end of the round.
 
     Returns:
-        The names in the store of a meeting's count, its end, how many have heard of that, and each rank's words.
+        The keys of a round in the store: its count of ranks, its end, its count of ranks that are done, and each rank's
+        message.
     """
     while True:
-        turn = _TOLD[group] = _TOLD.get(group, 0) + 1
-        keys = [f"cudnn/{turn}/{name}" for name in ("count", "end", "heard", *range(ranks))]
-        store.set(keys[3 + rank], words)
-        come = store.add(keys[0], 1)
-        if come == ranks:
+        index = _ROUNDS[group] = _ROUNDS.get(group, 0) + 1
+        keys = [f"cudnn/{index}/{name}" for name in ("count", "end", "heard", *range(ranks))]
+        store.set(keys[3 + rank], message)
+        joined = store.add(keys[0], 1)
+        if joined == ranks:
             store.set(keys[1], "")
-        if come <= ranks:
+        if joined <= ranks:
             return keys
-        _forget(store, ranks, *keys)
+        _leave_round(store, ranks, *keys)
 
 
-def _forget(store: Any, ranks: int, count: str, end: str, heard: str, *keys: str) -> None:
-    """Deletes a meeting that all ranks have heard of: a group that is made anew over this store finds nothing."""
-    if store.add(heard, 1) == ranks:
-        for key in (count, end, heard, *keys):
+def _leave_round(store: Any, ranks: int, count: str, end: str, done: str, *keys: str) -> None:
+    """The last rank to leave deletes the round's keys: a later group over this store must not find them."""
+    if store.add(done, 1) == ranks:
+        for key in (count, end, done, *keys):
             store.delete_key(key)
 
 
@@ -367,13 +375,13 @@ def store_of(group: Any) -> Any:
 
 
 _LATE: WeakSet[Any] = WeakSet()
-"""Groups in which a message came too late: what is sent now could meet what is left of it."""
+"""Groups in which a message timed out: a later message could be matched with it."""
 
 
 class AllToAll:
-    """By ``all_to_all_single``, between any devices."""
+    """Dispatch and combine by ``all_to_all_single``, between any devices."""
 
-    reuses = False  # memory of tokens
+    reuses_buffers = False  # the next call does not overwrite the tokens
 
     def __init__(self, exchange: Exchange) -> None:
         self.e = exchange
@@ -386,26 +394,27 @@ class AllToAll:
         row_of_rank = torch.full(is_sent.shape, -1, dtype=torch.int32, device=x.device)
         row_of_rank[token, rank] = torch.arange(len(token), dtype=torch.int32, device=x.device)
         owners = torch.arange(e.ranks, dtype=torch.int64, device=x.device) * e.local_experts
-        mine = (indices[..., None] >= owners) & (indices[..., None] < owners + e.local_experts)
-        out = torch.stack([is_sent.sum(0), mine.sum((0, 1))], 1)  # tokens and choices
-        come = torch.empty_like(out)
-        self._send(come, out, waits=True)
-        (out, _), (come, choices) = out.T.tolist(), come.T.tolist()
-        sent = Sent(indices, row_of_rank, sum(choices), token, out, come)
-        both = self.scatter(torch.cat([indices, weights.view(torch.int32)], 1), sent)
-        local, chosen = both.split([e.top_k, both.shape[1] - e.top_k], 1)
+        is_owned = (indices[..., None] >= owners) & (indices[..., None] < owners + e.local_experts)
+        send_counts = torch.stack([is_sent.sum(0), is_owned.sum((0, 1))], 1)  # tokens and slots for each rank
+        receive_counts = torch.empty_like(send_counts)
+        self._send(receive_counts, send_counts, waits=True)
+        (send_tokens, _), (receive_tokens, slots) = send_counts.T.tolist(), receive_counts.T.tolist()
+        sent = Sent(indices, row_of_rank, sum(slots), token, send_tokens, receive_tokens)
+        routing = self.scatter(torch.cat([indices, weights.view(torch.int32)], 1), sent)
+        local, local_weights = routing.split([e.top_k, routing.shape[1] - e.top_k], 1)
         local = local - e.rank * e.local_experts
         local = local.where((local >= 0) & (local < e.local_experts), -1)
-        chosen = chosen.clone(memory_format=torch.contiguous_format)  # a view of one row may begin within a float64
-        return self.scatter(x, sent), local, chosen.view(weights.dtype), sent
+        # Cloned: a view of one row need not be aligned to float64.
+        local_weights = local_weights.clone(memory_format=torch.contiguous_format)
+        return self.scatter(x, sent), local, local_weights.view(weights.dtype), sent
 
-    def _send(self, *given: Any, waits: bool) -> None:
-        """``all_to_all_single``, for which the host ``waits``; where it need not, the group's own limit counts."""
+    def _send(self, *arguments: Any, waits: bool) -> None:
+        """``all_to_all_single``. ``waits``: the host waits, for the exchange's limit; else the group's limit holds."""
         group, limit = self.e.group, self.e.time_limit
         if group in _LATE:
             got = "one in which a rank did not answer in time"
             raise refused(RuntimeError, _WHERE, "group", got, "one whose ranks are in step", "make a new process group")
-        work: Any = dist.all_to_all_single(*given, group=group, async_op=True)
+        work: Any = dist.all_to_all_single(*arguments, group=group, async_op=True)
         end = time.monotonic() + limit
         try:
             while waits and not work.is_completed():
@@ -419,131 +428,135 @@ class AllToAll:
             raise refused(RuntimeError, _WHERE, "group", got, "every rank calls the layer") from error
 
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
-        """The values of tokens, where they went."""
-        return self._exchange(values[sent.token], sent.come, sent.out)
+        """Sends values of tokens (T, n) as their tokens were sent: (R, n)."""
+        return self._exchange(values[sent.token], sent.receive_counts, sent.send_counts)
 
-    def give_back(
-        self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
+    def combine(
+        self, rows: Tensor, scatter_idx: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums of rows, where the tokens came from, added up there; and ``values`` of choices, float32 (R, K)."""
-        back = self._exchange(combine(rows, row_of_choice, weights), sent.out, sent.come)
+        """Sends each received token's sum of rows back and adds up the ranks' sums: (T, hidden).
+
+        ``values``, float32 (R, K) by slot, are sent back too: (T, K).
+        """
+        back = self._exchange(combine(rows, scatter_idx, weights), sent.send_counts, sent.receive_counts)
         sums = combine(back, sent.row_of_rank)
         if values is None:
             return sums, None
-        return sums, self.e.values_of(self._exchange(values, sent.out, sent.come), sent)
+        back = self._exchange(values, sent.send_counts, sent.receive_counts)
+        return sums, self.e.unpermute_values(back, sent)
 
-    def _exchange(self, values: Tensor, come: list[int], out: list[int]) -> Tensor:
-        found = values.new_empty(sum(come), values.shape[1])
-        target, source = (x.view(torch.uint8) for x in (found, values.contiguous()))  # as bytes: any backend knows them
-        self._send(target, source, come, out, waits=not values.is_cuda)
-        return found
+    def _exchange(self, values: Tensor, receive_counts: list[int], send_counts: list[int]) -> Tensor:
+        received = values.new_empty(sum(receive_counts), values.shape[1])
+        target, source = (x.view(torch.uint8) for x in (received, values.contiguous()))  # bytes: for any backend
+        self._send(target, source, receive_counts, send_counts, waits=not values.is_cuda)
+        return received
 
 
 class Shared:
-    """Memory that all ranks of a group see: this rank's part, and the addresses of all."""
+    """A symmetric memory buffer: this rank's, and the addresses of all ranks'."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.mine = symmetric.empty(*shape, dtype=dtype, device=exchange.device).zero_()
-        self._handle = symmetric.rendezvous(self.mine, exchange.group)
-        addresses = [self.part(rank).data_ptr() for rank in range(exchange.ranks)]
+        self.local = symmetric.empty(*shape, dtype=dtype, device=exchange.device).zero_()
+        self._handle = symmetric.rendezvous(self.local, exchange.group)
+        addresses = [self.buffer(rank).data_ptr() for rank in range(exchange.ranks)]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=exchange.device)
         self._milliseconds = exchange.milliseconds
 
-    def meet(self) -> None:
-        """All ranks wait for each other, on their streams."""
+    def barrier(self) -> None:
+        """A barrier of all ranks on the current stream."""
         self._handle.barrier(0, self._milliseconds)
 
-    def part(self, rank: int) -> Tensor:
-        """The memory of a rank."""
-        return self._handle.get_buffer(rank, tuple(self.mine.shape), self.mine.dtype)
+    def buffer(self, rank: int) -> Tensor:
+        """The buffer of a rank."""
+        return self._handle.get_buffer(rank, tuple(self.local.shape), self.local.dtype)
 
 
 def capture_of(device: torch.device) -> int:
-    """The number of the capture of a CUDA graph on the current stream; 0 without."""
+    """The ID of the CUDA graph capture on the current stream; 0 without a capture."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    status, number = ctypes.c_int(), ctypes.c_uint64()
+    status, capture_id = ctypes.c_int(), ctypes.c_uint64()
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    found = ctypes.byref(status), ctypes.byref(number), None, None, None
-    error = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(stream, *found)
+    outputs = ctypes.byref(status), ctypes.byref(capture_id), None, None, None
+    error = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(stream, *outputs)
     if error:
         raise refused(RuntimeError, _WHERE, "stream", f"error {error} of CUDA", "a stream in capture")
-    return number.value
+    return capture_id.value
 
 
-class InHost:
-    """By kernels on symmetric memory, between GPUs of a host.
+class SymmetricMemory:
+    """Dispatch and combine by kernels on symmetric memory, between GPUs of a host.
 
-    ``read``: memory that ranks may be reading, so they must meet before it is written again. ``sums`` and ``words`` are
-    read by the kernel that waits for what comes there, and leaves them as they were, with all bits set. The first words
-    say that a rank has begun to send; behind them are the numbers that come with sums.
+    ``in_use``: buffers that ranks may be reading; writing them needs a barrier first. The combine kernel polls ``sums``
+    and ``flags`` for data that arrives and resets them to all bits set. ``flags``: one word per rank, set when that
+    rank has begun to send, then the values that are sent back with the sums.
 
-    When a CUDA graph runs nothing here knows. So ranks meet before the first write in a graph, which may be what it
-    begins with, and since there is a graph before each write that is in none.
+    The host does not see replays of a CUDA graph. So a captured graph begins its first write with a barrier, and after
+    any capture each eager write does too.
     """
 
-    reuses = True
+    reuses_buffers = True
 
     def __init__(self, exchange: Exchange) -> None:
         e = self.e = exchange
         rows = e.ranks * e.max_tokens
-        self.choices = Shared((2, rows, e.top_k), torch.int32, e)  # and their weights' bits
+        self.slots = Shared((2, rows, e.top_k), torch.int32, e)  # indices, and the bits of weights
         self.tokens = Shared((rows, e.hidden), e.dtype, e)
         self.sums = Shared((rows, e.hidden), e.dtype, e)
-        self.words = Shared((e.ranks + rows * e.top_k,), torch.int32, e)
-        for each in (self.sums, self.words):
-            each.mine.view(torch.uint8).fill_(255)
+        self.flags = Shared((e.ranks + rows * e.top_k,), torch.int32, e)
+        for each in (self.sums, self.flags):
+            each.local.view(torch.uint8).fill_(255)
         self.capture, self.was_captured = 0, False
-        self.meet()  # that is there before others write
+        self.barrier()  # before other ranks write
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
-        """The fields of :class:`Received`; the tokens are in memory that the next call writes to."""
+        """The fields of :class:`Received`; the next call overwrites the tokens."""
         e, count = self.e, len(x)
         if count > e.max_tokens:
             cure = "make the Exchange, which a layer takes as its group, with a larger max_tokens"
             raise refused(ValueError, _WHERE, "tokens of x", count, f"max_tokens={e.max_tokens}", cure)
-        self._free(self.choices, self.tokens)
+        self._free(self.slots, self.tokens)
         row_of_rank = indices.new_empty(max(1, count), e.ranks)
         x, sent = x.contiguous(), Sent(indices.contiguous(), row_of_rank[:count], e.max_rows)
-        choices, bits = sent.indices, weights.contiguous().view(torch.int32)
-        if not count:  # the others hear that nothing comes
-            x, choices, bits = x.new_empty(1, e.hidden), indices.new_full((1, e.top_k), -1), bits.new_zeros(1, e.top_k)
-        announced = (bits, self.choices.addresses, row_of_rank)
-        self._send(x, choices, *announced)
-        self.meet(self.choices, self.tokens)
-        local, chosen = self.choices.mine.clone()
-        return self.tokens.mine, local, chosen.view(torch.float32), sent
+        indices, bits = sent.indices, weights.contiguous().view(torch.int32)
+        if not count:  # other ranks wait for a message also if this rank has no tokens
+            x, indices, bits = x.new_empty(1, e.hidden), indices.new_full((1, e.top_k), -1), bits.new_zeros(1, e.top_k)
+        routing = (bits, self.slots.addresses, row_of_rank)
+        self._send(x, indices, *routing)
+        self.barrier(self.slots, self.tokens)
+        local, local_weights = self.slots.local.clone()
+        return self.tokens.local, local, local_weights.view(torch.float32), sent
 
-    def _send(self, x: Tensor, indices: Tensor, *announced: Tensor) -> None:
+    def _send(self, x: Tensor, indices: Tensor, *routing: Tensor) -> None:
         e = self.e
         configuration = DispatchConfiguration(
-            name_of(e.dtype), e.hidden, e.top_k, e.ranks, e.local_experts, bool(announced)
+            name_of(e.dtype), e.hidden, e.top_k, e.ranks, e.local_experts, bool(routing)
         )
-        run(_DISPATCH, configuration, placed(x), indices, self.tokens.addresses, *announced, e.rank, e.max_tokens)
+        run(_DISPATCH, configuration, placed(x), indices, self.tokens.addresses, *routing, e.rank, e.max_tokens)
 
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
-        """The values of tokens, where they went: in memory that the next call writes to."""
+        """Sends values of tokens (T, hidden) as their tokens were sent: (R, hidden), which the next call overwrites."""
         self._free(self.tokens)
         if len(values):
             self._send(values, sent.indices)
-        self.meet(self.tokens)
-        return self.tokens.mine
+        self.barrier(self.tokens)
+        return self.tokens.local
 
-    def give_back(
-        self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
+    def combine(
+        self, rows: Tensor, scatter_idx: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums of rows, where the tokens came from, added up there; and ``values`` of choices, float32 (R, K).
+        """Sends each received token's sum of rows back and adds up the ranks' sums: (T, hidden).
 
-        Values are zeros at choices of other ranks' experts.
+        ``values``, float32 (R, K) by slot, 0 for slots of other ranks' experts, are sent back too: (T, K).
         """
         e, count = self.e, len(sent.row_of_rank)
-        self._free(self.sums, self.words)
+        self._free(self.sums, self.flags)
         configuration = CombineExchangeConfiguration(
             name_of(e.dtype),
             e.hidden,
-            row_of_choice.shape[1],
+            scatter_idx.shape[1],
             weights is not None,
             ranks=e.ranks,
             values=0 if values is None else e.top_k,
@@ -551,24 +564,24 @@ class InHost:
         rows = placed(rows) if len(rows) else rows.new_zeros(1, e.hidden)
         row_of_rank = sent.row_of_rank if count else sent.row_of_rank.new_full((1, e.ranks), -1)
         sums = rows.new_empty(max(1, count), e.hidden)
-        given = (rows, placed(row_of_choice), *(() if weights is None else (placed(weights),)), self.sums.addresses)
-        given, own = (*given, row_of_rank, sums, self.words.addresses), None
+        arguments = (rows, placed(scatter_idx), *(() if weights is None else (placed(weights),)), self.sums.addresses)
+        arguments, own_values = (*arguments, row_of_rank, sums, self.flags.addresses), None
         if values is not None:
-            own = values.new_empty(max(1, count), e.top_k)
-            given = (*given, values.view(torch.int32), own.view(torch.int32))
-        run(_GIVE_BACK, configuration, *given, e.rank, e.max_tokens, e.milliseconds)
-        self.read = {self.sums, self.words}  # all ranks have begun: they have read the rest
-        return sums[:count], None if own is None else own[:count]
+            own_values = values.new_empty(max(1, count), e.top_k)
+            arguments = (*arguments, values.view(torch.int32), own_values.view(torch.int32))
+        run(_COMBINE, configuration, *arguments, e.rank, e.max_tokens, e.milliseconds)
+        self.in_use = {self.sums, self.flags}  # every rank has begun its combine: it no longer reads other buffers
+        return sums[:count], None if own_values is None else own_values[:count]
 
     def _free(self, *written: Shared) -> None:
-        """Waits until nobody reads these any more."""
+        """Waits until no rank reads these buffers."""
         capture, last = capture_of(self.e.device), self.capture
         self.capture, self.was_captured = capture, self.was_captured or bool(capture)
-        is_known = capture == last and bool(capture) == self.was_captured
-        if not (is_known and self.read.isdisjoint(written)):
-            self.meet()
+        is_tracked = capture == last and bool(capture) == self.was_captured
+        if not (is_tracked and self.in_use.isdisjoint(written)):
+            self.barrier()
 
-    def meet(self, *read: Shared) -> None:
-        """All ranks wait for each other; afterwards these are read."""
-        self.tokens.meet()
-        self.read = set(read)
+    def barrier(self, *in_use: Shared) -> None:
+        """A barrier of all ranks; afterwards they read these buffers."""
+        self.tokens.barrier()
+        self.in_use = set(in_use)

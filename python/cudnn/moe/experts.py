@@ -1,4 +1,4 @@
-"""What the kernels of a layer of experts work on: the rows by expert, and the experts' weights."""
+"""Operands of the layer's grouped GEMMs: the permutation of tokens, the experts' weights, and the compiled GEMMs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn import settings
 from cudnn.fused import registry
 from cudnn.lazy import torch
-from cudnn.moe.combining import spread
-from cudnn.runtime.address_tables import pointers
-from cudnn.runtime.run import architecture, lasting
+from cudnn.moe.combining import permute
+from cudnn.runtime.pointer_arrays import pointers
+from cudnn.runtime.run import architecture, persistent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,59 +20,66 @@ if TYPE_CHECKING:
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
 WIDE = (torch.float32, torch.float64)  # types that only the reference takes
-COPIED = 896  # rows of an expert's up from which on, on Hopper, tokens are copied in the experts' order for gradients
-COPIED_UP = 2048  # the same for that of up, beside whose product the rows of another gradient are summed then
-MANY = 1024  # and with fewer rows an expert, on average, for every product
-NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
+# On Hopper a GEMM reads a permuted copy of the tokens instead of gathering rows
+PERMUTE_COLUMNS = 896  # in the backward pass, if the GEMM has at least this many columns per expert,
+PERMUTE_COLUMNS_DW_UP = 2048  # in the weight gradient of up, which may run concurrently with a combine,
+GATHER_ROWS = 1024  # and always if experts have fewer rows than this on average.
+ACT_PARAMS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
 @dataclass
-class Rows:
-    """The choices of the tokens, sorted by expert: where each expert's rows end, ``offsets`` (E,), the ``token`` (T K,)
-    of each row, and the row ``of_choice`` (T, K), -1 for a choice that was dropped.
+class Permutation:
+    """The (token, k) slots sorted by expert, as R rows: the fields of :class:`cudnn.moe.Routing` without its weights.
+
+    - ``offsets`` int32 (E,): where the rows of each expert end (an inclusive cumulative sum).
+    - ``gather_idx`` int32 (R,): the token of each row.
+    - ``scatter_idx`` int32 (T, K): the row of each slot, -1 for a dropped slot.
     """
 
     offsets: Tensor
-    token: Tensor
-    of_choice: Tensor
+    gather_idx: Tensor
+    scatter_idx: Tensor
 
     @property
-    def count(self) -> int:
-        return self.token.shape[0]
+    def rows(self) -> int:
+        """R."""
+        return self.gather_idx.shape[0]
 
-    def read(self, x: Tensor, large: bool = False) -> tuple[Tensor, Tensor | None]:
-        """A matrix (T, H) as an operand of products by row: itself and the rows' numbers, or a copy in the experts'
-        order, which is gone when the pass ends. The copy's rows of no choice are not written.
+    def operand(self, x: Tensor, large: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The A operand of a grouped GEMM: (T, n) and the row indices to gather, or a permuted copy (R, n) and None.
 
-        Blackwell's kernels load rows by number. So do Hopper's where experts have many rows and the product is not
-        ``large``, as gradients may be: rows that are not shared arrive at 2.0 to 2.6 TB/s on an H200, and a copy takes
-        0.6 ps for an element of a row, so it pays from about 900 columns on, or 2,048 where sums run beside the
-        product. With few rows an expert it always does: the forward pass was 1.6 to 2.1 times as fast.
+        The copy lives until the end of the pass; its rows without a slot are not initialized.
         """
-        if self.by_number(x, large):
-            return x, self.token
-        say_copied()
-        found = x.new_empty(self.count, x.shape[1])
-        spread(x, self.of_choice, found)
-        return found, None
+        if self.gathers(x, large):
+            return x, self.gather_idx
+        log_permute_once()
+        permuted = x.new_empty(self.rows, x.shape[1])
+        permute(x, self.scatter_idx, permuted)
+        return permuted, None
 
-    def by_number(self, x: Tensor, large: bool = False) -> bool:
-        """Whether :meth:`read` gives a matrix as it is."""
-        many = self.count >= MANY * self.offsets.shape[0]
+    def gathers(self, x: Tensor, large: bool = False) -> bool:
+        """Whether the GEMM gathers rows of x itself.
+
+        Blackwell's kernels always gather (TMA gather). Hopper's gather with cp.async, without multicast, at 2.0 to 2.6
+        TB/s on an H200; a permuted copy costs 0.6 ps per element. The copy pays from about 900 GEMM columns on
+        (``large``), or 2,048 if a combine runs concurrently, and always with few rows per expert: there the forward
+        pass is 1.6 to 2.1 times as fast.
+        """
+        many = self.rows >= GATHER_ROWS * self.offsets.shape[0]
         return architecture(x) != "sm_90a" or (many and not large)
 
 
 @functools.cache
-def say_copied() -> None:
-    """Says in the log, once, that tokens are copied."""
-    settings.configure_logging().info("moe_mlp: tokens are copied into the experts' order, for the time of a pass")
+def log_permute_once() -> None:
+    """Logs once that tokens are copied."""
+    settings.configure_logging().info("moe_mlp: tokens are permuted into a copy sorted by expert, freed after the pass")
 
 
 class Experts(NamedTuple):
-    """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one for each expert.
+    """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one tensor per expert.
 
-    N is I or, for a gated activation, 2 I: of every 64 rows, the first 32 are gates, or those of the first half, as
-    ``glu_layout`` says. With ``fp8`` the forward products are of e4m3.
+    N is I or, for a gated activation, 2 I. ``glu_layout`` "interleaved": of every 64 rows the first 32 are gates;
+    "concatenated": the first I rows are gates. With ``fp8`` the forward GEMMs take e4m3 operands.
     """
 
     up: Sequence[Tensor]
@@ -80,13 +87,13 @@ class Experts(NamedTuple):
     up_bias: Tensor | None
     down_bias: Tensor | None
     activation: str
-    numbers: Sequence[float]
+    act_params: Sequence[float]
     glu_layout: str
     fp8: bool = False
 
 
 def is_list(weights: Sequence[Tensor]) -> bool:
-    """Whether each expert has a tensor of its own."""
+    """Whether each expert has a separate tensor."""
     return weights[0].ndim == 2
 
 
@@ -97,7 +104,7 @@ def shape_of(weights: Sequence[Tensor]) -> tuple[int, int, int]:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """A matrix (m, k) in the dimensions that kernels take, (m, k, 1)."""
+    """A matrix (m, k) in the layout of the fused APIs, (m, k, 1)."""
     return x.unsqueeze(0).permute(1, 2, 0)
 
 
@@ -106,13 +113,13 @@ def transposed(x: Tensor) -> Tensor:
     return x.unsqueeze(0).permute(2, 1, 0)
 
 
-def operand(weights: Sequence[Tensor], back: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and options of a grouped GEMM for weights (n, k) of each expert or, ``back``, (k, n)."""
+def weight_operand(weights: Sequence[Tensor], transpose: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The B operand and its options: each expert's weight (n, k) or, with ``transpose``, (k, n)."""
     if not is_list(weights):
-        (every,) = weights
-        return {"b": every.permute(2, 1, 0) if back else every.permute(1, 2, 0)}, {}
+        (stacked,) = weights
+        return {"b": stacked.permute(2, 1, 0) if transpose else stacked.permute(1, 2, 0)}, {}
     experts, rows, columns = shape_of(weights)
-    shape, major = ((columns, rows), "n") if back else ((rows, columns), "k")
+    shape, major = ((columns, rows), "n") if transpose else ((rows, columns), "k")
     options = {"num_experts": experts, "b_shape": shape, "b_dtype": weights[0].dtype, "b_major": major}
     return {"b_ptrs": pointers(weights)}, options
 
@@ -121,57 +128,58 @@ _ONES: dict[Any, Tensor] = {}  # never freed: any stream may still read them
 
 
 def ones(count: int, device: Any) -> Tensor:
-    """Ones in float32, kept where they are not made within a CUDA graph, which would make them each time."""
-    found = _ONES.get((count, device))
-    if found is None:
+    """float32 ones (count,), cached; within a CUDA graph capture they are part of the graph."""
+    cached = _ONES.get((count, device))
+    if cached is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.ones(count, dtype=torch.float32, device=device)
-        found = _ONES[count, device] = lasting(lambda: torch.ones(count, dtype=torch.float32, device=device))
+        cached = _ONES[count, device] = persistent(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
-    return found
+    return cached
 
 
-class Products:
-    """The grouped GEMMs of layers of one kind, each compiled at its first call: see :func:`products`."""
+class GroupedGemmOps:
+    """The compiled grouped GEMMs of layers with one configuration: see :func:`grouped_gemm_ops`."""
 
     def __init__(self, e: Experts) -> None:
-        numbers = {"glu_layout": e.glu_layout, **dict(zip(NUMBERS, e.numbers, strict=True))}
-        self.up: dict[str, Any] = {}  # options of up's product, and of the gradient of what it made
-        self.by_hidden: dict[str, Any] = {"deterministic": True}
+        act_params = {"glu_layout": e.glu_layout, **dict(zip(ACT_PARAMS, e.act_params, strict=True))}
+        self.act_options: dict[str, Any] = {}  # of the up GEMM, with the activation in its epilogue
+        self.dact_options: dict[str, Any] = {"deterministic": True}  # of the GEMM that ends in its derivative
         if e.activation in GATED:
-            self.up = {"act_func": e.activation, **numbers}
-            self.by_hidden = {"act_func": f"d{e.activation}", "_deterministic": True, **numbers}
-        self.known: dict[Any, tuple[Any, Sequence[str], tuple[Any, ...]]] = {}
+            self.act_options = {"act_func": e.activation, **act_params}
+            self.dact_options = {"act_func": f"d{e.activation}", "_deterministic": True, **act_params}
+        self._compiled: dict[Any, tuple[Any, Sequence[str], tuple[Any, ...]]] = {}
 
-    def run(self, place: Any, name: str, tensors: dict[str, Any], *options: Mapping[str, Any], margin: int = 0) -> None:
-        """Runs a fused API by its name on tensors by theirs; it leaves ``margin`` clusters of the GPU to others.
+    def run(self, key: Any, name: str, tensors: dict[str, Any], *options: Mapping[str, Any], margin: int = 0) -> None:
+        """Runs the fused API ``name`` on tensors by argument name; it leaves ``margin`` clusters of the GPU free.
 
-        At a ``place`` in the layer, everything but the tensors' addresses and numbers of rows is the same in all calls.
+        Calls with the same ``key`` differ in nothing but the tensors' addresses and numbers of rows.
         """
-        known = self.known.get(place)
-        if known is None:
-            known = self.known[place] = _made(name, tensors, {k: v for o in options for k, v in o.items()}, margin)
-        operation, names, scalars = known
-        # What ``execute`` does, whose many arguments by name take the host's time.
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            merged = {name: value for each in options for name, value in each.items()}
+            compiled = self._compiled[key] = _compile(name, tensors, merged, margin)
+        operation, names, scalars = compiled
+        # ``execute`` without its keyword arguments, which cost host time.
         operation.run(tuple(map(tensors.get, names)), scalars, None, None)
 
 
-def _made(name: str, tensors: dict[str, Any], options: dict[str, Any], margin: int) -> Any:
-    """An API's object, the names of its tensors, and the scalars of each call, in the order that it takes."""
+def _compile(name: str, tensors: dict[str, Any], options: dict[str, Any], margin: int) -> Any:
+    """The API's object, the names of its tensors, and the scalars of each call, both in the order of the arguments."""
     api = registry.find(name)
     scalars = {option: options.pop(option) for option in api.run_time if option in options}
     operation = api(**api.samples(tensors), **options)
     operation.margin += margin
     if operation.dtype("a") in WIDE:
-        operation.run = operation.refer
+        operation.run = operation.run_reference
     else:
         operation.check_support()
         operation.compile()
     return operation, api.names, tuple(scalars.get(each, getattr(operation, each)) for each in api.scalars)
 
 
-_PRODUCTS: dict[Any, Products] = {}
+_OPS: dict[Any, GroupedGemmOps] = {}
 
 
 def environment() -> tuple[int, str]:
@@ -179,11 +187,11 @@ def environment() -> tuple[int, str]:
     return settings.CLUSTER_OVERLAP_MARGIN.get(), settings.SEMANTICS.get()
 
 
-def products(x: Tensor, e: Experts) -> Products:
-    """Those of a layer: kinds differ in types, options, the sizes of weights, and the settings of grouped GEMMs."""
+def grouped_gemm_ops(x: Tensor, e: Experts) -> GroupedGemmOps:
+    """The cached GEMMs of a layer. The key: device, dtype, weight shapes, biases, activation, and settings."""
     sizes = (len(e.up), e.up[0].shape, len(e.down), e.down[0].shape, e.up_bias is None, e.down_bias is None)
-    key = (x.device, x.dtype, sizes, e.activation, *e.numbers, e.glu_layout, e.fp8, environment())
-    found = _PRODUCTS.get(key)
-    if found is None:
-        found = _PRODUCTS[key] = Products(e)
-    return found
+    key = (x.device, x.dtype, sizes, e.activation, *e.act_params, e.glu_layout, e.fp8, environment())
+    ops = _OPS.get(key)
+    if ops is None:
+        ops = _OPS[key] = GroupedGemmOps(e)
+    return ops

@@ -1,4 +1,4 @@
-"""Matrix products of a mixture of experts on PyTorch tensors: graphs of one node."""
+"""``moe_grouped_matmul``: cuDNN's grouped GEMM of a mixture of experts as a PyTorch operator (a graph of one node)."""
 
 # No `from __future__ import annotations`: PyTorch reads the types.
 
@@ -45,30 +45,30 @@ def moe_grouped_matmul(
         token_index: Integers ``[1, rows, 1]``. "gather": the token that a row takes; cuDNN requires a multiple of M
             rows. "scatter": the token that a row came from.
         token_ks: Integers ``[1, rows, 1]``, "scatter" only: which of its token's ``top_k`` experts a row belongs to.
-        mode: "none": row r is the product of token r. "gather": of token ``token_index[r]``. "scatter": the product of
-            token r becomes row ``token_index[r] * top_k + token_ks[r]``.
+        mode: "none": row r is computed from token r. "gather": from token ``token_index[r]``. "scatter": the result of
+            token r is row ``token_index[r] * top_k + token_ks[r]``.
         top_k: Experts for each token, for "scatter".
 
     Raises:
-        ValueError: the mode, a tensor that the mode needs or does not know, shapes, types, the order of weight.
+        ValueError: the mode, a tensor that the mode needs or does not take, shapes, types, the order of weight.
         RuntimeError: cuDNN does not support it.
     """
-    given = {"token_index": token_index, "token_ks": token_ks}
-    _check(token, weight, given, mode)
+    index_tensors = {"token_index": token_index, "token_ks": token_ks}
+    _check(token, weight, index_tensors, mode)
     inputs = {"token": token, "weight": weight, "first_token_offset": _integers(first_token_offset)}
-    inputs |= {name: _integers(x).view(1, -1, 1) for name, x in given.items() if x is not None}
+    inputs |= {name: _integers(x).view(1, -1, 1) for name, x in index_tensors.items() if x is not None}
     out = _rows(token, weight, token_index, mode)
     if out.numel():
-        # In the other modes the number of rows says it.
+        # In the other modes the number of rows implies it.
         scattered = {"top_k": top_k} if mode == "scatter" else {}
         _run(_describe, inputs, out, {"mode": moe_grouped_matmul_mode[mode.upper()], **scattered})
     return out
 
 
-def _check(token: torch.Tensor, weight: torch.Tensor, given: dict[str, torch.Tensor | None], mode: str) -> None:
+def _check(token: torch.Tensor, weight: torch.Tensor, index_tensors: dict[str, torch.Tensor | None], mode: str) -> None:
     if mode not in _NEEDED:
         raise refused(ValueError, _WHERE, "mode", repr(mode), " or ".join(map(repr, _NEEDED)))
-    for name, x in given.items():
+    for name, x in index_tensors.items():
         if (x is not None) != (name in _NEEDED[mode]):
             allowed = f"{', '.join(_NEEDED[mode]) or 'neither index'} with mode {mode!r}"
             raise refused(ValueError, _WHERE, name, "None" if x is None else "a tensor", allowed)
@@ -133,7 +133,7 @@ def _run(describe: Any, inputs: dict[str, torch.Tensor], out: torch.Tensor, opti
 def moe_grouped_matmul_bwd(
     doutput: torch.Tensor, token: torch.Tensor, first_token_offset: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient ``[E, K, N]`` of the weight, K contiguous, from that of the rows and from the token of each row."""
+    """The gradient ``[E, K, N]`` of the weight, K contiguous, from that of the output and the token of each row."""
     inputs = {"doutput": doutput, "token": token, "first_token_offset": _integers(first_token_offset)}
     out = _like_weight(doutput, token, first_token_offset)
     if token.numel():

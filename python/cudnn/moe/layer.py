@@ -1,7 +1,27 @@
-"""The kernels of a layer of experts in order, forward and backward.
+"""The expert MLPs of a mixture-of-experts layer: forward and backward as sequences of kernels.
 
-No tensor of T K rows of the input outlives a pass, and the backward pass needs none: the gradient of a router's weight
-is taken where the activation's is, from the intermediate width.
+T tokens of size H, K experts per token of E, intermediate size I, R = T K rows sorted by expert (see
+:class:`cudnn.moe.experts.Permutation`). ``cudnn.moe.route`` runs before :func:`forward`: it computes the router's
+weights, the experts, and the permutation.
+
+Forward, for the slot (t, k) at row r with expert e = indices[t, k] (numbered in :func:`forward`):
+
+    (1) permute / gather   a[r]   = x[t]                     rows gathered by the GEMM, or a permuted copy of x
+    (2) up GEMM + GLU      h[r]   = up[e] a[r] + up_bias[e]  preact, (R, N), saved for backward
+                           act[r] = glu(h[r])                (R, I), in the epilogue
+    (3) down GEMM          o[r]   = down[e] act[r] + down_bias[e]                                    (R, H)
+    (4) combine            y[t]   = sum over k of weights[t, k] o[scatter_idx[t, k]]    in float32, (T, H)
+
+Backward saves x and h alone, no (R, H) tensor: the gradient of a router's weight is taken from the intermediate width,
+dweights[t, k] = <down[e]^T dy[t], act[r]>, not from o (as SonicMoE does).
+
+    (1) permute / gather   g[r] = dy[t]
+    (2) down GEMM^T + dGLU dact[r] = weights[t, k] down[e]^T g[r];  dh = dglu(dact, h);  act recomputed, times weights;
+                           dup_bias, and dprob[r], the gradient of the router's weight
+    (3) down wgrad         ddown[e] = sum over rows of e of g[r] act[r]^T
+    (4) up GEMM^T          dx_row[r] = up[e]^T dh[r] (+ dlogit[r] router[e])
+    (5) up wgrad           dup[e] = sum over rows of e of dh[r] x[t]^T
+    (6) combine            dx[t] = sum over k of dx_row[scatter_idx[t, k]], concurrent with (5) if that gathers
 """
 
 from __future__ import annotations
@@ -10,35 +30,35 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cudnn.lazy import torch
-from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
+from cudnn.moe.combining import combine_into, combine_rows, permute_weights, unpermute_weights
 from cudnn.moe.experts import (
-    COPIED,
-    COPIED_UP,
     GATED,
+    PERMUTE_COLUMNS,
+    PERMUTE_COLUMNS_DW_UP,
     WIDE,
     Experts,
-    Products,
-    Rows,
+    GroupedGemmOps,
+    Permutation,
     is_list,
     matrix,
     ones,
-    operand,
     pointers,
     shape_of,
     transposed,
+    weight_operand,
 )
-from cudnn.moe.quantizing import quantized, quantized_weights, quantizes_results, results
+from cudnn.moe.quantizing import empty_quantized, gemm_quantizes, quantized, quantized_weights
 from cudnn.runtime.streams import forked
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BESIDE = 2**26  # elements of the rows of tokens' gradients from which on they are summed beside a product
-MARGIN = 3  # clusters of two CTAs that it leaves to them
+OVERLAP_ELEMENTS = 2**26  # elements of dx_row from which on its combine runs concurrently with the wgrad of up
+OVERLAP_MARGIN = 3  # clusters of two CTAs that the wgrad leaves free for the combine
 
 
-class Needs(NamedTuple):
-    """Which gradients are asked for."""
+class NeedsGrad(NamedTuple):
+    """Which gradients autograd needs."""
 
     x: bool
     weights: bool
@@ -49,7 +69,10 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that were asked for; weights' are (E, rows, columns), and None where they were added to others."""
+    """The gradients that are needed, else None.
+
+    Those of up and down are (E, rows, columns), or None if they were accumulated into ``main_grad``.
+    """
 
     x: Tensor | None
     weights: Tensor | None
@@ -60,218 +83,273 @@ class Gradients(NamedTuple):
 
 
 class RouterBackward(Protocol):
-    """The backward pass of a router, between the two halves of :func:`backward`."""
+    """The backward pass of a router, called between the two halves of :func:`backward`."""
 
-    def of_weights(self, by_weights: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Takes the gradient of the router's weights (T, K). What :func:`by_product` is to add to x's gradient, if it
-        can.
+    def backward_weights(self, dweights: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Takes the gradient of the router's weights (T, K).
+
+        Returns:
+            The gradient of each row's logit (R, 1, 1) and the router's weight (E, H), whose product
+            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient.
         """
         ...
 
-    def add_to(self, by_x: Tensor) -> None:
-        """Adds the router's part to x's gradient, where :func:`by_product` could not."""
+    def add_dx(self, dx: Tensor) -> None:
+        """Adds the router's contribution to dx, if :meth:`backward_weights` returned None."""
         ...
 
 
 def forward(
-    kind: Products, x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool, summed: bool = True
+    ops: GroupedGemmOps,
+    x: Tensor,
+    weights: Tensor,
+    permutation: Permutation,
+    e: Experts,
+    save_preact: bool,
+    combine: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The result (T, H) and, where it ``keeps`` it, the product of the up projection (T K, N), else no elements.
+    """The forward pass: see the steps in the module's docstring.
 
-    ``kind``: what :func:`cudnn.moe.experts.products` finds for x and the experts. Not ``summed``, the result is that of
-    each row, (T K, H), without weights.
+    Args:
+        ops: :func:`cudnn.moe.experts.grouped_gemm_ops` for x and e.
+        x: (T, H).
+        weights: The router's weights, float32 (T, K).
+        permutation: The slots sorted by expert.
+        save_preact: Whether the up GEMM stores its pre-activation for :func:`backward`.
+        combine: False: returns each row's output (R, H), not weighted (expert parallelism combines it with NVLink).
+
+    Returns:
+        y (T, H), and preact (R, N), without elements unless ``save_preact``.
     """
-    (experts, wide, _), (_, columns, inner), count = shape_of(e.up), shape_of(e.down), rows.count
+    (experts, n, _), (_, h, intermediate), count = shape_of(e.up), shape_of(e.down), permutation.rows
     gated = e.activation in GATED
-    hidden = x.new_empty(count, wide) if keeps or not gated else None
-    saved = None if hidden is None else matrix(hidden)
-    narrow = e.fp8 and quantizes_results(x)
-    activated, factors = results(x, count, inner) if narrow else (x.new_empty(count, inner), None)
-    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
-    up, down = (_narrow(w, keeps) if e.fp8 else operand(w) for w in (e.up, e.down))
-    tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": saved, "d": matrix(activated)}
+    preact = x.new_empty(count, n) if save_preact or not gated else None
+    quantize_act = e.fp8 and gemm_quantizes(x)
+    act, act_scales = (
+        empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
+    )
+    common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
+    up, down = (_fp8_weight(w, save_preact) if e.fp8 else weight_operand(w) for w in (e.up, e.down))
+
+    # (1) Permute: the up GEMM gathers rows of x by ``a_index``, or reads a copy that is sorted by expert.
+    tensors = {**common, **up[0], "bias": _bias(e.up_bias)}
     if e.fp8:
-        by_number = rows.by_number(x)
-        tensors["a_index"] = rows.token if by_number else None
-        tensors |= _narrow_rows(*(quantized(x) if by_number else quantized(x, rows.of_choice, count)))
-        tensors["sfd_row"] = None if factors is None else factors.unsqueeze(2)
+        gathers = permutation.gathers(x)
+        tensors["a_index"] = permutation.gather_idx if gathers else None
+        tensors |= _fp8_rows(*(quantized(x) if gathers else quantized(x, permutation.scatter_idx, count)))
     else:
-        of_tokens, tensors["a_index"] = rows.read(x)
-        tensors["a"] = matrix(of_tokens)
-        del of_tokens
+        a, tensors["a_index"] = permutation.operand(x)
+        tensors["a"] = matrix(a)
+        del a
+
+    # (2) Up GEMM; its epilogue applies the activation, and for fp8 quantizes the result.
+    tensors |= {"c": None if preact is None else matrix(preact), "d": matrix(act)}
+    if e.fp8:
+        tensors["sfd_row"] = None if act_scales is None else act_scales.unsqueeze(2)
     if not gated:
         tensors["prob"] = weights.new_ones(count)
-    place = ("up", keeps, tensors.get("a_index") is None, factors is None)
-    kind.run(place, "grouped_gemm_glu" if gated else "grouped_gemm_srelu", tensors, up[1], kind.up)
-    del tensors  # and the tokens' copies, whose memory the result of the next product takes
-    made = x.new_empty(count, columns)
-    tensors = {**given, **down[0], "a": matrix(activated), "bias": _vectors(e.down_bias), "d": matrix(made)}
+    key = ("up", save_preact, tensors.get("a_index") is None, act_scales is None)
+    ops.run(key, "grouped_gemm_glu" if gated else "grouped_gemm_srelu", tensors, up[1], ops.act_options)
+    del tensors  # and the permuted copy of x: the next output reuses its memory
+
+    # (3) Down GEMM.
+    down_out = x.new_empty(count, h)
+    tensors = {**common, **down[0], "a": matrix(act), "bias": _bias(e.down_bias), "d": matrix(down_out)}
     if e.fp8:
-        tensors |= _narrow_rows(*(quantized(activated) if factors is None else (activated, factors)))
-    kind.run("down", "grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, down[1])
-    del tensors, activated, factors  # whose memory the sums take
-    y = sum_rows(made, rows.of_choice, weights) if summed else made
-    return y, hidden if keeps and hidden is not None else x.new_empty(0)
+        tensors |= _fp8_rows(*(quantized(act) if act_scales is None else (act, act_scales)))
+    ops.run("down", "grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, down[1])
+    del tensors, act, act_scales  # y reuses their memory
+
+    # (4) Combine: the weighted sum of each token's rows, in float32.
+    y = combine_rows(down_out, permutation.scatter_idx, weights) if combine else down_out
+    return y, preact if save_preact and preact is not None else x.new_empty(0)
 
 
 def backward(
-    kind: Products,
-    gradient: Tensor,
+    ops: GroupedGemmOps,
+    dy: Tensor,
     x: Tensor,
-    hidden: Tensor,
+    preact: Tensor,
     indices: Tensor,
     weights: Tensor,
-    rows: Rows,
+    permutation: Permutation,
     e: Experts,
-    needed: Sequence[bool],
-    sums: tuple[Sequence[Tensor], Sequence[Tensor]],
-    summed: bool = True,
+    needs_grad: Sequence[bool],
+    main_grad: tuple[Sequence[Tensor], Sequence[Tensor]],
+    combine: bool = True,
     router: RouterBackward | None = None,
 ) -> Gradients:
-    """The gradients that are ``needed``, in the order of :class:`Needs`: of operators, of ranks and of the module.
+    """The gradients that ``needs_grad`` names, in the order of :class:`NeedsGrad`.
 
-    ``sums``: what those of up and down are added to instead, float32; empty: nothing. Not ``summed``, that of x
-    is that of each row. ``router``: its part of x's gradient is added.
+    Args:
+        dy: (T, H).
+        preact: (R, N) of :func:`forward`.
+        indices: Experts of each token, (T, K).
+        main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
+        combine: False: x's gradient is each row's, (R, H).
+        router: Whose contribution to x's gradient is added.
     """
-    needs, added = Needs(*needed), None
-    found, by_hidden = by_activation(kind, gradient, x, hidden, indices, weights, rows, e, needs, sums[1])
-    if router is not None and found.weights is not None:
-        added = router.of_weights(found.weights)
-    by_x, by_up = by_product(kind, x, by_hidden, rows, e.up, needs, sums[0], summed, added)
-    if router is not None and found.weights is not None and by_x is not None and added is None:
-        router.add_to(by_x)
-    return found._replace(x=by_x, up=by_up)
+    needs, router_dx = NeedsGrad(*needs_grad), None
+    grads, dpreact = backward_down(ops, dy, x, preact, indices, weights, permutation, e, needs, main_grad[1])
+    if router is not None and grads.weights is not None:
+        router_dx = router.backward_weights(grads.weights)
+    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx)
+    if router is not None and grads.weights is not None and dx is not None and router_dx is None:
+        router.add_dx(dx)
+    return grads._replace(x=dx, up=dw_up)
 
 
-def by_activation(
-    kind: Products,
-    gradient: Tensor,
+def backward_down(
+    ops: GroupedGemmOps,
+    dy: Tensor,
     x: Tensor,
-    hidden: Tensor,
+    preact: Tensor,
     indices: Tensor,
     weights: Tensor,
-    rows: Rows,
+    permutation: Permutation,
     e: Experts,
-    needs: Needs,
-    sums: Sequence[Tensor],
+    needs: NeedsGrad,
+    main_grad: Sequence[Tensor],
 ) -> tuple[Gradients, Tensor]:
-    """The first half of :func:`backward`: all gradients but those of x and up, and that of the up projection's product.
+    """The first half of :func:`backward`: all gradients but those of x and up, and dpreact (R, N).
 
-    ``sums``: those of down.
+    ``main_grad``: that of down.
     """
-    (experts, _, inner), count = shape_of(e.down), rows.count
-    by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(count, inner)
-    of_rows, index = rows.read(gradient, 2 * inner >= COPIED)
-    weight_of_row, by_row = values_of_rows(weights, rows.of_choice, count)
-    stored = x.dtype if x.dtype in WIDE else torch.bfloat16
-    by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=stored) if needs.up_bias else None
-    gated, activation = e.activation in GATED, matrix(activated)
-    tensors, options = operand(e.down, True)
-    tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device), "a": matrix(of_rows)}
-    tensors |= {"a_index": index, "c": matrix(hidden), "prob": weight_of_row, "dprob": by_row}
-    tensors |= {"d_row": matrix(by_hidden), "dbias": by_bias, "activation" if gated else "d_srelu": activation}
-    place = ("hidden", needs.up_bias, index is None)
-    kind.run(place, "grouped_gemm_dglu" if gated else "grouped_gemm_dsrelu", tensors, options, kind.by_hidden)
-    by_down = None
+    (experts, _, intermediate), count = shape_of(e.down), permutation.rows
+    dpreact, act = torch.empty_like(preact), preact.new_empty(count, intermediate)
+    # (1) Permute dy, as forward permutes x.
+    dy_rows, gather_idx = permutation.operand(dy, 2 * intermediate >= PERMUTE_COLUMNS)
+    # (2) down GEMM^T; the epilogue applies the router's weight and the activation's derivative at preact.
+    prob, dprob = permute_weights(weights, permutation.scatter_idx, count)
+    bias_dtype = x.dtype if x.dtype in WIDE else torch.bfloat16
+    dup_bias = preact.new_empty(experts, preact.shape[1], dtype=bias_dtype) if needs.up_bias else None
+    gated = e.activation in GATED
+    tensors, options = weight_operand(e.down, transpose=True)
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "a": matrix(dy_rows)}
+    tensors |= {"a_index": gather_idx, "c": matrix(preact), "prob": prob, "dprob": dprob}
+    tensors |= {"d_row": matrix(dpreact), "dbias": dup_bias, "activation" if gated else "d_srelu": matrix(act)}
+    key = ("dact", needs.up_bias, gather_idx is None)
+    ops.run(key, "grouped_gemm_dglu" if gated else "grouped_gemm_dsrelu", tensors, options, ops.dact_options)
+    # (3) Weight gradient of down.
+    dw_down = None
     if needs.down:
-        tensors = {"offsets": rows.offsets, "a": transposed(of_rows), "a_index": index, "b": transposed(activated)}
-        by_down = _of_weights(kind, "down", tensors, e.down, sums)
-    by_weights = values_of_choices(by_row, rows.of_choice) if needs.weights else None
-    by_down_bias = None
-    if e.down_bias is not None:  # what it added to a row was weighted too
-        kept, chosen = rows.of_choice >= 0, indices.long().clamp(0, experts - 1)
-        if by_weights is not None:
-            by_weights += (gradient @ e.down_bias.T).gather(1, chosen).where(kept, 0.0)
+        tensors = {
+            "offsets": permutation.offsets,
+            "a": transposed(dy_rows),
+            "a_index": gather_idx,
+            "b": transposed(act),
+        }
+        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad)
+    dweights = unpermute_weights(dprob, permutation.scatter_idx) if needs.weights else None
+    ddown_bias = None
+    if e.down_bias is not None:  # the router's weight multiplies down_bias too
+        is_routed, chosen = permutation.scatter_idx >= 0, indices.long().clamp(0, experts - 1)
+        if dweights is not None:
+            dweights += (dy @ e.down_bias.T).gather(1, chosen).where(is_routed, 0.0)
         if needs.down_bias:
-            shares = gradient.new_zeros(len(x), experts)
-            by_down_bias = shares.scatter_add_(1, chosen, weights.where(kept, 0.0).to(shares.dtype)).T @ gradient
-    by_bias = None if by_bias is None else by_bias.to(x.dtype)
-    return Gradients(None, by_weights, None, by_down, by_bias, by_down_bias), by_hidden
+            weight_of_expert = dy.new_zeros(len(x), experts)
+            slot_weights = weights.where(is_routed, 0.0).to(weight_of_expert.dtype)
+            ddown_bias = weight_of_expert.scatter_add_(1, chosen, slot_weights).T @ dy
+    dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
+    return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
 
 
-def by_product(
-    kind: Products,
+def backward_up(
+    ops: GroupedGemmOps,
     x: Tensor,
-    by_hidden: Tensor,
-    rows: Rows,
+    dpreact: Tensor,
+    permutation: Permutation,
     up: Sequence[Tensor],
-    needs: Needs,
-    sums: Sequence[Tensor],
-    summed: bool = True,
-    added: tuple[Tensor, Tensor] | None = None,
+    needs: NeedsGrad,
+    main_grad: Sequence[Tensor],
+    combine: bool = True,
+    router_dx: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The second half of :func:`backward`: the gradients of x and up, from that of the up projection's product.
+    """The second half of :func:`backward`: the gradients of x and up, from dpreact (R, N).
 
-    ``added``: a number for each row (R, 1, 1), float32, and a vector for each expert (E, H), whose product the row of
-    x's gradient gets besides: a router's part, where only chosen experts' logits have a gradient.
+    ``router_dx``: a row's dlogit, float32 (R, 1, 1), and the router's weight (E, H): dx_row gets dlogit[r] router[e].
 
-    A product for up that reads rows of x by number leaves bandwidth of the memory: the rows of x's gradient are summed
-    beside it, on a second stream.
+    A weight gradient that gathers rows of x leaves memory bandwidth unused: the combine of dx_row then runs
+    concurrently, on a second stream.
     """
-    experts, wide, columns = shape_of(up)
+    experts, n, h = shape_of(up)
 
-    def of_up(margin: int = 0) -> Tensor | None:
+    # (5) Weight gradient of up.
+    def wgrad_up(margin: int = 0) -> Tensor | None:
         if not needs.up:
             return None
-        of_x, index = rows.read(x, wide >= COPIED_UP)
-        tensors = {"offsets": rows.offsets, "a": transposed(by_hidden), "b": transposed(of_x), "b_index": index}
-        return _of_weights(kind, "up", tensors, up, sums, margin)
+        x_rows, gather_idx = permutation.operand(x, n >= PERMUTE_COLUMNS_DW_UP)
+        tensors = {
+            "offsets": permutation.offsets,
+            "a": transposed(dpreact),
+            "b": transposed(x_rows),
+            "b_index": gather_idx,
+        }
+        return _wgrad(ops, "up", tensors, up, main_grad, margin)
 
     if not needs.x:
-        return None, of_up()
-    made = x.new_empty(rows.count, columns)
-    tensors, options = operand(up, True)
-    tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
-    tensors |= {"a": matrix(by_hidden), "d": matrix(made)}
-    if added is not None:
-        tensors |= {"prob": added[0], "bias": _vectors(added[1])}
-    kind.run(("x", added is None), "grouped_gemm", tensors, options)
-    if not summed:
-        return made, of_up()
-    if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide >= COPIED_UP)):
-        by_x = sum_rows(made, rows.of_choice)
-        del made, tensors  # before rows of x are copied
-        return by_x, of_up()
-    by_x = torch.empty_like(x)
-    with forked(x.device) as beside:
-        by_up = of_up(MARGIN)
-        with beside:
-            sum_into(by_x, made, rows.of_choice, None)
-    return by_x, by_up
+        return None, wgrad_up()
+    # (4) up GEMM^T.
+    dx_rows = x.new_empty(permutation.rows, h)
+    tensors, options = weight_operand(up, transpose=True)
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
+    tensors |= {"a": matrix(dpreact), "d": matrix(dx_rows)}
+    if router_dx is not None:
+        tensors |= {"prob": router_dx[0], "bias": _bias(router_dx[1])}
+    ops.run(("dx", router_dx is None), "grouped_gemm", tensors, options)
+    if not combine:
+        return dx_rows, wgrad_up()
+    # (6) Combine, before the weight gradient or concurrently.
+    overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS
+    if not (overlaps and permutation.gathers(x, n >= PERMUTE_COLUMNS_DW_UP)):
+        dx = combine_rows(dx_rows, permutation.scatter_idx)
+        del dx_rows, tensors  # before x is permuted into a copy
+        return dx, wgrad_up()
+    dx = torch.empty_like(x)
+    with forked(x.device) as second_stream:
+        dw_up = wgrad_up(OVERLAP_MARGIN)
+        with second_stream:
+            combine_into(dx, dx_rows, permutation.scatter_idx, None)
+    return dx, dw_up
 
 
-def _narrow_rows(rows: Tensor, factors: Tensor) -> dict[str, Tensor]:
-    """Tensors of a product with rows in e4m3."""
-    return {"a": matrix(rows), "sfa": factors.unsqueeze(2)}
+def _fp8_rows(rows: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """The A operand in e4m3, (R, n), and its scales (R, n / 128)."""
+    return {"a": matrix(rows), "sfa": scales.unsqueeze(2)}
 
 
-def _narrow(weights: Sequence[Tensor], keeps: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and options of a product with weights in e4m3, in a pass that ``keeps`` what its gradients need."""
-    narrow, factors = quantized_weights(weights, keeps)
-    return {"b": narrow.permute(1, 2, 0), "sfb": factors.permute(1, 2, 0)}, {"sf_vec_size": 128}
+def _fp8_weight(weights: Sequence[Tensor], trains: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The B operand in e4m3 with its scales, and the GEMM's options. ``trains``: a backward pass follows."""
+    narrow, scales = quantized_weights(weights, trains)
+    return {"b": narrow.permute(1, 2, 0), "sfb": scales.permute(1, 2, 0)}, {"sf_vec_size": 128}
 
 
-def _vectors(bias: Tensor | None) -> Tensor | None:
-    """Biases (E, n) as the grouped GEMMs take them."""
+def _bias(bias: Tensor | None) -> Tensor | None:
+    """Biases (E, n) in the layout of the grouped GEMMs, (n, E)."""
     return None if bias is None else bias.T
 
 
-def _of_weights(
-    kind: Products, name: str, tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[Tensor], margin: int = 0
+def _wgrad(
+    ops: GroupedGemmOps,
+    name: str,
+    tensors: dict[str, Any],
+    like: Sequence[Tensor],
+    main_grad: Sequence[Tensor],
+    margin: int = 0,
 ) -> Tensor | None:
-    """The product of two operands over the rows of each expert, or None where it is added to ``sums``."""
-    found, options = None, {}
+    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``."""
+    dw, options = None, {}
     experts, m, n = shape_of(like)
-    if not sums:
-        found = like[0].new_empty(experts, m, n)
-        tensors["wgrad"] = found.permute(1, 2, 0)
-    elif is_list(sums):
-        tensors["wgrad_ptrs"] = pointers(sums)
-        options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": sums[0].dtype}
+    if not main_grad:
+        dw = like[0].new_empty(experts, m, n)
+        tensors["wgrad"] = dw.permute(1, 2, 0)
+    elif is_list(main_grad):
+        tensors["wgrad_ptrs"] = pointers(main_grad)
+        options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": main_grad[0].dtype}
     else:
-        (tensors["wgrad"],) = sums
-    rows, numbered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
-    # Rows of an expert, on average, as a power of two: other sizes have other tiles.
-    place = (name, *numbered, "wgrad" in tensors, bool(sums), margin, (rows // experts).bit_length())
-    kind.run(place, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(sums)}, margin=margin)
-    return found
+        (tensors["wgrad"],) = main_grad
+    rows, gathered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
+    # Rows per expert, on average, rounded to a power of two: the tile heuristic depends on it.
+    key = (name, *gathered, "wgrad" in tensors, bool(main_grad), margin, (rows // experts).bit_length())
+    ops.run(key, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(main_grad)}, margin=margin)
+    return dw

@@ -1,4 +1,7 @@
-"""A mixture of experts as a module: router, experts, shared experts."""
+"""A mixture of experts as a module: router, experts, shared experts.
+
+Forward: router GEMM, top-k and sort (:func:`cudnn.moe.routing.routed`), then the experts (:mod:`cudnn.moe.layer`).
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,29 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refused
-from cudnn.fused import kinds
+from cudnn.fused import argument_types
 from cudnn.fused.gated import LAYOUTS
 from cudnn.gemm.formats import wide
-from cudnn.moe import layer as passes
-from cudnn.moe.exchange import said
-from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
+from cudnn.moe import layer as expert_layer
+from cudnn.moe.exchange import describe_config
+from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
 from cudnn.moe.operator import checked, moe_mlp, tokens_of
-from cudnn.moe.parallel import agreed, ranks_of
+from cudnn.moe.parallel import check_same_layer, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import autocast_type, is_seen, once
+from cudnn.runtime.registration import autocast_type, needs_dispatch, once_differentiable
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
 
 
-class _Kept(NamedTuple):
-    """What the backward pass needs. ``logits`` are those of all experts, or of the chosen ones where they suffice."""
+class _Saved(NamedTuple):
+    """Tensors saved for backward. ``logits``: all experts', or only the chosen ones' if these suffice."""
 
     tokens: Tensor
     logits: Tensor
-    hidden: Tensor
+    preact: Tensor
     indices: Tensor
     weights: Tensor
     offsets: Tensor
@@ -43,76 +46,78 @@ class _Kept(NamedTuple):
 
 
 class _RouterBackward:
-    """The backward pass of the router and of shared experts' weights: see :class:`cudnn.moe.layer.RouterBackward`.
+    """The backward pass of the router and of the shared experts' gate: a :class:`cudnn.moe.layer.RouterBackward`.
 
-    Where only the logits of chosen experts have a gradient, a row of a choice gets its logit's, times the router's
-    weight for the expert; else the router's product adds its part at last.
+    If only the chosen experts' logits have a gradient, the up GEMM^T adds dlogit[r] router[e] to each row of dx; else
+    :meth:`add_dx` adds the router's GEMM at the end.
 
     Attributes:
-        by_shared, by_weight: The gradients of shared experts' weights and of the router's weight, where they are asked
-            for.
+        dshared, drouter: The gradients of the shared experts' weights and of the router's weight, if needed.
     """
 
-    by_logits: Tensor
-    by_shared: Tensor | None = None
-    by_weight: Tensor | None = None
+    dlogits: Tensor
+    dshared: Tensor | None = None
+    drouter: Tensor | None = None
 
-    def __init__(self, layer: MoE, kept: _Kept, weight: Tensor, of_shared: bool, of_weight: bool) -> None:
-        self.layer, self.kept, self.weight, self.of_shared, self.of_weight = layer, kept, weight, of_shared, of_weight
+    def __init__(self, layer: MoE, saved: _Saved, router: Tensor, needs_shared: bool, needs_router: bool) -> None:
+        self.layer, self.saved, self.router = layer, saved, router
+        self.needs_shared, self.needs_router = needs_shared, needs_router
 
-    def of_weights(self, by_weights: Tensor) -> tuple[Tensor, Tensor] | None:
-        layer, by_chosen = self.layer, by_weights
-        if self.of_shared:
-            by_chosen, self.by_shared = (
-                x.contiguous() for x in by_chosen.split([layer.top_k, layer.shared_experts], 1)
-            )
+    def backward_weights(self, dweights: Tensor) -> tuple[Tensor, Tensor] | None:
+        layer, drouted = self.layer, dweights
+        if self.needs_shared:
+            drouted, self.dshared = (x.contiguous() for x in dweights.split([layer.top_k, layer.shared_experts], 1))
         elif layer.shared_experts:
-            by_chosen = by_chosen[:, : layer.top_k].contiguous()
-        self.by_logits, of_rows = layer._by_logits(by_chosen, self.kept)
-        self.by_weight = self.by_logits.T @ self.kept.tokens if self.of_weight else None
-        return None if of_rows is None else (of_rows, layer._with_zeros(self.weight))
+            drouted = dweights[:, : layer.top_k].contiguous()
+        self.dlogits, dlogit_of_row = layer._dlogits(drouted, self.saved)
+        self.drouter = self.dlogits.T @ self.saved.tokens if self.needs_router else None
+        return None if dlogit_of_row is None else (dlogit_of_row, layer._padded_router(self.router))
 
-    def add_to(self, by_x: Tensor) -> None:
-        by_x.addmm_(self.by_logits, self.weight)  # nobody else has this gradient
+    def add_dx(self, dx: Tensor) -> None:
+        dx.addmm_(self.dlogits, self.router)  # in place: dx is not shared
 
 
 class _Layer(torch.autograd.Function):
-    """The layer as one node of autograd, which takes the host less time than one for each operator would."""
+    """The whole layer as one autograd node, which takes less host time than one node per operator."""
 
     @staticmethod
     def forward(
         ctx: Any, layer: MoE, tokens: Tensor, shared: Tensor | None, router: Tensor, *parameters: Tensor | None
     ) -> Tensor:
-        y, kept, ctx.kind = layer._computed(tokens, shared, router, parameters, True)
-        ctx.layer, ctx.sums = layer, layer._sums()
-        ctx.save_for_backward(*kept, router, *parameters)
+        y, saved, ctx.ops = layer._forward(tokens, shared, router, parameters, True)
+        ctx.layer, ctx.main_grad = layer, layer._main_grad_lists()
+        ctx.save_for_backward(*saved, router, *parameters)
         return y
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, layer, sums = ctx.saved_tensors, ctx.layer, ctx.sums
-        kept, (router, *parameters) = _Kept(*saved[:8]), saved[8:]
-        _, of_tokens, of_shared, of_router, *rest = ctx.needs_input_grad
-        for part in sums:
-            torch.autograd.graph.increment_version(part)
-        e, rows = layer._experts(parameters), Rows(kept.offsets, kept.gather_idx, kept.scatter_idx)
-        needs = passes.Needs(of_tokens, of_tokens or of_shared or of_router, *rest)
-        its = _RouterBackward(layer, kept, router, of_shared, of_router)
-        given = (kept.hidden, kept.indices, kept.weights, rows, e, needs, sums)
-        found = passes.backward(ctx.kind, aligned(gradients[0]), kept.tokens, *given, router=its)
-        return None, found.x, its.by_shared, its.by_weight, *found[2:]
+        layer, main_grad = ctx.layer, ctx.main_grad
+        tensors = ctx.saved_tensors
+        saved, (router, *parameters) = _Saved(*tensors[:8]), tensors[8:]
+        _, needs_tokens, needs_shared, needs_router, *needs_parameters = ctx.needs_input_grad
+        for buffers in main_grad:
+            torch.autograd.graph.increment_version(buffers)
+        e = layer._experts(parameters)
+        permutation = Permutation(saved.offsets, saved.gather_idx, saved.scatter_idx)
+        needs_weights = needs_tokens or needs_shared or needs_router
+        needs_grad = expert_layer.NeedsGrad(needs_tokens, needs_weights, *needs_parameters)
+        router_backward = _RouterBackward(layer, saved, router, needs_shared, needs_router)
+        arguments = (saved.preact, saved.indices, saved.weights, permutation, e, needs_grad, main_grad)
+        dy = aligned(gradients[0])
+        grads = expert_layer.backward(ctx.ops, dy, saved.tokens, *arguments, router=router_backward)
+        return None, grads.x, router_backward.dshared, router_backward.drouter, *grads[2:]
 
 
 class _Router(torch.nn.Linear):
-    """A linear layer that says what it takes. One of float32 takes tokens of 16 bits too."""
+    """A linear layer that checks its input. In float32 it also takes bfloat16 and float16 tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.check(tokens)
         return super().forward(tokens if autocast_type(tokens) else tokens.to(self.weight.dtype))
 
     def check(self, tokens: Tensor) -> None:
-        """Raises for tokens of another type or size."""
+        """Raises a ValueError for tokens of another dtype or size."""
         weight, types = self.weight, [self.weight.dtype]
         types += [torch.bfloat16, torch.float16] * (weight.dtype is torch.float32)
         fits = tokens.dtype in types or autocast_type(tokens) is not None
@@ -123,45 +128,45 @@ class _Router(torch.nn.Linear):
             raise refused(ValueError, "MoE", "x", got, allowed, cure)
 
     @property
-    def is_altered(self) -> bool:
-        """Whether someone looks at its calls or their gradients, or has given it a bias or a ``forward``."""
+    def is_customized(self) -> bool:
+        """Whether the module has hooks, a bias, or another ``forward``."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        given = self.bias is not None or "forward" in vars(self)
-        return any(hooks) or given or bool(_has_any_global_hook())
+        overridden = self.bias is not None or "forward" in vars(self)
+        return any(hooks) or overridden or bool(_has_any_global_hook())
 
 
 class MoE(torch.nn.Module):
-    """A layer of experts: each token goes through ``top_k`` of them, chosen and weighted by a router.
+    """A mixture-of-experts layer: a router sends each token to ``top_k`` experts and weights their outputs.
 
     The router is a linear layer and :func:`cudnn.moe.route`, the experts are :func:`cudnn.ops.moe_mlp`. Shared experts,
-    of the same size, see every token with the weight 1 or, with ``shared_gate``, ``sigmoid(gate(x))``; S of them are
-    one of S times the intermediate size.
+    of the same size, process every token with the weight 1 or, with ``shared_gate``, ``sigmoid(gate(x))``; S of them
+    compute the same as one of S times the intermediate size.
 
-    It has these parameters:
+    Parameters of the module:
 
         - ``router.weight`` (experts, hidden), ``shared_gate.weight`` (1, hidden). After ``layer.router.float()``,
           logits are computed in float32, except under ``torch.autocast``.
         - ``up`` (experts + shared_experts, N, hidden) with N = 2 intermediate or, for "srelu", intermediate. Of every
-          64 rows of a gated activation, the first 32 are gates: :meth:`load_gate_up` copies weights in halves. With
-          ``glu_layout="concatenated"``, the first half are gates.
+          64 rows of a gated activation, the first 32 are gates: :meth:`load_gate_up` copies concatenated weights. With
+          ``glu_layout="concatenated"``, the first half of the rows are gates.
         - ``down`` (experts + shared_experts, hidden, intermediate).
         - ``up_bias``, ``down_bias`` with ``bias``.
 
     The buffer ``correction``, float32 (experts,), with ``correction_bias``, is added to the scores that choose experts,
-    not to weights. It stays float32 in a module that gets another type.
+    not to weights. It stays float32 when the module is cast.
 
     Args:
         hidden, intermediate: Sizes, multiples of 8 and of 32.
-        experts, top_k: How many there are, up to 1024 with shared ones, and how many a token sees, up to 16.
+        experts, top_k: The number of experts, up to 1024 with shared ones, and of experts per token, up to 16.
         activation, glu_layout: of :func:`cudnn.ops.moe_mlp`.
         bias: The experts have biases.
         shared_experts, shared_gate: See above.
         correction_bias: See above.
-        fp8: of :func:`cudnn.ops.moe_mlp`: the experts' forward products are of e4m3.
+        fp8: of :func:`cudnn.ops.moe_mlp`: the experts' forward GEMMs take e4m3.
         into_main_grad: The backward pass adds the gradients of ``up`` and ``down`` to ``up.main_grad`` and
-            ``down.main_grad``, float32, as Megatron's optimizers have them, and gives none to autograd.
-        group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` are those of all ranks, of which each has its share
-            in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
+            ``down.main_grad``, float32, as Megatron's optimizers allocate them; autograd gets none.
+        group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` counts those of all ranks; each rank has
+            experts / ranks in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
         dtype: bfloat16 or float16; float32 for calls under ``torch.autocast`` and, as float64, for the reference on the
             CPU. None: PyTorch's default type, as in its own layers.
         score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
@@ -169,7 +174,7 @@ class MoE(torch.nn.Module):
 
     Raises:
         ValueError: an activation or size that is not allowed.
-        TypeError: an argument of another Python type, such as a group that is none.
+        TypeError: an argument of another Python type, such as a group that is no process group.
     """
 
     def __init__(
@@ -202,9 +207,11 @@ class MoE(torch.nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
-        given = kinds.checked("MoE", MoE.__init__, locals())
+        checked_arguments = argument_types.checked("MoE", MoE.__init__, locals())
         counts = ("hidden", "intermediate", "experts", "top_k", "shared_experts", "n_group", "topk_group")
-        hidden, intermediate, experts, top_k, shared_experts, n_group, topk_group = (given[name] for name in counts)
+        hidden, intermediate, experts, top_k, shared_experts, n_group, topk_group = (
+            checked_arguments[name] for name in counts
+        )
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in _TYPES:
@@ -214,7 +221,7 @@ class MoE(torch.nn.Module):
         for name, size, step in (("hidden", hidden, 8), ("intermediate", intermediate, 32), ("experts", experts, 1)):
             if size < 1 or size % step:
                 allowed = f"a multiple of {step}" if step > 1 else "1 or more"
-                cure = f"take {-(-max(size, 1) // step) * step} and fill what is new of the weights with zeros"
+                cure = f"take {-(-max(size, 1) // step) * step} and pad the weights with zeros"
                 raise refused(ValueError, "MoE", name, size, allowed, cure if step > 1 else "")
         if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
             got = f"{glu_layout!r} with {activation!r}"
@@ -229,38 +236,38 @@ class MoE(torch.nn.Module):
         check_rule("MoE", experts, rule, correction_bias)
         if top_k + shared_experts > MOST_SUMMED or experts + shared_experts > MOST_EXPERTS:
             got = f"{experts} and {shared_experts} shared ones, top_k {top_k}"
-            allowed = f"{MOST_EXPERTS} with shared ones, of which a token sees {MOST_SUMMED} at most"
-            cure = "one shared expert of S times the size does what S do: make it a layer of its own"
+            allowed = f"{MOST_EXPERTS} with shared ones, at most {MOST_SUMMED} of them for a token"
+            cure = "make the shared experts a separate layer: one expert of S times the size computes the same as S"
             raise refused(ValueError, "MoE", "experts", got, allowed, cure if shared_experts else "")
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
         self._scaling_factor = checked_number("MoE", "scaling_factor", scaling_factor)
-        numbers = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
-        named = zip(NUMBERS, numbers, strict=True)
-        self._numbers = {name: checked_number("MoE", name, x, limit="clamp" in name) for name, x in named}
-        made = {"device": device, "dtype": dtype}
+        act_params = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
+        named = zip(ACT_PARAMS, act_params, strict=True)
+        self._act_params = {name: checked_number("MoE", name, x, limit="clamp" in name) for name, x in named}
+        factory_kwargs = {"device": device, "dtype": dtype}
         ranks = 1 if group is None else ranks_of("MoE", group)
         if experts % ranks or (group is not None and shared_experts):
             got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
-            allowed = "as many experts on each rank, and no shared ones with a group"
-            raise refused(ValueError, "MoE", "experts", got, allowed, "make the shared experts a layer of their own")
+            allowed = "the same number of experts on each rank, and no shared ones with a group"
+            raise refused(ValueError, "MoE", "experts", got, allowed, "make the shared experts a separate layer")
         self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
-        self._agreed = group is None
-        count, wide = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
-        self.router = _Router(hidden, experts, bias=False, **made)
-        self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **made) if shared_gate else None
-        self.up = torch.nn.Parameter(torch.empty(count, wide, hidden, **made))
-        self.down = torch.nn.Parameter(torch.empty(count, hidden, intermediate, **made))
-        self.up_bias = torch.nn.Parameter(torch.empty(count, wide, **made)) if bias else None
-        self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **made)) if bias else None
+        self._is_checked = group is None
+        count, n = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
+        self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
+        self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
+        self.up = torch.nn.Parameter(torch.empty(count, n, hidden, **factory_kwargs))
+        self.down = torch.nn.Parameter(torch.empty(count, hidden, intermediate, **factory_kwargs))
+        self.up_bias = torch.nn.Parameter(torch.empty(count, n, **factory_kwargs)) if bias else None
+        self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **factory_kwargs)) if bias else None
         self.correction: Tensor | None
         correction = torch.zeros(experts, dtype=torch.float32, device=device) if correction_bias else None
         self.register_buffer("correction", correction)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the experts' parameters as those of ``torch.nn.Linear`` are; ``correction`` is 0 then."""
+        """Initializes the experts' parameters as ``torch.nn.Linear`` does, and ``correction`` with 0."""
         for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
             bound = weight.shape[-1] ** -0.5
             for parameter in (weight, bias):
@@ -270,14 +277,14 @@ class MoE(torch.nn.Module):
             self.correction.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        """A layer with parameters of its own and the same group."""
+        """A layer with copies of the parameters and the same group."""
         memo[id(self._ranks["group"])] = self._ranks["group"]
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return made
+        clone = memo[id(self)] = type(self).__new__(type(self))
+        clone.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoE:
-        """What ``to``, ``half`` and the like do."""
+        """Called by ``to``, ``half`` and similar methods; ``correction`` stays float32."""
         before = self.correction
         super()._apply(fn, recurse)
         if self.correction is not None and before is not None and self.correction.dtype is not before.dtype:
@@ -285,7 +292,7 @@ class MoE(torch.nn.Module):
         return self
 
     def load_gate_up(self, gate_up: Tensor) -> None:
-        """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: halves, gates first."""
+        """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: concatenated, gates first."""
         check_tensor("MoE.load_gate_up", "gate_up", gate_up)
         if self.activation not in GATED or gate_up.shape != self.up.shape:
             got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
@@ -296,7 +303,7 @@ class MoE(torch.nn.Module):
             self.up.copy_(gate_up)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """The router's logits (T, experts) and its choice, without shared experts: for a loss that balances, say."""
+        """The router's logits (T, experts) and its routing, without shared experts, for example for a loss."""
         logits = self.router(tokens_of("MoE", x))
         rule: dict[str, Any] = dict(zip(_RULE, self._rule, strict=True))
         return logits, route(logits, self.top_k, bias=self.correction, scaling_factor=self._scaling_factor, **rule)
@@ -307,27 +314,27 @@ class MoE(torch.nn.Module):
         return weight if self.shared_gate is None else weight * wide(self.shared_gate(tokens)).sigmoid()
 
     def _with_shared(self, indices: Tensor) -> Tensor:
-        """The shared experts as further choices of every token."""
+        """Indices (T, top_k + shared_experts): the shared experts are further slots of every token."""
         shared = torch.arange(self.experts, len(self.up), dtype=torch.int32, device=indices.device)
         return torch.cat([indices, shared.expand(indices.shape[0], -1)], 1)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
-        """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
+        """``[..., hidden]``, of the shape and dtype of x. ``routing``: the result of :meth:`route` for x, if called."""
         tokens = tokens_of("MoE", x)
-        if not self._agreed:
-            self._agree(tokens)
+        if not self._is_checked:
+            self._check_same_layer(tokens)
         if self.into_main_grad and torch.is_grad_enabled() and self._main_grads() is None:
             cure = "set both, or call the layer under torch.no_grad()"
             raise refused(ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", cure)
         parameters = (self.up, self.down, self.up_bias, self.down_bias)
-        if routing is None and self._is_unseen(tokens, parameters):
+        if routing is None and self._is_one_node(tokens, parameters):
             self.router.check(tokens)
             shared, weight = self._shared(tokens) if self.shared_experts else None, self.router.weight
-            given = (tokens, shared, weight, *parameters)
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
-                y = _Layer.apply(self, *given)
+            inputs = (tokens, shared, weight, *parameters)
+            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+                y = _Layer.apply(self, *inputs)
             else:
-                y, *_ = self._computed(tokens, shared, weight, parameters, False)
+                y, *_ = self._forward(tokens, shared, weight, parameters, False)
             return y if x.ndim == 2 else y.view(x.shape)
         if routing is None:
             _, routing = self.route(tokens)
@@ -343,70 +350,74 @@ class MoE(torch.nn.Module):
             glu_layout=self.glu_layout,
             fp8=self.fp8,
             main_grads=self._main_grads(),
-            **self._numbers,
+            **self._act_params,
             **self._ranks,
         )
 
-    def _is_unseen(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
-        """Whether nobody has to see the operators that a call consists of."""
-        router, own_choice = self.router, type(self).route is not MoE.route
-        if own_choice or self._ranks["group"] is not None or not tokens.shape[0]:
+    def _is_one_node(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+        """Whether the call can be one autograd node: no tracing, dispatch mode, hook or override sees it."""
+        router, overrides_route = self.router, type(self).route is not MoE.route
+        if overrides_route or self._ranks["group"] is not None or not tokens.shape[0]:
             return False
-        if type(router) is not _Router or router.is_altered or router.weight.dtype is not self.up.dtype:
+        if type(router) is not _Router or router.is_customized or router.weight.dtype is not self.up.dtype:
             return False
-        return not is_seen([t for t in (tokens, router.weight, *parameters) if t is not None], True)
+        return not needs_dispatch([t for t in (tokens, router.weight, *parameters) if t is not None], True)
 
-    def _computed(
-        self, tokens: Tensor, shared: Tensor | None, router: Tensor, parameters: Sequence[Any], keeps: bool
-    ) -> tuple[Tensor, _Kept, Products]:
-        """The result, what the backward pass needs, and the products."""
+    def _forward(
+        self, tokens: Tensor, shared: Tensor | None, router: Tensor, parameters: Sequence[Any], save_preact: bool
+    ) -> tuple[Tensor, _Saved, GroupedGemmOps]:
+        """y (T, hidden), the tensors to save for backward, and the layer's GEMMs."""
+        # (1) Router GEMM, top-k, weights, and the sort by expert.
         logits, tokens = torch.nn.functional.linear(tokens, router), aligned(tokens)
         rule = rule_of(self.top_k, *self._rule)
-        weights, indices, *sorted_, chosen = routed(logits, self.correction, rule, self._scaling_factor)
-        kept = tokens, logits if keeps and rule.is_dense else chosen
-        del logits  # where they are not kept, their memory is free for the experts
+        weights, indices, *permutation, chosen = routed(logits, self.correction, rule, self._scaling_factor)
+        saved_logits = logits if save_preact and rule.is_dense else chosen
+        del logits  # if they are not saved, the experts reuse their memory
+        # (2) Shared experts are further slots of every token.
         if shared is not None:
             indices, weights = self._with_shared(indices), torch.cat([weights, shared], 1)
-            sorted_ = sort(indices, len(self.up))
-        e, rows = self._experts(parameters), Rows(*sorted_)
-        kind = checked(tokens, weights, indices, e, self._sums())
-        y, hidden = passes.forward(kind, tokens, weights, rows, e, keeps)
-        return y, _Kept(*kept, hidden, indices, weights, *sorted_), kind
+            permutation = sort(indices, len(self.up))
+        # (3) Experts: permute, up GEMM + activation, down GEMM, combine.
+        e = self._experts(parameters)
+        ops = checked(tokens, weights, indices, e, self._main_grad_lists())
+        y, preact = expert_layer.forward(ops, tokens, weights, Permutation(*permutation), e, save_preact)
+        return y, _Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops
 
-    def _by_logits(self, by_weights: Tensor, kept: _Kept) -> tuple[Tensor, Tensor | None]:
-        """The gradient of the logits, from that of the chosen experts' weights; and of each row's, (R, 1, 1), where
-        only these have one.
+    def _dlogits(self, dweights: Tensor, saved: _Saved) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the logits (T, experts), from that of the routed experts' weights (T, top_k).
+
+        And, if only the chosen experts' logits have a gradient, each row's (R, 1, 1), else None.
         """
-        indices = kept.indices if not self.shared_experts else kept.indices[:, : self.top_k].contiguous()
+        indices = saved.indices if not self.shared_experts else saved.indices[:, : self.top_k].contiguous()
         rule = rule_of(self.top_k, *self._rule[:3])
-        of_rows = None if rule.is_dense else by_weights.new_empty(kept.gather_idx.numel(), 1, 1)
-        rows = None if of_rows is None else (kept.scatter_idx, of_rows)
-        given = (by_weights, kept.logits, indices, self.experts, rule, self._scaling_factor, rows)
-        return logits_gradient(*given), of_rows
+        dlogit_of_row = None if rule.is_dense else dweights.new_empty(saved.gather_idx.numel(), 1, 1)
+        rows = None if dlogit_of_row is None else (saved.scatter_idx, dlogit_of_row)
+        arguments = (dweights, saved.logits, indices, self.experts, rule, self._scaling_factor, rows)
+        return logits_gradient(*arguments), dlogit_of_row
 
-    def _with_zeros(self, router: Tensor) -> Tensor:
+    def _padded_router(self, router: Tensor) -> Tensor:
         """The router's weight, contiguous, with rows of zeros for shared experts."""
         shared = self.shared_experts
         return torch.nn.functional.pad(router, (0, 0, 0, shared)) if shared else router.contiguous()
 
     def _experts(self, parameters: Sequence[Any]) -> Experts:
         up, down, up_bias, down_bias = parameters
-        options = (self.activation, tuple(self._numbers.values()), self.glu_layout, self.fp8)
+        options = (self.activation, tuple(self._act_params.values()), self.glu_layout, self.fp8)
         return Experts([up], [down], up_bias, down_bias, *options)
 
     def _main_grads(self) -> tuple[Tensor, Tensor] | None:
         up, down = (getattr(w, "main_grad", None) if self.into_main_grad else None for w in (self.up, self.down))
         return None if up is None or down is None else (up, down)
 
-    def _sums(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the gradients of up and down are added to, if they are."""
-        both = self._main_grads()
-        return ([], []) if both is None else ([both[0]], [both[1]])
+    def _main_grad_lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The ``main_grad`` buffers of up and of down; empty lists without ``into_main_grad``."""
+        buffers = self._main_grads()
+        return ([], []) if buffers is None else ([buffers[0]], [buffers[1]])
 
     @torch.compiler.disable(reason="ranks compare their layers")
-    def _agree(self, tokens: Tensor) -> None:
-        """At the first call all ranks say what their layer is: see the operator's errors."""
-        words = said(
+    def _check_same_layer(self, tokens: Tensor) -> None:
+        """At the first call the ranks compare their layers' configurations: see the operator's errors."""
+        config = describe_config(
             hidden=self.up.shape[2],
             intermediate=self.down.shape[2],
             experts=self.experts,
@@ -415,15 +426,15 @@ class MoE(torch.nn.Module):
             activation=self.activation,
             glu_layout=self.glu_layout,
             fp8=self.fp8,
-            **self._numbers,
+            **self._act_params,
             bias=self.up_bias is not None,
             correction_bias=self.correction is not None,
             scaling_factor=self._scaling_factor,
             **dict(zip(_RULE, self._rule, strict=True)),
         )
         sizes = (self.experts, self.top_k, tokens.shape[-1], autocast_type(tokens) or self.up.dtype)
-        agreed("MoE", words=words, sizes=sizes, x=tokens, **self._ranks)
-        self._agreed = True
+        check_same_layer("MoE", config=config, sizes=sizes, x=tokens, **self._ranks)
+        self._is_checked = True
 
     def extra_repr(self) -> str:
         sizes = f"{self.up.shape[2]}, {self.down.shape[2]}, experts={self.experts}, top_k={self.top_k}"

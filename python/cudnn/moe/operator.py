@@ -1,3 +1,8 @@
+"""``moe_mlp``: the experts of a layer as a PyTorch operator with autograd, vmap, FLOPs and fake implementations.
+
+The kernels' order is in :mod:`cudnn.moe.layer`; layers over several ranks are in :mod:`cudnn.moe.parallel`.
+"""
+
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 import functools
@@ -12,21 +17,21 @@ from cudnn.errors import refused
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
-from cudnn.moe.exchange import said
+from cudnn.moe.exchange import describe_config
 from cudnn.moe.experts import (
+    ACT_PARAMS,
     ACTIVATIONS,
     GATED,
-    NUMBERS,
     WIDE,
     Experts,
-    Products,
-    Rows,
+    GroupedGemmOps,
+    Permutation,
     environment,
+    grouped_gemm_ops,
     is_list,
-    products,
     shape_of,
 )
-from cudnn.moe.parallel import exchange_of, of_each, on_ranks, ranks_of, shapes_of
+from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import autocast_type, custom_op, in_type
@@ -59,89 +64,100 @@ def moe_mlp(
     group: Any = None,
     time_limit: float = 600.0,
 ) -> torch.Tensor:
-    """The experts of a layer: each token through K of E small networks, and their weighted sum. Differentiable.
+    """The experts of a mixture-of-experts layer: each token's weighted sum of K of E MLPs. Differentiable.
 
         y[t] = sum over k of weights[t, k] * (down[e] act(up[e] x[t] + up_bias[e]) + down_bias[e]),  e = indices[t, k]
 
-    On CUDA tensors our kernels run, on CPU tensors their reference or, within ``cudnn.emulation``, the kernels. Kept
-    for the backward pass are x, the product of the up projection, (T K, N), and the routing. Works under
-    ``torch.compile``, in CUDA graphs after a first call, and with activation checkpointing.
+    CUDA tensors run the fused kernels: (1) permute or gather, (2) up GEMM + activation, (3) down GEMM, (4) combine. CPU
+    tensors run the reference or, within ``cudnn.emulation``, the kernels. Saved for backward: x, the pre-activation
+    (T K, N) of the up GEMM, and the routing. Works under ``torch.compile``, in CUDA graphs after a first call, and with
+    activation checkpointing.
 
     Args:
-        x: ``[..., H]``, T tokens in all, bfloat16 or float16; for the reference also float32 or float64, in which
-            all is computed and stored then.
+        x: ``[..., H]``, T tokens in all, contiguous in H, bfloat16 or float16; the reference also takes float32 and
+            float64 and computes and stores in them.
         routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
             and ``weights``, ``[T, K]``, differentiable: float32 or, for an x of float64, float64.
-        up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of
-            every 64 rows, the first 32 are gates: ``cudnn.interleave_glu_weights`` brings an expert's halves into this
-            order; else I.
-        down: ``[E, H, I]``, or a list of E tensors ``[H, I]``.
+        up: ``[E, N, H]``, contiguous, of the dtype of x, or a list of E tensors ``[N, H]``. N is I, or 2 I for a gated
+            activation: of every 64 rows, the first 32 are gates; ``cudnn.interleave_glu_weights`` interleaves an
+            expert's concatenated halves.
+        down: ``[E, H, I]``, contiguous, or a list of E tensors ``[H, I]``.
         up_bias, down_bias: ``[E, N]`` and ``[E, H]``.
         activation: "swiglu", "geglu" or "srelu", as in :class:`cudnn.GroupedGemmGlu` and
             :class:`cudnn.GroupedGemmSrelu`.
-        glu_layout: "interleaved", or "concatenated" where the gates are the first I rows of ``up``, one tensor, and the
+        glu_layout: "interleaved", or "concatenated": the gates are the first I rows of ``up``, one tensor, and the
             first I elements of ``up_bias``.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
-        fp8: The forward products are of e4m3: tokens and activations with a float32 factor for each 128 elements of a
-            row, weights for each 128 x 128. Copies of weights in e4m3, half of their memory, are kept from one pass
-            without gradients to the next, until weights change. Gradients are those of a layer without ``fp8`` that had
-            the same pre-activation. For gated activations and interleaved weights; H and I are multiples of 128.
-        main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
-            and down to; then these get none.
+        fp8: The forward GEMMs take e4m3: tokens and activations with float32 scales for 1 x 128 blocks, weights for
+            128 x 128 blocks. The e4m3 copies of weights, half of their memory, are cached between passes without
+            gradients until the weights change. Gradients are those of a layer without ``fp8`` with the same
+            pre-activation. For gated activations and interleaved weights; H and I are multiples of 128.
+        main_grads: Float32 tensors of the shapes of up and down, or lists of them, that the backward pass accumulates
+            the gradients of up and down into; autograd then gets none.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
-            has the experts from r E on, E of each rank, and routing is that of all experts. A token travels once to
-            each rank that has experts of it, and the sum of what they make of it comes back. Every rank calls, with any
-            number of tokens; with GPUs of one host no more than the rank with most had at the first call of a layer of
-            these sizes, or than the exchange has memory for. Such layers share an exchange.
+            has the experts from r E on, E on each rank, and routing is over all experts. A token is sent once to each
+            rank that has one of its experts, and the sum over that rank's experts is sent back. Every rank calls, with
+            any number of tokens; with GPUs of one host at most the largest number of any rank at the first call
+            of a layer of these sizes, or the exchange's ``max_tokens``. Such layers share an exchange.
         time_limit: Seconds to wait for all ranks of a process group.
 
     Returns:
-        ``[..., H]``, of the type of x. Sums are in float32.
+        ``[..., H]``, contiguous, of the dtype of x. Sums are in float32.
 
     Raises:
-        ValueError: shapes, types, devices or an activation; layers of the group's ranks that differ.
-        TypeError: an argument of another Python type, such as a group that is none.
+        ValueError: shapes, dtypes, devices or an activation; the ranks' layers differ.
+        TypeError: an argument of another Python type, such as a group that is no process group.
         RuntimeError: a rank of the group did not call within the time limit.
     """
     up, down, tokens = _listed("up", up), _listed("down", down), tokens_of(_WHERE, x)
-    up_sums, down_sums = [], []
+    up_main_grad, down_main_grad = [], []
     if main_grads is not None:
-        of_up, of_down = _pair("main_grads", main_grads, "those of up and of down")
-        up_sums, down_sums = _listed("main_grads of up", of_up), _listed("main_grads of down", of_down)
+        up_main_grad, down_main_grad = _two("main_grads", main_grads, "those of up and of down")
+        up_main_grad = _listed("main_grads of up", up_main_grad)
+        down_main_grad = _listed("main_grads of down", down_main_grad)
     check_tensors(_WHERE, up_bias=up_bias, down_bias=down_bias)
-    numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
+    act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
-        here, sums = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8), (up_sums, down_sums)
+        local, main_grad = (
+            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8),
+            (up_main_grad, down_main_grad),
+        )
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
-        return _on_ranks(tokens, routing[0], routing[1], here, sums, group, time_limit).view(x.shape)
+        return _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
-        indices, weights = _pair("routing", routing, "what cudnn.moe.route returned, or indices and weights")
+        indices, weights = _two("routing", routing, "what cudnn.moe.route returned, or indices and weights")
         check_tensor(_WHERE, "indices", indices)
         check_tensor(_WHERE, "weights", weights)
-        _check_choices(tokens, indices, weights)
-        indices = _in_32_bits(indices).contiguous()
+        _check_slots(tokens, indices, weights)
+        indices = _to_int32(indices).contiguous()
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
     elif routing.offsets.shape[0] != shape_of(up)[0]:
-        got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, as many as up has"
+        got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
         raise refused(ValueError, _WHERE, "routing", got, allowed)
-    given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8)
-    return _on_one_rank(tokens, routing, *given).view(x.shape)
+    experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
+    return _single_rank(tokens, routing, *experts).view(x.shape)
 
 
-@torch.compiler.disable(reason="ranks exchange tokens: compile what is before and behind it")
-def _on_ranks(
-    x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Any, group: Any, time_limit: float
+@torch.compiler.disable(reason="ranks exchange tokens: compile the code before and after it")
+def _expert_parallel(
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    e: Experts,
+    main_grad: Any,
+    group: Any,
+    time_limit: float,
 ) -> torch.Tensor:
-    """The layer whose experts on this rank are ``e``."""
+    """The layer over several ranks; ``e`` are the experts of this rank."""
     if dtype := autocast_type(x):
         cast = functools.partial(in_type, dtype=dtype)
         e = e._replace(**{name: cast(getattr(e, name)) for name in ("up", "down", "up_bias", "down_bias")})
         with torch.autocast(x.device.type, enabled=False):
-            return _on_ranks(cast(x), indices, weights, e, sums, group, time_limit)
-    _check(x, indices, weights, e, sums)
+            return _expert_parallel(cast(x), indices, weights, e, main_grad, group, time_limit)
+    _check(x, indices, weights, e, main_grad)
     experts, top_k = shape_of(e.up)[0] * ranks_of(_WHERE, group), indices.shape[1]
     biases = {"up_bias": e.up_bias is not None, "down_bias": e.down_bias is not None}
-    words = said(
+    config = describe_config(
         experts=experts,
         top_k=top_k,
         up=shape_of(e.up),
@@ -151,35 +167,35 @@ def _on_ranks(
         activation=e.activation,
         glu_layout=e.glu_layout,
         fp8=e.fp8,
-        **dict(zip(NUMBERS, e.numbers, strict=True)),
+        **dict(zip(ACT_PARAMS, e.act_params, strict=True)),
     )
-    exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
-    return on_ranks(x, _in_32_bits(indices), weights, e, sums, exchange)
+    exchange = exchange_of(group, config, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
+    return expert_parallel(x, _to_int32(indices), weights, e, main_grad, exchange)
 
 
-def _in_32_bits(indices: torch.Tensor) -> torch.Tensor:
-    """Indices of experts. Those that do not fit stay what they are: no expert's."""
+def _to_int32(indices: torch.Tensor) -> torch.Tensor:
+    """Expert indices as int32. Those out of range stay out of range, which drops their slots."""
     wide = indices.dtype is torch.int64
     return (indices.clamp(-1, torch.iinfo(torch.int32).max) if wide else indices).int()
 
 
-def _on_one_rank(
+def _single_rank(
     tokens: torch.Tensor,
     routing: Routing,
     up: list[torch.Tensor],
     down: list[torch.Tensor],
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    up_sums: list[torch.Tensor],
-    down_sums: list[torch.Tensor],
+    up_main_grad: list[torch.Tensor],
+    down_main_grad: list[torch.Tensor],
     activation: str,
-    numbers: list[float],
+    act_params: list[float],
     glu_layout: str,
     fp8: bool,
 ) -> torch.Tensor:
-    """The layer of these experts alone."""
+    """The layer on one rank."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     y, _ = moe_mlp_fwd_primitive(
         tokens,
         routing.weights,
@@ -191,13 +207,13 @@ def _on_one_rank(
         down,
         up_bias,
         down_bias,
-        up_sums,
-        down_sums,
+        up_main_grad,
+        down_main_grad,
         activation,
-        numbers,
+        act_params,
         glu_layout,
         fp8,
-        keeps,
+        save_preact,
     )
     return y
 
@@ -216,34 +232,34 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
-    found = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
-    if not found:
+    tensors = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
+    if not tensors:
         raise refused(ValueError, _WHERE, name, weights, "a tensor, or a list of the experts'")
-    for each in found:
-        check_tensor(_WHERE, name, each)
-    return found
+    for tensor in tensors:
+        check_tensor(_WHERE, name, tensor)
+    return tensors
 
 
-def _pair(name: str, given: Any, allowed: str) -> tuple[Any, Any]:
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
+def _two(name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        got = f"{len(pair)} of them" if isinstance(pair, (tuple, list)) else type(pair).__name__
         raise refused(ValueError, _WHERE, name, got, allowed)
-    return given[0], given[1]
+    return pair[0], pair[1]
 
 
-def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
+def _check_slots(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
     shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
     if indices.ndim != 2 or indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
         raise refused(ValueError, _WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]")
-    kind = torch.float64 if x.dtype is torch.float64 else torch.float32
-    if indices.dtype not in _INTEGERS or weights.dtype is not kind:
-        name, got = str(kind).removeprefix("torch."), f"{indices.dtype} and {weights.dtype}"
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    if indices.dtype not in _INTEGERS or weights.dtype is not dtype:
+        name, got = str(dtype).removeprefix("torch."), f"{indices.dtype} and {weights.dtype}"
         fits = weights.is_floating_point() and indices.dtype in _INTEGERS
-        cure = f"pass weights.{'float' if kind is torch.float32 else 'double'}()" if fits else ""
+        cure = f"pass weights.{'float' if dtype is torch.float32 else 'double'}()" if fits else ""
         raise refused(ValueError, _WHERE, "types of indices and weights", got, f"integers and {name}", cure)
 
 
-def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Sequence[Any]) -> None:
+def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, main_grad: Sequence[Any]) -> None:
     if e.activation not in ACTIVATIONS:
         allowed = " or ".join(map(repr, ACTIVATIONS))
         raise refused(ValueError, _WHERE, "activation", repr(e.activation), allowed)
@@ -255,18 +271,18 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
         got = "a list of tensors" if gated else f"the activation {e.activation!r}"
         cure = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
         raise refused(ValueError, _WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", cure)
-    _check_choices(x, indices, weights)
-    for name, given in (("up", e.up), ("down", e.down)):
-        shapes = {tuple(w.shape) for w in given}
-        if len(shapes) != 1 or given[0].ndim not in (2, 3) or (given[0].ndim == 3 and len(given) > 1):
+    _check_slots(x, indices, weights)
+    for name, tensors in (("up", e.up), ("down", e.down)):
+        shapes = {tuple(w.shape) for w in tensors}
+        if len(shapes) != 1 or tensors[0].ndim not in (2, 3) or (tensors[0].ndim == 3 and len(tensors) > 1):
             raise refused(ValueError, _WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
-        if any(not w.is_contiguous() for w in given):
+        if any(not w.is_contiguous() for w in tensors):
             cure = f"pass {name}.contiguous(), made once"
-            raise refused(ValueError, _WHERE, f"strides of {name}", given[0].stride(), "contiguous tensors", cure)
+            raise refused(ValueError, _WHERE, f"strides of {name}", tensors[0].stride(), "contiguous tensors", cure)
     up, down, h = shape_of(e.up), shape_of(e.down), x.shape[1]
-    wide = down[2] * (2 if e.activation in GATED else 1)
-    if up != (down[0], wide, h) or down[1] != h:
-        got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if wide > down[2] else "N = I"
+    n = down[2] * (2 if e.activation in GATED else 1)
+    if up != (down[0], n, h) or down[1] != h:
+        got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if n > down[2] else "N = I"
         raise refused(ValueError, _WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
     _check_multiples(h, down[2], e, x.dtype)
     if e.fp8 and (e.activation not in GATED or e.glu_layout != LAYOUTS[0] or h % 128 or down[2] % 128):
@@ -285,57 +301,61 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
         got, allowed = sorted(map(str, types)), f"one of {', '.join(map(str, _TYPES))} for all but weights"
         cure = "use that, or torch.autocast; others are for the reference, on the CPU, without fp8" if is_wide else ""
         raise refused(ValueError, _WHERE, "types", ", ".join(got), allowed, cure)
-    devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *sums[0], *sums[1])}
+    devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *main_grad[0], *main_grad[1])}
     if len(devices) > 1:
         raise refused(ValueError, _WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one")
-    for name, given, like in (("up", sums[0], e.up), ("down", sums[1], e.down)):
-        wrong = [w for w in given if w.dtype is not torch.float32 or not w.is_contiguous()]
-        if wrong or (given and (shape_of(given) != shape_of(like))):
-            got = f"{given[0].dtype} {shape_of(given)}"
+    for name, tensors, like in (("up", main_grad[0], e.up), ("down", main_grad[1], e.down)):
+        wrong = [w for w in tensors if w.dtype is not torch.float32 or not w.is_contiguous()]
+        if wrong or (tensors and (shape_of(tensors) != shape_of(like))):
+            got = f"{tensors[0].dtype} {shape_of(tensors)}"
             raise refused(ValueError, _WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
 
 
-def _check_multiples(hidden: int, inner: int, e: Experts, dtype: torch.dtype) -> None:
-    """Gates come in blocks of 32 rows of ``up``; rows of 16-bit tensors are read 16 bytes at a time."""
-    of_rows = 1 if dtype in WIDE else 8
-    of_inner = 32 if e.activation in GATED else of_rows
+def _check_multiples(h: int, intermediate: int, e: Experts, dtype: torch.dtype) -> None:
+    """Interleaved gates come in blocks of 32 rows of ``up``; rows of 16-bit tensors are loaded 16 bytes at a time."""
+    of_h = 1 if dtype in WIDE else 8
+    of_i = 32 if e.activation in GATED else of_h
     why = f"for {e.activation!r} and {dtype}"
-    if inner < 1 or inner % of_inner:
+    if intermediate < 1 or intermediate % of_i:
         cure = "pad up's rows, gates and others alike, and down's columns with zeros, which changes no result"
-        allowed = f"a multiple of {of_inner} {why}"
-        raise refused(ValueError, _WHERE, "intermediate size, I of down [E, H, I]", inner, allowed, cure)
-    if hidden < 1 or hidden % of_rows:
+        allowed = f"a multiple of {of_i} {why}"
+        raise refused(ValueError, _WHERE, "intermediate size, I of down [E, H, I]", intermediate, allowed, cure)
+    if h < 1 or h % of_h:
         cure = "pad x, up's columns and down's rows with zeros"
-        raise refused(
-            ValueError, _WHERE, "hidden size, H of x [..., H]", hidden, f"a multiple of {of_rows} {why}", cure
-        )
+        raise refused(ValueError, _WHERE, "hidden size, H of x [..., H]", h, f"a multiple of {of_h} {why}", cure)
 
 
-def _check_addresses(e: Experts, sums: Sequence[Sequence[torch.Tensor]]) -> None:
+def _check_addresses(e: Experts, main_grad: Sequence[Sequence[torch.Tensor]]) -> None:
     names = ("up", "down", "main_grads of up", "main_grads of down")
-    for name, given in zip(names, (e.up, e.down, *sums), strict=True):
-        if address := next((w.data_ptr() for w in given if w.data_ptr() % ALIGNMENT), 0):
+    for name, tensors in zip(names, (e.up, e.down, *main_grad), strict=True):
+        if address := next((w.data_ptr() for w in tensors if w.data_ptr() % ALIGNMENT), 0):
             allowed, cure = f"multiples of {ALIGNMENT} bytes", "pass copies, made once"
             raise refused(ValueError, _WHERE, f"address of {name}", f"{address:#x}", allowed, cure)
 
 
-_KINDS: dict[Any, Products] = {}
+_CHECKED: dict[Any, GroupedGemmOps] = {}
 
 
 def checked(
-    x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, e: Experts, sums: Sequence[Sequence[torch.Tensor]]
-) -> Products:
-    """The products of a layer whose arguments are right. Those like earlier ones are not looked at again, except lists.
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    e: Experts,
+    main_grad: Sequence[Sequence[torch.Tensor]],
+) -> GroupedGemmOps:
+    """Checks a layer's arguments and returns its GEMMs. Arguments like earlier ones, except lists, skip the check.
 
     Raises:
         ValueError: as :func:`moe_mlp`.
     """
-    every = (e.up, e.down, *sums)
+    lists = (e.up, e.down, *main_grad)
     firsts = [
-        (t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT) for part in every for t in part[:1]
+        (t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT)
+        for tensors in lists
+        for t in tensors[:1]
     ]
     biases = [None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in (e.up_bias, e.down_bias)]
-    lengths = tuple(map(len, every))
+    lengths = tuple(map(len, lists))
     routed = (
         indices.shape == weights.shape,
         indices.ndim,
@@ -345,29 +365,29 @@ def checked(
         weights.device,
     )
     tokens = (x.shape[0] == indices.shape[0], x.shape[1:], x.dtype, x.device)
-    options = (e.activation, *e.numbers, e.glu_layout, e.fp8, None if x.is_cuda else architecture(x))
+    options = (e.activation, *e.act_params, e.glu_layout, e.fp8, None if x.is_cuda else architecture(x))
     key = (*firsts, *biases, lengths, routed, tokens, options, environment())
-    found = _KINDS.get(key)
-    if found is None or max(lengths) > 1:
-        _check(x, indices, weights, e, sums)
-        _check_addresses(e, sums)
-        found = _KINDS[key] = products(x, e)
-    return found
+    ops = _CHECKED.get(key)
+    if ops is None or max(lengths) > 1:
+        _check(x, indices, weights, e, main_grad)
+        _check_addresses(e, main_grad)
+        ops = _CHECKED[key] = grouped_gemm_ops(x, e)
+    return ops
 
 
-def _flops_forward(token_of_row: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]]) -> int:
-    """Both products of every row: the ends of the experts are on the device."""
-    return sum(2 * token_of_row[0] * prod(weight[0][-2:]) for weight in (up, down))
+def _flops_forward(gather_idx: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]]) -> int:
+    """Both GEMMs over all T K rows: how many are dropped is known on the device alone."""
+    return sum(2 * gather_idx[0] * prod(weight[0][-2:]) for weight in (up, down))
 
 
 def _flops_backward(
-    token_of_row: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], needed: Sequence[bool]
+    gather_idx: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], needs_grad: Sequence[bool]
 ) -> int:
-    """Those of the gradients that are needed; all but those of down begin with that of the hidden rows."""
-    of_x, of_weights, of_up, of_down, of_up_bias, _ = needed
-    first, second = (2 * token_of_row[0] * prod(weight[0][-2:]) for weight in (up, down))
-    of_hidden = of_x or of_weights or of_up or of_up_bias
-    return first * (of_x + of_up) + second * (of_hidden + of_down)
+    """The GEMMs of the gradients that are needed; all but that of down begin with dpreact."""
+    dx, dweights, dw_up, dw_down, dup_bias, _ = needs_grad
+    up_gemm, down_gemm = (2 * gather_idx[0] * prod(weight[0][-2:]) for weight in (up, down))
+    dpreact = dx or dweights or dw_up or dup_bias
+    return up_gemm * (dx + dw_up) + down_gemm * (dpreact + dw_down)
 
 
 @custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward)
@@ -376,34 +396,36 @@ def moe_mlp_fwd_primitive(
     weights: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    token_of_row: torch.Tensor,
-    row_of_choice: torch.Tensor,
+    gather_idx: torch.Tensor,
+    scatter_idx: torch.Tensor,
     up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    up_sums: Sequence[torch.Tensor],
-    down_sums: Sequence[torch.Tensor],
+    up_main_grad: Sequence[torch.Tensor],
+    down_main_grad: Sequence[torch.Tensor],
     activation: str,
-    numbers: Sequence[float],
+    act_params: Sequence[float],
     glu_layout: str,
     fp8: bool,
-    keeps: bool,
+    save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y of :func:`moe_mlp`, and what the backward pass needs where it ``keeps`` it, else no elements."""
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8)
-    kind = checked(x, weights, indices, experts, (up_sums, down_sums))
-    if not token_of_row.numel():
-        y, kept = _empty(x, token_of_row, experts, keeps)
-        return y.zero_(), kept
-    rows = Rows(offsets, token_of_row, row_of_choice)
-    return layer.forward(kind, aligned(x), weights.contiguous(), rows, experts, keeps)
+    """y of :func:`moe_mlp` (T, H), and the pre-activation (T K, N), without elements unless ``save_preact``."""
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
+    ops = checked(x, weights, indices, experts, (up_main_grad, down_main_grad))
+    if not gather_idx.numel():
+        y, preact = _empty(x, gather_idx, experts, save_preact)
+        return y.zero_(), preact
+    permutation = Permutation(offsets, gather_idx, scatter_idx)
+    return layer.forward(ops, aligned(x), weights.contiguous(), permutation, experts, save_preact)
 
 
-def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory of the results."""
-    kept = (token_of_row.shape[0], shape_of(e.up)[1]) if keeps else (0,)
-    return x.new_empty(x.shape), x.new_empty(kept)
+def _empty(
+    x: torch.Tensor, gather_idx: torch.Tensor, e: Experts, save_preact: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for y and the pre-activation."""
+    preact = (gather_idx.shape[0], shape_of(e.up)[1]) if save_preact else (0,)
+    return x.new_empty(x.shape), x.new_empty(preact)
 
 
 @moe_mlp_fwd_primitive.register_fake
@@ -412,128 +434,129 @@ def _(
     weights: Any,
     indices: Any,
     offsets: Any,
-    token_of_row: Any,
-    row_of_choice: Any,
+    gather_idx: Any,
+    scatter_idx: Any,
     up: Any,
     down: Any,
     up_bias: Any,
     down_bias: Any,
-    up_sums: Any,
-    down_sums: Any,
+    up_main_grad: Any,
+    down_main_grad: Any,
     activation: str,
-    numbers: Any,
+    act_params: Any,
     glu_layout: str,
     fp8: bool,
-    keeps: bool,
+    save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8)
-    _check(x, indices, weights, experts, (up_sums, down_sums))
-    return _empty(x, token_of_row, experts, keeps)
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
+    _check(x, indices, weights, experts, (up_main_grad, down_main_grad))
+    return _empty(x, gather_idx, experts, save_preact)
 
 
-@custom_op("moe_mlp_bwd_primitive", mutates=("up_sums", "down_sums"), flops=_flops_backward)
+@custom_op("moe_mlp_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward)
 def moe_mlp_bwd_primitive(
     gradient: torch.Tensor,
     x: torch.Tensor,
-    hidden: torch.Tensor,
+    preact: torch.Tensor,
     weights: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    token_of_row: torch.Tensor,
-    row_of_choice: torch.Tensor,
+    gather_idx: torch.Tensor,
+    scatter_idx: torch.Tensor,
     up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    up_sums: Sequence[torch.Tensor],
-    down_sums: Sequence[torch.Tensor],
+    up_main_grad: Sequence[torch.Tensor],
+    down_main_grad: Sequence[torch.Tensor],
     activation: str,
-    numbers: Sequence[float],
+    act_params: Sequence[float],
     glu_layout: str,
-    needed: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> Six:
-    """The gradients that are ``needed``, of x, weights, up, down and the biases: for others tensors without elements.
+    """The gradients of x, weights, up, down and the biases; tensors without elements for those not in ``needs_grad``.
 
-    Those of up and down are added to ``up_sums`` and ``down_sums`` where there are some.
+    Those of up and down are accumulated into ``up_main_grad`` and ``down_main_grad`` if these are not empty.
     """
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
-    if not token_of_row.numel():
-        made = _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
-        return tuple(gradient.zero_() for gradient in made)  # pyright: ignore[reportReturnType]
-    rows, sums = Rows(offsets, token_of_row, row_of_choice), (up_sums, down_sums)
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
+    main_grad = (up_main_grad, down_main_grad)
+    if not gather_idx.numel():
+        zeros = _gradients_like(x, weights, experts, needs_grad, main_grad)
+        return tuple(each.zero_() for each in zeros)  # pyright: ignore[reportReturnType]
+    permutation = Permutation(offsets, gather_idx, scatter_idx)
     gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
-    kind = products(x, experts)
-    found = layer.backward(kind, gradient, x, hidden, indices, weights, rows, experts, needed, sums)
-    return tuple(x.new_empty(0) if each is None else each for each in found)  # pyright: ignore[reportReturnType]
+    arguments = (gradient, x, preact, indices, weights, permutation, experts, needs_grad, main_grad)
+    grads = layer.backward(grouped_gemm_ops(x, experts), *arguments)
+    return tuple(x.new_empty(0) if each is None else each for each in grads)  # pyright: ignore[reportReturnType]
 
 
 def _gradients_like(
-    x: torch.Tensor, weights: torch.Tensor, e: Experts, needed: Sequence[bool], sums: Sequence[Any]
+    x: torch.Tensor, weights: torch.Tensor, e: Experts, needs_grad: Sequence[bool], main_grad: Sequence[Any]
 ) -> Six:
     """Memory of the gradients."""
-    shapes, likes = shapes_of(x, weights, e, needed, sums), [x, weights, x, x, x, x]
-    made = (like.new_empty((0,) if s is None else s) for like, s in zip(likes, shapes, strict=True))
-    return tuple(made)  # pyright: ignore[reportReturnType]
+    shapes, likes = gradient_shapes(x, weights, e, needs_grad, main_grad), [x, weights, x, x, x, x]
+    empty = (like.new_empty((0,) if s is None else s) for like, s in zip(likes, shapes, strict=True))
+    return tuple(empty)  # pyright: ignore[reportReturnType]
 
 
 @moe_mlp_bwd_primitive.register_fake
 def _(
     gradient: Any,
     x: Any,
-    hidden: Any,
+    preact: Any,
     weights: Any,
     indices: Any,
     offsets: Any,
-    token_of_row: Any,
-    row_of_choice: Any,
+    gather_idx: Any,
+    scatter_idx: Any,
     up: Any,
     down: Any,
     up_bias: Any,
     down_bias: Any,
-    up_sums: Any,
-    down_sums: Any,
+    up_main_grad: Any,
+    down_main_grad: Any,
     activation: str,
-    numbers: Any,
+    act_params: Any,
     glu_layout: str,
-    needed: Any,
+    needs_grad: Any,
 ) -> Six:
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
-    return _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
+    return _gradients_like(x, weights, experts, needs_grad, (up_main_grad, down_main_grad))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weights, indices, offsets, token_of_row, row_of_choice, up, down, up_bias, down_bias, *rest = inputs
+    x, weights, indices, offsets, gather_idx, scatter_idx, up, down, up_bias, down_bias, *rest = inputs
     ctx.save_for_backward(
-        x, output[1], weights, indices, offsets, token_of_row, row_of_choice, up_bias, down_bias, *up, *down
+        x, output[1], weights, indices, offsets, gather_idx, scatter_idx, up_bias, down_bias, *up, *down
     )
-    ctx.count, (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, _, _) = len(up), rest
+    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, _) = len(up), rest
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
-    saved, none = ctx.saved_tensors, [[None] * len(s) for s in ctx.sums]
+    saved, none = ctx.saved_tensors, [[None] * len(buffers) for buffers in ctx.main_grad]
     *tensors, up_bias, down_bias = saved[:9]
-    up, down = (list(part) for part in (saved[9 : 9 + ctx.count], saved[9 + ctx.count :]))
+    up, down = (list(weights) for weights in (saved[9 : 9 + ctx.num_tensors], saved[9 + ctx.num_tensors :]))
     if gradient is None:
         return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 5
-    x, weights, *_, ups, downs, of_up_bias, of_down_bias = ctx.needs_input_grad[:10]
-    needed = [x, weights, any(ups), any(downs), of_up_bias, of_down_bias]
-    rest = (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, needed)
-    given: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
-    found = moe_mlp_bwd_primitive(gradient, *given)
-    by_x, by_weights, by_up, by_down, *biases = (y if need else None for y, need in zip(found, needed, strict=True))
-    matrices = zip((by_up, by_down), (up, down), ctx.sums, strict=True)
-    by_each = [of_each(None if s else y, like) for y, like, s in matrices]
-    return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, *[None] * 5
+    needs_x, needs_weights, *_, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:10]
+    needs_grad = [needs_x, needs_weights, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
+    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, needs_grad)
+    arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
+    grads = moe_mlp_bwd_primitive(gradient, *arguments)
+    dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
+    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, strict=True)
+    dw_lists = [unbind_experts(None if buffers else dw, like) for dw, like, buffers in matrices]
+    return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 5
 
 
 moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)
 
 
-def _in_turn(operator: Any) -> Any:
+def _sequential_vmap(operator: Any) -> Any:
     """The rule for ``torch.vmap``, whose own loop takes no lists of tensors."""
     return lambda info, dims, *arguments: one_by_one(operator, info.batch_size, dims, arguments)
 
 
 for _operator in (moe_mlp_fwd_primitive, moe_mlp_bwd_primitive):
-    _operator.register_vmap(_in_turn(_operator))
+    _operator.register_vmap(_sequential_vmap(_operator))

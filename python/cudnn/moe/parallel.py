@@ -1,4 +1,12 @@
-"""A layer whose experts are on several ranks: tokens travel to the ranks of their experts, once to each, and back."""
+"""Expert parallelism: dispatch tokens to the ranks of their experts, run the experts, combine the results.
+
+Forward on each rank, between the steps of :mod:`cudnn.moe.layer`:
+
+    (1) dispatch   each token is sent once to each rank that has one of its experts
+    (2) sort       the received (token, k) slots of local experts, by expert
+    (3) experts    up GEMM + GLU, down GEMM (``layer.forward`` without its combine)
+    (4) combine    the weighted sum over a rank's experts is sent back, and summed over ranks
+"""
 
 from __future__ import annotations
 
@@ -13,46 +21,47 @@ from torch.distributed import distributed_c10d
 
 from cudnn.errors import refused
 from cudnn.moe import layer
-from cudnn.moe.exchange import Exchange, Sent, agree, size_of
-from cudnn.moe.experts import Experts, Rows, is_list, products, shape_of
+from cudnn.moe.exchange import Exchange, Sent, check_all_ranks, size_of
+from cudnn.moe.experts import Experts, Permutation, grouped_gemm_ops, is_list, shape_of
 from cudnn.moe.routing import sort
-from cudnn.runtime.registration import once
+from cudnn.runtime.registration import once_differentiable
 
 _WHERE = "moe_mlp"
 
 Sizes = tuple[int, int, int, torch.dtype]
-"""Experts of all ranks, those of a token, hidden size and type."""
+"""Experts of all ranks, top_k, hidden size and dtype."""
 
 
 @dataclass
-class Known:
-    """Layers that all ranks of a group have called; exchanges made for them, by sizes, device and time limit.
+class GroupState:
+    """Layers that all ranks of a group have called, and their exchanges by sizes, device and time limit.
 
-    Layers share the last one. Those before it had too little room, and stay: a CUDA graph may have their addresses.
+    Layers share the last exchange of a key. Earlier ones had too small buffers and are kept, because a CUDA graph may
+    hold their addresses.
     """
 
     layers: set[Any] = field(default_factory=set)
     exchanges: dict[Any, list[Exchange]] = field(default_factory=dict)
 
 
-_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
-"""By process group, as long as it is there."""
+_GROUPS: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
+"""By process group, while it is alive."""
 
 
-def _known(group: Any) -> Any:
-    """What a group knows; an exchange knows its layers itself."""
+def _group_state(group: Any) -> Any:
+    """The state of a process group; an exchange has a ``layers`` attribute too."""
     if isinstance(group, Exchange):
         return group
-    found = _KNOWN.get(group)
-    if found is None:
-        for other in [each for each in _KNOWN if each not in distributed_c10d._world.pg_map]:
-            del _KNOWN[other]  # destroyed, though functions of PyTorch may have it as an argument's default
-        found = _KNOWN[group] = Known()
-    return found
+    state = _GROUPS.get(group)
+    if state is None:
+        for other in [each for each in _GROUPS if each not in distributed_c10d._world.pg_map]:
+            del _GROUPS[other]  # destroyed, though functions of PyTorch may have it as an argument's default
+        state = _GROUPS[group] = GroupState()
+    return state
 
 
 def ranks_of(where: str, group: Any) -> int:
-    """How many ranks share the experts of a layer whose ``group`` this is: a process group or an exchange.
+    """The number of ranks of a layer's ``group``, a process group or an exchange.
 
     Raises:
         TypeError: it is neither.
@@ -60,62 +69,69 @@ def ranks_of(where: str, group: Any) -> int:
     return group.ranks if isinstance(group, Exchange) else size_of(where, group)
 
 
-def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> None:
-    """Waits until all ranks have come with the same words, and sees to it that an exchange has room for their tokens.
+def check_same_layer(where: str, group: Any, config: str, sizes: Sizes, x: Tensor, time_limit: float) -> None:
+    """Waits until all ranks call with the same ``config``; makes an exchange with room for their tokens.
 
     Raises:
-        ValueError: the ranks' layers differ, or an exchange that was given is of other sizes or on another device.
-        RuntimeError: a rank did not come within the limit.
+        ValueError: the ranks' layers differ, or the caller's exchange has other sizes or another device.
+        RuntimeError: a rank did not call within the limit.
     """
     if isinstance(group, Exchange):
-        its, wanted = (group.experts, group.top_k, group.hidden, group.dtype, group.device), (*sizes, x.device)
-        if its != wanted:
+        actual, wanted = (group.experts, group.top_k, group.hidden, group.dtype, group.device), (*sizes, x.device)
+        if actual != wanted:
             allowed = f"one of {wanted}, as the layer has: experts, top_k, hidden size, type, device"
-            raise refused(ValueError, where, "group, an Exchange", its, allowed)
-        agree(group.group, words, 0, group.time_limit, where)
+            raise refused(ValueError, where, "group, an Exchange", actual, allowed)
+        check_all_ranks(group.group, config, 0, group.time_limit, where)
         return
-    most = max(1, *agree(group, words, len(x), time_limit, where))
-    made = _known(group).exchanges.setdefault((sizes, x.device, time_limit), [])
-    if not made or (made[-1].max_tokens < most and made[-1].way.reuses):
-        given: dict[str, Any] = {"max_tokens": most, "dtype": sizes[3], "device": x.device, "time_limit": time_limit}
-        made.append(Exchange(group, *sizes[:3], **given))
+    max_tokens = max(1, *check_all_ranks(group, config, len(x), time_limit, where))
+    exchanges = _group_state(group).exchanges.setdefault((sizes, x.device, time_limit), [])
+    if not exchanges or (exchanges[-1].max_tokens < max_tokens and exchanges[-1].transport.reuses_buffers):
+        options: dict[str, Any] = {"dtype": sizes[3], "device": x.device, "time_limit": time_limit}
+        exchanges.append(Exchange(group, *sizes[:3], max_tokens=max_tokens, **options))
 
 
-def exchange_of(group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> Exchange:
-    """The exchange of a layer over a group, on which its ranks agree at the first call: see :func:`agreed`."""
-    known = _known(group)
-    if (words, x.device, time_limit) not in known.layers:
-        agreed(_WHERE, group, words, sizes, x, time_limit)
-        known.layers.add((words, x.device, time_limit))
-    return known if isinstance(known, Exchange) else known.exchanges[sizes, x.device, time_limit][-1]
+def exchange_of(group: Any, config: str, sizes: Sizes, x: Tensor, time_limit: float) -> Exchange:
+    """The exchange of a layer over a group; the first call runs :func:`check_same_layer`."""
+    state = _group_state(group)
+    if (config, x.device, time_limit) not in state.layers:
+        check_same_layer(_WHERE, group, config, sizes, x, time_limit)
+        state.layers.add((config, x.device, time_limit))
+    return state if isinstance(state, Exchange) else state.exchanges[sizes, x.device, time_limit][-1]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What of a rank's experts is no tensor with a gradient."""
+class LocalExperts:
+    """A rank's experts without the tensors that have a gradient."""
 
-    lists: int  # tensors of up, and of down
-    sums: tuple[list[Tensor], list[Tensor]]
+    num_tensors: int  # of up, and of down
+    main_grad: tuple[list[Tensor], list[Tensor]]
     activation: str
-    numbers: list[float]
+    act_params: list[float]
     glu_layout: str
     fp8: bool
-    keeps: bool  # what the backward pass needs
+    save_preact: bool
 
     def experts(self, up_bias: Tensor | None, down_bias: Tensor | None, matrices: Any) -> Experts:
-        """Those of this rank."""
-        up, down = list(matrices[: self.lists]), list(matrices[self.lists :])
-        return Experts(up, down, up_bias, down_bias, self.activation, self.numbers, self.glu_layout, self.fp8)
+        """The experts of this rank."""
+        up, down = list(matrices[: self.num_tensors]), list(matrices[self.num_tensors :])
+        return Experts(up, down, up_bias, down_bias, self.activation, self.act_params, self.glu_layout, self.fp8)
 
 
-def on_ranks(
-    x: Tensor, indices: Tensor, weights: Tensor, e: Experts, sums: tuple[list[Tensor], list[Tensor]], exchange: Exchange
+def expert_parallel(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    e: Experts,
+    main_grad: tuple[list[Tensor], list[Tensor]],
+    exchange: Exchange,
 ) -> Tensor:
-    """The sum over the ranks of what their experts, of which ``e`` are this rank's, make of the tokens (T, H)."""
+    """The layer's output (T, H); ``e`` are the experts of this rank."""
     tensors = (x, weights, *e.up, *e.down, e.up_bias, e.down_bias)
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    kind = Kind(len(e.up), sums, e.activation, list(e.numbers), e.glu_layout, e.fp8, keeps)
-    return _OverRanks.apply(x, weights, indices, exchange, kind, e.up_bias, e.down_bias, *e.up, *e.down)
+    save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    local_experts = LocalExperts(
+        len(e.up), main_grad, e.activation, list(e.act_params), e.glu_layout, e.fp8, save_preact
+    )
+    return _OverRanks.apply(x, weights, indices, exchange, local_experts, e.up_bias, e.down_bias, *e.up, *e.down)
 
 
 class _OverRanks(torch.autograd.Function):
@@ -126,78 +142,88 @@ class _OverRanks(torch.autograd.Function):
         weights: Tensor,
         indices: Tensor,
         exchange: Exchange,
-        kind: Kind,
+        local_experts: LocalExperts,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
         *matrices: Tensor,
     ) -> Tensor:
-        way, e = exchange.way, kind.experts(up_bias, down_bias, matrices)
-        tokens, local, weights, sent = way.dispatch(x.contiguous(), indices, weights)
-        rows = sorted_rows(local, exchange, sent)
-        made, hidden = x.new_empty(0, x.shape[1]), x.new_empty(0)
-        if rows.count:
-            made, hidden = layer.forward(products(x, e), tokens, weights, rows, e, kind.keeps, summed=False)
-        if kind.keeps:
-            tokens = tokens.clone() if way.reuses else tokens
-            ctx.save_for_backward(
-                tokens, hidden, local, weights, rows.offsets, rows.token, rows.of_choice, up_bias, down_bias, *matrices
-            )
-            ctx.exchange, ctx.kind, ctx.sent = exchange, kind, sent
-        return way.give_back(made, rows.of_choice, weights, sent)[0]
+        transport, e = exchange.transport, local_experts.experts(up_bias, down_bias, matrices)
+        # (1) Dispatch.
+        tokens, local, weights, sent = transport.dispatch(x.contiguous(), indices, weights)
+        # (2) Sort the received slots by expert.
+        permutation = permutation_of(local, exchange, sent)
+        # (3) Experts.
+        rows, preact = x.new_empty(0, x.shape[1]), x.new_empty(0)
+        if permutation.rows:
+            options = (e, local_experts.save_preact)
+            rows, preact = layer.forward(grouped_gemm_ops(x, e), tokens, weights, permutation, *options, combine=False)
+        if local_experts.save_preact:
+            tokens = tokens.clone() if transport.reuses_buffers else tokens
+            indices = (permutation.offsets, permutation.gather_idx, permutation.scatter_idx)
+            ctx.save_for_backward(tokens, preact, local, weights, *indices, up_bias, down_bias, *matrices)
+            ctx.exchange, ctx.local_experts, ctx.sent = exchange, local_experts, sent
+        # (4) Combine.
+        return transport.combine(rows, permutation.scatter_idx, weights, sent)[0]
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tokens, hidden, local, weights, offsets, token, of_choice, up_bias, down_bias, *matrices = ctx.saved_tensors
-        way, kind, sent = ctx.exchange.way, ctx.kind, ctx.sent
-        e, rows = kind.experts(up_bias, down_bias, matrices), Rows(offsets, token, of_choice)
-        gradient = way.scatter(gradients[0].contiguous(), sent)
-        if down_bias is not None:  # its gradient is a product with all rows, also those that nobody wrote
-            gradient = gradient.where((local >= 0).any(1, keepdim=True), 0.0)
-        by_matrices = ctx.needs_input_grad[7:]
-        needs_up, needs_down = any(by_matrices[: kind.lists]), any(by_matrices[kind.lists :])
-        needed = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
-        if rows.count:
-            given = (gradient, tokens, hidden, local, weights, rows, e, needed, kind.sums)
-            found = layer.backward(products(tokens, e), *given, summed=False)
+        tokens, preact, local, weights, *rest = ctx.saved_tensors
+        offsets, gather_idx, scatter_idx, up_bias, down_bias, *matrices = rest
+        transport, local_experts, sent = ctx.exchange.transport, ctx.local_experts, ctx.sent
+        e = local_experts.experts(up_bias, down_bias, matrices)
+        permutation = Permutation(offsets, gather_idx, scatter_idx)
+        dy = transport.scatter(gradients[0].contiguous(), sent)
+        if down_bias is not None:  # its gradient is a GEMM over all rows, including those that were not received
+            dy = dy.where((local >= 0).any(1, keepdim=True), 0.0)
+        num_tensors, needs_matrices = local_experts.num_tensors, ctx.needs_input_grad[7:]
+        needs_up, needs_down = any(needs_matrices[:num_tensors]), any(needs_matrices[num_tensors:])
+        needs_grad = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
+        main_grad = local_experts.main_grad
+        if permutation.rows:
+            arguments = (dy, tokens, preact, local, weights, permutation, e, needs_grad, main_grad)
+            grads = layer.backward(grouped_gemm_ops(tokens, e), *arguments, combine=False)
         else:
-            found = _none(tokens, weights, e, needed, kind.sums)
-        by_x, by_weights = way.give_back(found.x, of_choice, None, sent, found.weights)
-        by_up, by_down = (of_each(y, w) for y, w in ((found.up, e.up), (found.down, e.down)))
-        return by_x, by_weights, None, None, None, found.up_bias, found.down_bias, *by_up, *by_down
+            grads = _zero_gradients(tokens, weights, e, needs_grad, main_grad)
+        dx, dweights = transport.combine(grads.x, scatter_idx, None, sent, grads.weights)
+        dw_up, dw_down = (unbind_experts(dw, like) for dw, like in ((grads.up, e.up), (grads.down, e.down)))
+        return dx, dweights, None, None, None, grads.up_bias, grads.down_bias, *dw_up, *dw_down
 
 
-def sorted_rows(local: Tensor, exchange: Exchange, sent: Sent) -> Rows:
-    """The choices of experts here, sorted; no more than there is memory for."""
-    offsets, token, of_choice = sort(local.contiguous(), exchange.local_experts)
-    if sent.max_rows < token.numel() and exchange.way.reuses:
-        words = f"Exchange: max_rows={sent.max_rows} is less than the choices of experts here"
-        torch.ops.aten._assert_async.msg(offsets[-1] <= sent.max_rows, words)
-        offsets = offsets.clamp(max=sent.max_rows)  # no kernel writes elsewhere before the program ends
-        of_choice = of_choice.where(of_choice < sent.max_rows, -1)
-    return Rows(offsets, token[: sent.max_rows], of_choice)
+def permutation_of(local: Tensor, exchange: Exchange, sent: Sent) -> Permutation:
+    """The slots of local experts, sorted by expert; at most ``sent.max_rows``."""
+    offsets, gather_idx, scatter_idx = sort(local.contiguous(), exchange.local_experts)
+    if sent.max_rows < gather_idx.numel() and exchange.transport.reuses_buffers:
+        message = f"Exchange: max_rows={sent.max_rows} is less than the (token, k) slots of this rank's experts"
+        torch.ops.aten._assert_async.msg(offsets[-1] <= sent.max_rows, message)
+        offsets = offsets.clamp(max=sent.max_rows)  # no kernel writes out of bounds before the assertion fires
+        scatter_idx = scatter_idx.where(scatter_idx < sent.max_rows, -1)
+    return Permutation(offsets, gather_idx[: sent.max_rows], scatter_idx)
 
 
-def _none(
-    tokens: Tensor, weights: Tensor, e: Experts, needed: Any, sums: tuple[list[Tensor], list[Tensor]]
+def _zero_gradients(
+    tokens: Tensor, weights: Tensor, e: Experts, needs_grad: Any, main_grad: tuple[list[Tensor], list[Tensor]]
 ) -> layer.Gradients:
-    """Where no choice is of an expert here."""
-    shapes, likes = shapes_of(tokens[:0], weights, e, needed, sums), (tokens, weights, *[tokens] * 4)
+    """The gradients if no slot has an expert of this rank."""
+    shapes, likes = gradient_shapes(tokens[:0], weights, e, needs_grad, main_grad), (tokens, weights, *[tokens] * 4)
     return layer.Gradients(*(None if s is None else x.new_zeros(s) for s, x in zip(shapes, likes, strict=True)))
 
 
-def shapes_of(x: Tensor, weights: Tensor, e: Experts, needed: Sequence[bool], sums: Sequence[Any]) -> list[Any]:
-    """The shapes of gradients of x, weights, up, down and the biases: None of those that are not ``needed``, and of up
-    and down where they are added to ``sums``.
+def gradient_shapes(
+    x: Tensor, weights: Tensor, e: Experts, needs_grad: Sequence[bool], main_grad: Sequence[Any]
+) -> list[Any]:
+    """The shapes of the gradients of x, weights, up, down and the biases; None if autograd does not need one, or if
+    ``main_grad`` accumulates it.
     """
     up, down = shape_of(e.up), shape_of(e.down)
-    wanted = [*needed[:2], *(need and not s for need, s in zip(needed[2:4], sums, strict=True)), *needed[4:]]
+    returned = (need and not buffers for need, buffers in zip(needs_grad[2:4], main_grad, strict=True))
+    wanted = [*needs_grad[:2], *returned, *needs_grad[4:]]
     shapes = [x.shape, weights.shape, up, down, up[:2], down[:2]]
     return [shape if want else None for shape, want in zip(shapes, wanted, strict=True)]
 
 
-def of_each(gradient: Tensor | None, like: Any) -> list[Tensor | None]:
-    """The gradients of a list of weights."""
+def unbind_experts(gradient: Tensor | None, like: Any) -> list[Tensor | None]:
+    """The gradient of each tensor in the list ``like``."""
     if gradient is None:
         return [None] * len(like)
     return list(gradient.unbind(0)) if is_list(like) else [gradient]

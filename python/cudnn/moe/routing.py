@@ -1,4 +1,7 @@
-"""Routing: which experts see a token, with which weights, and where its rows lie, sorted by expert."""
+"""Routing: the experts and weights of each token (top-k), and the permutation that sorts tokens by expert.
+
+On CUDA tensors one kernel sequence computes top-k, weights and a stable counting sort by expert.
+"""
 
 # No `from __future__ import annotations`: PyTorch reads the types.
 
@@ -38,8 +41,8 @@ class Routing(NamedTuple):
     """T tokens with K experts each, as T * K rows sorted by expert; those of an expert are in the order of tokens.
 
     - ``indices`` int32 (T, K): the experts of a token.
-    - ``weights`` float32 (T, K), differentiable; float64 of logits in float64.
-    - ``offsets`` int32 (E,): where the rows of each expert end.
+    - ``weights`` float32 (T, K), differentiable; float64 for logits in float64.
+    - ``offsets`` int32 (E,): where the rows of each expert end (an inclusive cumulative sum).
     - ``gather_idx`` int32 (T * K,): the token of each row.
     - ``scatter_idx`` int32 (T, K): the row of each (token, k) slot.
 
@@ -77,27 +80,27 @@ def route(
     topk_group: int = 1,
     scaling_factor: float = 1.0,
 ) -> Routing:
-    """Chooses ``top_k`` experts for each token, and sorts the tokens by expert. The weights have a gradient.
+    """Top-k routing: ``top_k`` experts for each token, and the tokens sorted by expert. The weights are differentiable.
 
-    Experts are chosen by logit, the largest first. With a bias, they are by score + bias; where the softmax comes after
-    the choice, by logit + bias. Of equal ones the lower expert comes first; a NaN is above all numbers. Scores and
-    weights are computed in float32.
+    Experts are chosen by logit, the largest first. With a bias, by score + bias; if the softmax is over the chosen
+    experts, by logit + bias. Of equal ones the lower index comes first; NaN is the largest. Scores and weights are
+    computed in float32.
 
-    On CUDA tensors it is one call of three kernels. Nothing waits, so it can be captured in a CUDA graph; the result is
-    the same in every run.
+    On CUDA tensors it is one call of three kernels without host synchronization, so a CUDA graph can capture it; it is
+    deterministic.
 
     Args:
-        logits: (T, E), float32, bfloat16 or float16, on the CPU also float64, in which all is computed then; rows
-            contiguous. T from 0, E from 1 to 1024.
+        logits: (T, E), float32, bfloat16 or float16, on the CPU also float64, which is then the compute type;
+            rows contiguous. T from 0, E from 1 to 1024.
         top_k: K, 1 to 16 experts for a token, at most E.
         score: "softmax" or "sigmoid".
         pre_softmax: True: the softmax is over all experts. False: over the chosen ones.
-        renormalize: Divides the weights of a token by their sum. After a softmax of chosen ones it changes nothing.
-        bias: float32 (E,), takes part in the choice and not in the weights (DeepSeek-V3). It has no gradient.
+        renormalize: Divides the weights of a token by their sum. After a softmax over the chosen ones it has no effect.
+        bias: float32 (E,), affects the choice, not the weights (DeepSeek-V3). It has no gradient.
         n_group: Groups of consecutive experts, 1 to 32. Only experts of the best ``topk_group`` groups are chosen. A
-            group is as good as its best expert or, with a bias, as the sum of its best two (DeepSeek-V3).
+            group's score is its best expert's or, with a bias, the sum of its best two (DeepSeek-V3).
         topk_group: 1 to ``n_group``.
-        scaling_factor: Times the weights, at the end.
+        scaling_factor: A factor of the weights, applied last.
 
     Raises:
         TypeError: an argument of another Python type.
@@ -116,11 +119,11 @@ def route(
 
 
 def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``offsets``, ``token_of_row`` and ``row_of_choice`` of a :class:`Routing`, for a router of the caller's own.
+    """``offsets``, ``gather_idx`` and ``scatter_idx`` of a :class:`Routing`, for a custom router.
 
-    An index outside of 0 to ``experts`` - 1, such as -1, is a choice that was dropped: it has no row, and -1 is its
-    ``row_of_choice``. The rows from ``offsets[-1]`` on are then nobody's, and ``token_of_row`` is 0 there. A token may
-    choose an expert more than once.
+    An index outside of 0 to ``experts`` - 1, such as -1, drops its slot, which has no row and the ``scatter_idx`` -1.
+    The rows from ``offsets[-1]`` on then have no slot, and their ``gather_idx`` is 0. A token may have an expert
+    more than once.
 
     Args:
         indices: int32 (T, K), contiguous, K from 1 to 32.
@@ -142,25 +145,25 @@ def check_tensors(where: str, **tensors: Any) -> None:
 
 
 def whole(where: str, name: str, value: Any) -> int:
-    """A whole number. Of the usual type it is not looked at further, which ``torch.compile`` could not trace."""
+    """An integer. An ``int`` skips the check, which ``torch.compile`` cannot trace."""
     return value if type(value) is int else checked_number(where, name, value, integer=True)
 
 
 def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "softmax") -> torch.Tensor:
-    """E times the sum over experts of (share of all choices) x (mean probability): 1 where both are even.
+    """E times the sum over experts of (fraction of all slots) x (mean probability): 1 if both are uniform.
 
-    0 of no tokens. W. Fedus et al.: Switch Transformers (2021). Probabilities are the softmax over all experts or, for
+    0 without tokens. W. Fedus et al.: Switch Transformers (2021). Probabilities are the softmax over experts or, for
     sigmoid scores, the scores divided by their sum (DeepSeek-V3). The gradient flows through probabilities, not through
-    choices.
+    indices.
 
     Args:
-        logits: (T, E), those that were routed.
-        routing: What :func:`route` returned for them.
+        logits: (T, E), the arguments of :func:`route`.
+        routing: The result of :func:`route` for them.
         score: "softmax" or "sigmoid".
 
     Raises:
-        TypeError: logits that are no tensor, or another routing.
-        ValueError: logits that were not routed so, or another score.
+        TypeError: logits that are no tensor, or a routing of another type.
+        ValueError: logits of another shape than were routed, or another score.
     """
     where = "load_balance_loss"
     check_tensor(where, "logits", logits)
@@ -175,15 +178,17 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
     if not values.shape[0]:
         return values.sum()
     if score == "sigmoid":
-        values = torch.nn.functional.logsigmoid(values)  # exp of it over their sum, where all scores are near 0 too
+        values = torch.nn.functional.logsigmoid(
+            values
+        )  # softmax of log(score) = score / sum, also if all scores underflow
     probabilities = values.softmax(-1)
     counts = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
-    shares = counts.to(values.dtype) / routing.indices.numel()
-    return logits.shape[1] * (shares * probabilities.mean(0)).sum()
+    fractions = counts.to(values.dtype) / routing.indices.numel()
+    return logits.shape[1] * (fractions * probabilities.mean(0)).sum()
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """The mean of logsumexp(logits)^2, which keeps logits small; 0 of no tokens. B. Zoph et al.: ST-MoE (2022)."""
+    """The mean of logsumexp(logits)^2, which keeps logits small; 0 without tokens. B. Zoph et al.: ST-MoE (2022)."""
     check_tensor("z_loss", "logits", logits)
     values = wide(logits)
     return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
@@ -213,7 +218,7 @@ def _check(logits: torch.Tensor, bias: Maybe, rule: Rule) -> None:
 
 
 def check_rule(where: str, experts: int, rule: Rule, biased: bool) -> None:
-    """Raises a ``ValueError`` for a rule that does not fit so many experts."""
+    """Raises a ``ValueError`` for a rule that does not fit the number of experts."""
     if not 0 < rule.top_k <= min(MOST_CHOICES, experts):
         _refuse(where, "top_k", rule.top_k, f"1 to {min(MOST_CHOICES, experts)} of {experts} experts")
     if rule.score not in _SCORES:
@@ -225,7 +230,7 @@ def check_rule(where: str, experts: int, rule: Rule, biased: bool) -> None:
         allowed = f"1 to {rule.n_group}, with at least {rule.top_k} experts in these groups of {size}"
         _refuse(where, "topk_group", rule.topk_group, allowed)
     if biased and rule.n_group > 1 and size < 2:
-        _refuse(where, "n_group", rule.n_group, "groups of two experts or more, where there is a bias")
+        _refuse(where, "n_group", rule.n_group, "groups of two experts or more, with a bias")
 
 
 def _check_rows(where: str, tokens: int, top_k: int) -> None:
@@ -258,71 +263,74 @@ def moe_route(
     topk_group: int,
     scaling_factor: float,
 ) -> Six:
-    """The fields of :class:`Routing`, and what :func:`routed` says besides.
+    """The fields of :class:`Routing`, weights first, and the chosen experts' logits: see :func:`routed`.
 
-    Weights are first: PyTorch's ``opcheck`` adds up results in the type of the first.
+    Weights are first because PyTorch's ``opcheck`` adds up results in the dtype of the first.
     """
     rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
     return routed(logits, bias, rule, scaling_factor)
 
 
 def routed(logits: torch.Tensor, bias: Maybe, rule: Rule, scaling_factor: float) -> Six:
-    """What :func:`moe_route` returns, without gradients: last, the logits of the chosen experts (T, K).
+    """The results of :func:`moe_route`, without autograd: last, the logits of the chosen experts (T, K).
 
-    Where the rule is dense, they do not suffice for the gradient of the logits: then they are no elements.
+    They are without elements if the rule is dense (all logits have a gradient).
     """
     _check(logits, bias, rule)
     if not has_kernel(logits, "route"):
-        indices = reference.choose(logits, bias, rule)
-        weights = reference.weigh(logits, indices, rule, scaling_factor)
+        indices = reference.top_k(logits, bias, rule)
+        weights = reference.router_weights(logits, indices, rule, scaling_factor)
         chosen = logits.new_empty(0) if rule.is_dense else logits.gather(1, indices.long())
         return weights, indices, *reference.sort(indices, logits.shape[1]), chosen
     tokens, experts = logits.shape
     indices = logits.new_empty(tokens, rule.top_k, dtype=torch.int32)
     weights = torch.empty_like(indices, dtype=torch.float32)
-    chosen = logits.new_empty(_known(indices, rule))
+    chosen = logits.new_empty(_chosen_shape(indices, rule))
     scored = [x for x in (logits, bias, weights, None if rule.is_dense else chosen) if x is not None]
-    made = kernel(_ROUTE, RouteConfiguration, experts, rule.top_k, rule, logits.dtype, bias is not None)
-    return weights, indices, *_sorted(made, indices, (*scored, scaling_factor)), chosen
+    route_kernel = kernel(_ROUTE, RouteConfiguration, experts, rule.top_k, rule, logits.dtype, bias is not None)
+    return weights, indices, *_sorted(route_kernel, indices, (*scored, scaling_factor)), chosen
 
 
-def _known(indices: torch.Tensor, rule: Rule) -> tuple[int, ...]:
+def _chosen_shape(indices: torch.Tensor, rule: Rule) -> tuple[int, ...]:
     """The shape of the chosen experts' logits."""
     return (0,) if rule.is_dense else tuple(indices.shape)
 
 
 @functools.lru_cache(maxsize=None, typed=True)
 def rule_of(*fields: Any) -> Rule:
-    """One object for each rule, which is found quickly. 2.0 is not 2, nor True 1."""
+    """A cached Rule. ``typed``: 2.0 is not 2, nor True 1."""
     return Rule(*fields)
 
 
 def _sorted(
-    made: Kernel, indices: torch.Tensor, scored: tuple[Any, ...] = ()
+    route_kernel: Kernel, indices: torch.Tensor, scored: tuple[Any, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Offsets, token_of_row and row_of_choice from the kernels, which also write indices where they choose them."""
-    tokens, experts = indices.shape[0], made.configuration.experts
-    offsets, token_of_row, row_of_choice = results = _empty(indices, experts)
+    """Offsets, gather_idx and scatter_idx from the kernels, which also write ``indices`` if there are logits."""
+    tokens, experts = indices.shape[0], route_kernel.configuration.experts
+    offsets, gather_idx, scatter_idx = results = _empty(indices, experts)
     if not indices.numel():
         offsets.zero_()
         return results
-    counts = indices.new_empty(made.configuration.blocks(tokens) + 1, experts)
-    made(*scored, indices, offsets, token_of_row, row_of_choice, counts)
+    counts = indices.new_empty(route_kernel.configuration.blocks(tokens) + 1, experts)
+    route_kernel(*scored, indices, offsets, gather_idx, scatter_idx, counts)
     return results
 
 
 @moe_route.register_fake
-def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *others: Any) -> Six:
-    *fields, _ = others  # and the factor
+def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *rest: Any) -> Six:
+    *fields, _ = rest  # and scaling_factor
     rule = Rule(top_k, *fields)
     _check(logits, bias, rule)
     indices = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
-    weights, chosen = wide(torch.empty_like(indices, dtype=logits.dtype)), logits.new_empty(_known(indices, rule))
+    weights, chosen = (
+        wide(torch.empty_like(indices, dtype=logits.dtype)),
+        logits.new_empty(_chosen_shape(indices, rule)),
+    )
     return weights, indices, *_empty(indices, logits.shape[1]), chosen
 
 
 def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Offsets, token_of_row and row_of_choice, not initialised."""
+    """Offsets, gather_idx and scatter_idx, not initialised."""
     return indices.new_empty(experts), indices.new_empty(indices.numel()), torch.empty_like(indices)
 
 
@@ -351,20 +359,21 @@ def logits_gradient(
     scaling_factor: float,
     rows: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The gradient of logits (T, E) from that of the weights, in the type of ``logits``: these are those of all experts
-    where the rule is dense, else of the chosen ones. The groups of the rule do not matter.
+    """The gradient of the logits (T, E) from that of the weights (T, K), in the dtype of ``logits``.
 
-    ``rows``: the rows of a token's choices, (T, K or more), whose further columns are of shared experts, and memory for
-    a number of each row, (R, 1, 1), which becomes the gradient of its expert's logit, 0 for a shared one; float32 or,
-    of logits in float64, that.
+    Args:
+        logits: All experts', (T, E), if the rule is dense, else the chosen ones', (T, K).
+        rule: Its groups have no effect.
+        rows: ``scatter_idx`` (T, K or more), whose further columns are of shared experts, and memory (R, 1, 1) for the
+            gradient of each row's logit, 0 for a shared expert; float32, or float64 for logits in float64.
     """
     if not has_kernel(logits, "route"):
         return reference.logits_gradient(gradient, logits, indices, experts, rule, scaling_factor, rows)
     d_logits = logits.new_empty(logits.shape[0], experts)
     if logits.numel():
-        choices = 0 if rows is None else rows[0].shape[1]
-        made = kernel(_GRADIENT, RouteGradientConfiguration, experts, rule, logits.dtype, choices)
-        made(gradient, logits, indices, d_logits, *(rows or ()), scaling_factor)
+        slots = 0 if rows is None else rows[0].shape[1]
+        launch = kernel(_GRADIENT, RouteGradientConfiguration, experts, rule, logits.dtype, slots)
+        launch(gradient, logits, indices, d_logits, *(rows or ()), scaling_factor)
     return d_logits
 
 

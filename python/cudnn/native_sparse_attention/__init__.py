@@ -11,7 +11,7 @@ from cudnn.native_sparse_attention.selection.backward import (
     SelectionAttentionBackward,
     selection_attention_backward_wrapper,
 )
-from cudnn.native_sparse_attention.selection.inverse import choosing_rows
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
 from cudnn.native_sparse_attention.sliding_window_attention.api import (
     SlidingWindowAttention,
     sliding_window_attention_wrapper,

@@ -1,4 +1,4 @@
-"""What the parts of native sparse attention share: sequences, heads, options."""
+"""Common to the operations of native sparse attention: sequences, heads, options."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cudnn.api_base import lies_apart
+from cudnn.api_base import is_non_overlapping
 from cudnn.errors import refused
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
-from cudnn.runtime.call import say
+from cudnn.runtime.call import warn_once
 from cudnn.sdpa.base import OverHeads, checked_ends, checked_scale
 from cudnn.sdpa.layouts import RowValues
 
@@ -21,35 +21,35 @@ class AnyRowValues(RowValues):
     """A value for every row of every head, (b, h, s) or packed (t, h), with any strides."""
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        return not written or lies_apart(shape, stride)
+        return not written or is_non_overlapping(shape, stride)
 
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
-        return "a place of its own for every element", ""
+        return "a separate address for every element", ""
 
 
 class Sparse(OverHeads):
-    """A part of native sparse attention, over sequences of one length, (b, h, s, d), or packed ones, (t, h, d)."""
+    """An operation of native sparse attention, over sequences of one length, (b, h, s, d), or varlen, (t, h, d)."""
 
     most_heads: ClassVar[int] = 1 << 30
-    """So many heads of Q may share one of K."""
+    """The largest qhead_per_kvhead."""
 
     scale_softmax: float
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.check_needed(q=given["sample_q"])
-        q = given["sample_q"]
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.check_required(q=arguments["sample_q"])
+        q = arguments["sample_q"]
         if q.ndim not in (3, 4):
             allowed = "(t, h, d) or (b, h, s, d)"
             raise refused(ValueError, self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed)
         self.packed = q.ndim == 3
-        samples = {name: self.taken(name.removeprefix("sample_"), value) for name, value in given.items()}
-        scale = checked_scale(self, given["scale_softmax"], positive=False)
+        samples = {name: self.taken(name.removeprefix("sample_"), value) for name, value in arguments.items()}
+        scale = checked_scale(self, arguments["scale_softmax"], positive=False)
         super().__init__({**samples, "scale_softmax": scale or q.shape[-1] ** -0.5})
 
     def taken(self, name: str, value: Any) -> Any:
         """An argument as the kernel takes it: no offsets where sequences have one length, no last dimension of 1."""
         if name.startswith("cum_seqlen") and value is not None and not self.packed:
-            say(self._title(), "the offsets are ignored: tensors (b, h, s, d) have sequences of one length")
+            warn_once(self._title(), "the offsets are ignored: tensors (b, h, s, d) have sequences of one length")
             return None
         if name == "lse" and value is not None and getattr(value, "ndim", 0) == (3 if self.packed else 4):
             return value.squeeze(-1)
@@ -77,10 +77,10 @@ class Sparse(OverHeads):
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         """Raises for offsets outside the tensors."""
-        given = dict(zip(self.names, tensors, strict=True))
+        arguments = dict(zip(self.names, tensors, strict=True))
         for name in "qk" if self.packed else "":
-            if given.get(f"cum_seqlen_{name}") is not None:
-                checked_ends(self, f"cum_seqlen_{name}", given[f"cum_seqlen_{name}"], given[name].shape[0])
+            if arguments.get(f"cum_seqlen_{name}") is not None:
+                checked_ends(self, f"cum_seqlen_{name}", arguments[f"cum_seqlen_{name}"], arguments[name].shape[0])
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
@@ -88,14 +88,14 @@ class Sparse(OverHeads):
         raise NotImplementedError
 
     @classmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         for sizes in cls.usual_sizes(shape):
             tensors = {
                 spec.name: torch.empty_strided(
                     spec.layout.shape(sizes),
                     spec.layout.strides(sizes)[0],
-                    dtype=kind if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
+                    dtype=torch_dtype if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
                     device="cpu",
                 )
                 for spec in cls.tensors
@@ -108,23 +108,23 @@ class Sparse(OverHeads):
 
 
 class Compressed(Sparse):
-    """A part with compressed keys: packed sequences have ends of rows and of keys."""
+    """An operation on compressed keys: varlen sequences have cu_seqlens of rows and of keys."""
 
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
         count = ends.shape[0] if ends else 0
-        found = {**super().sizes(descs), "ends": count} | ({"b": count - 1} if self.packed else {})
+        sizes = {**super().sizes(descs), "ends": count} | ({"b": count - 1} if self.packed else {})
         if "v" not in self.descs:
-            return found
+            return sizes
         v = self.descs["v"]
-        return {**found, "dv": v.shape[-1] if v is not None else found["d"]}
+        return {**sizes, "dv": v.shape[-1] if v is not None else sizes["d"]}
 
     def check_options(self) -> None:
-        given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
-        if self.packed and len(given) < 2:
-            raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
+        present = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.has(name)]
+        if self.packed and len(present) < 2:
+            raise self.error("samples", " alone".join([*present, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:

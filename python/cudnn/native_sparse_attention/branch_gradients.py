@@ -13,7 +13,7 @@ from cudnn.native_sparse_attention.compression.backward import HEADS
 from cudnn.runtime.memory import aligned, placed
 from cudnn.runtime.run import architecture, run
 from cudnn.sdpa.base import MOST_SUMS
-from cudnn.sdpa.bwd import parts
+from cudnn.sdpa.bwd import kv_block_split
 from cudnn.sdpa.bwd.api import configuration
 from cudnn.sdpa.reference import Window
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -38,19 +38,19 @@ def _compiled_for(
     heads: tuple[int, int],
     packed: bool,
     window: int,
-    multiprocessors: int,
+    num_sms: int,
     compressed: int,
     **sizes: int,
 ) -> tuple[BranchGradientsConfiguration, dict[str, int]]:
     """What the kernels are compiled for, and the numbers that they take. ``compressed``: keys of a sequence."""
     ends = {"varlen": packed, "right": True, "left": True}
-    numbers = {"split": 0, "parts": 1}
+    scalars = {"split": 0, "parts": 1}
     if not packed:
-        whole = configuration(ARCH, dtype, heads, ends)
-        numbers = parts.of_window(whole, sizes, Window(0, window - 1), multiprocessors)
-    c: Any = configuration(ARCH, dtype, heads, {**ends, "split": numbers["split"] > 0})
+        unsplit = configuration(ARCH, dtype, heads, ends)
+        scalars = kv_block_split.split_of_window(unsplit, sizes, Window(0, window - 1), num_sms)
+    c: Any = configuration(ARCH, dtype, heads, {**ends, "split": scalars["split"] > 0})
     one_block = not packed and compressed <= c.tile[1] and sizes["sq"] // compressed <= c.tile[0]
-    return BranchGradientsConfiguration(c, gates, one_block), {**numbers, "right": 0, "left": window - 1}
+    return BranchGradientsConfiguration(c, gates, one_block), {**scalars, "right": 0, "left": window - 1}
 
 
 def branch_gradients(
@@ -65,25 +65,27 @@ def branch_gradients(
     """The gradients of the window, of compression, of gates and of selection's result, by names with ``d``.
 
     ``inputs``: packed tensors by name, of which ``out`` is the gradient of the sum. ``values``: log-sum-exp of
-    compression ``[T, H_q]`` and of the window ``[B, H_q, longest, 1]``. ``ends``: of packed sequences, all rows and
+    compression ``[T, H_q]`` and of the window ``[B, H_q, longest, 1]``. ``ends``: cu_seqlens, all rows and
     compressed ones; None where each has ``longest`` rows.
     """
-    given = {x: placed(y) for x, y in inputs.items()} | dict(zip(BRANCHES, map(aligned, branches), strict=True))
-    given["gates"] = aligned(given["gates"])
-    own = {f"d_{x}": x for x in ("gates", *BRANCHES)}
-    own |= {f"{y}d{x}": y + x for y in ("", "compressed_") for x in "qkv" if y + x in inputs}
-    results = {x: torch.empty_like(given[y], memory_format=torch.contiguous_format) for x, y in own.items()}
-    q, k, small = given["q"], given["k"], given["compressed_k"]
+    inputs_by_name = {x: placed(y) for x, y in inputs.items()} | dict(
+        zip(BRANCHES, map(aligned, branches), strict=True)
+    )
+    inputs_by_name["gates"] = aligned(inputs_by_name["gates"])
+    likes = {f"d_{x}": x for x in ("gates", *BRANCHES)}
+    likes |= {f"{y}d{x}": y + x for y in ("", "compressed_") for x in "qkv" if y + x in inputs}
+    results = {x: torch.empty_like(inputs_by_name[y], memory_format=torch.contiguous_format) for x, y in likes.items()}
+    q, k, small = inputs_by_name["q"], inputs_by_name["k"], inputs_by_name["compressed_k"]
     count = ends[0].shape[0] - 1 if ends else q.shape[0] // longest
     each = 1 if ends else count
     keys = {"workspace": k.shape[0] // each, "compressed_workspace": small.shape[0] // each}
-    c, numbers = _compiled_for(
+    c, scalars = _compiled_for(
         name_of(q.dtype),
-        name_of(given["gates"].dtype),
-        (q.shape[2], given["v"].shape[2]),
+        name_of(inputs_by_name["gates"].dtype),
+        (q.shape[2], inputs_by_name["v"].shape[2]),
         ends is not None,
         window,
-        FusedAPI.multiprocessors(q.get_device()) if q.is_cuda else ARCHITECTURES[ARCH].num_sms,
+        FusedAPI.num_sms(q.get_device()) if q.is_cuda else ARCHITECTURES[ARCH].num_sms,
         compressed=keys["compressed_workspace"],
         b=count,
         hq=q.shape[1],
@@ -91,8 +93,8 @@ def branch_gradients(
         sq=longest,
         sk=longest,
     )
-    sizes = {"b": count, "hq": q.shape[1], "sq": q.shape[0] // each, **numbers}
-    tensors = {**given, **results, "compressed_lse": values[0], "near_lse": values[1].squeeze(-1)}
+    sizes = {"b": count, "hq": q.shape[1], "sq": q.shape[0] // each, **scalars}
+    tensors = {**inputs_by_name, **results, "compressed_lse": values[0], "near_lse": values[1].squeeze(-1)}
     if ends is None:
         tensors |= {x: y.unflatten(0, (count, -1)).transpose(1, 2) for x, y in tensors.items() if x != "near_lse"}
     else:
@@ -105,7 +107,7 @@ def branch_gradients(
         elif isinstance(slot, Tensor):
             arguments.append(tensors[slot.name])
         elif isinstance(slot, Scalar):
-            arguments.append(scale if slot.name == "scale_softmax" else numbers[slot.name])
+            arguments.append(scale if slot.name == "scale_softmax" else scalars[slot.name])
         else:
             assert isinstance(slot, Stream)
     run(ARCHITECTURES[ARCH].source(c), c, *arguments)

@@ -77,8 +77,8 @@ def nsa_decode(
     ):
         check_tensor(_WHERE, name, x)
     if dtype := autocast_type(query):
-        given = [query, key, value, compressed_key, compressed_value]
-        query, key, value, compressed_key, compressed_value = in_type(given, dtype)
+        arguments = [query, key, value, compressed_key, compressed_value]
+        query, key, value, compressed_key, compressed_value = in_type(arguments, dtype)
     d = query.shape[-1]
     check_choice(_WHERE, block_size, compress_stride, selected_blocks, window_size)
     if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
@@ -119,9 +119,9 @@ def _check(
     for name, (x, shape) in wanted.items():
         if tuple(x.shape) != shape:
             raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
-        kind = torch.int32 if name.endswith("lengths") else None if name == "gates" else q.dtype
-        if kind not in (None, x.dtype):
-            raise refused(ValueError, _WHERE, f"type of {name}", x.dtype, str(kind))
+        dtype = torch.int32 if name.endswith("lengths") else None if name == "gates" else q.dtype
+        if dtype not in (None, x.dtype):
+            raise refused(ValueError, _WHERE, f"type of {name}", x.dtype, str(dtype))
 
 
 def _flops_of_step(
@@ -166,9 +166,9 @@ def nsa_decode_step(
     if not (q.element_size() == 2 and has_kernel(q, _WHERE)):
         if q.is_cuda:
             raise refused(ValueError, _WHERE, "type of query", q.dtype, "torch.float16 or torch.bfloat16")
-        given = (q, k, v, ck, cv, gates, lengths.tolist(), compressed_lengths.tolist(), o)
+        arguments = (q, k, v, ck, cv, gates, lengths.tolist(), compressed_lengths.tolist(), o)
         with full_precision():
-            reference.decode(*given, scale, (block_size, compress_stride, count, window))
+            reference.decode(*arguments, scale, (block_size, compress_stride, count, window))
         return o
     heads, group = (q.shape[2], v.shape[3]), q.shape[1] // k.shape[1]
     if heads not in _HEADS or group > _MOST or block_size % 16:
@@ -176,8 +176,8 @@ def nsa_decode_step(
         allowed = f"heads of one of {_HEADS}, at most {_MOST} for each of key, blocks of a multiple of 16"
         raise refused(NotImplementedError, _WHERE, "sizes", got, allowed)
     for name, x in (("query", q), ("key", k), ("value", v), ("compressed_key", ck), ("compressed_value", cv)):
-        others = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-        if x.stride(-1) != 1 or any(step % _VECTOR for step in others) or x.data_ptr() % 16:
+        strides = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+        if x.stride(-1) != 1 or any(step % _VECTOR for step in strides) or x.data_ptr() % 16:
             allowed = "1 last, multiples of 16 bytes before, and an address that is one"
             got = f"{x.stride()} at {x.data_ptr():#x}"
             raise refused(ValueError, _WHERE, f"strides of {name}", got, allowed, f"pass {name}.contiguous()")

@@ -1,4 +1,4 @@
-"""FLOPs of the operators of native sparse attention, from shapes of packed tensors; see :mod:`cudnn.runtime.flops`."""
+"""FLOPs of the operators of native sparse attention, from shapes of varlen tensors; see :mod:`cudnn.runtime.flops`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cudnn_kernels.attention.sparse import ALWAYS
 
 
 def products(q: Sequence[int], keys: int, size: int) -> int:
-    """Of products in which each packed row of q ``[T, H, D]`` meets so many keys, and elements of so many heads."""
+    """FLOPs of GEMMs of each varlen row of q ``[T, H, D]`` with ``keys`` keys and ``elements`` elements of heads."""
     return 2 * q[0] * q[1] * keys * size
 
 
 def _sizes(q: Sequence[int], v: Sequence[int], backward: bool) -> int:
-    """Elements of heads in all products of attention: two forward, five backward."""
+    """Head elements of all attention GEMMs: two forward, five backward."""
     return 3 * q[2] + 2 * v[2] if backward else q[2] + v[2]
 
 

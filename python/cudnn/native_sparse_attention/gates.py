@@ -27,7 +27,7 @@ _SOURCE = "cudnn_kernels.attention.gates:Gates"
 
 
 @functools.cache
-def say(choice: str) -> None:
+def log_once(choice: str) -> None:
     """Says in the log which kernels nsa_attention runs, each sentence once."""
     settings.configure_logging().info("nsa_attention: %s", choice)
 
@@ -62,8 +62,8 @@ def nsa_gates(
         _run(branches, aligned(gates), out)
         return out
     wide = torch.promote_types(compressed.dtype, torch.float32)
-    factors = gates.to(wide).unbind(-1)
-    parts = [x.to(wide) * g[..., None] for x, g in zip(branches, factors, strict=True)]
+    gate_values = gates.to(wide).unbind(-1)
+    parts = [x.to(wide) * g[..., None] for x, g in zip(branches, gate_values, strict=True)]
     return (parts[0] + parts[1] + parts[2]).to(compressed.dtype)
 
 
@@ -82,10 +82,10 @@ def nsa_gates_bwd(
         _run(branches, gates, d_out, *changes)
         return tuple(changes)  # type: ignore[return-value]
     wide = torch.promote_types(compressed.dtype, torch.float32)
-    given, factors = d_out.to(wide), gates.to(wide)
-    found = [(given * g[..., None]).to(compressed.dtype) for g in factors.unbind(-1)]
-    products = torch.stack([(given * x.to(wide)).sum(-1) for x in branches], -1)
-    return found[0], found[1], found[2], products.to(gates.dtype)
+    grad_out, gate_values = d_out.to(wide), gates.to(wide)
+    dbranches = [(grad_out * g[..., None]).to(compressed.dtype) for g in gate_values.unbind(-1)]
+    dgates = torch.stack([(grad_out * x.to(wide)).sum(-1) for x in branches], -1)
+    return dbranches[0], dbranches[1], dbranches[2], dgates.to(gates.dtype)
 
 
 nsa_gates_bwd.register_fake(lambda d_out, *branches_and_gates: tuple(map(like, branches_and_gates)))
@@ -123,17 +123,17 @@ def gated_selection(
     compressed: torch.Tensor,
     near: torch.Tensor,
     gates: torch.Tensor,
-    *kept: torch.Tensor,
+    *saved: torch.Tensor,
 ) -> torch.Tensor:
     """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel.
 
-    ``near`` is memory for the window's O, and ``kept`` for its log-sum-exp ``[B, H_q, longest]``, selection's O and
+    ``near`` is memory for the window's O, and ``saved`` for its log-sum-exp ``[B, H_q, longest]``, selection's O and
     its log-sum-exp.
     """
-    say("one kernel computes selection and the window, and adds up the branches, each times its gate")
-    out, own = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "save_for_backward": bool(kept)}
-    tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *kept, lists, ends]
-    _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, own)
+    log_once("one kernel computes selection and the window, and adds up the branches, each times its gate")
+    out, options = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "save_for_backward": bool(saved)}
+    tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *saved, lists, ends]
+    _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, options)
     return out
 
 
@@ -154,12 +154,16 @@ def selection(
 
 
 def _select(
-    kind: Any, tensors: list[torch.Tensor], numbers: tuple[Any, ...], block_size: int, options: dict[str, Any]
+    configuration_class: Any,
+    tensors: list[torch.Tensor],
+    scalars: tuple[Any, ...],
+    block_size: int,
+    options: dict[str, Any],
 ) -> None:
     """Runs a kernel of selection on tensors that begin with those of q, k and v."""
     q, k, v, *_ = tensors
     heads, index = (q.shape[-1], v.shape[-1]), q.get_device()
-    configuration = kind(
+    configuration = configuration_class(
         name_of(q.dtype),
         q.shape[1],
         k.shape[1],
@@ -174,6 +178,6 @@ def _select(
     )
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
-    multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.num_sms
+    multiprocessors = FusedAPI.num_sms(index) if q.is_cuda else architecture.num_sms
     workspace = torch.empty(workspace_size([TILE_COUNT_SEMAPHORE], {}), dtype=torch.uint8, device=q.device)
-    run(architecture.source(configuration), configuration, *tensors, *numbers, multiprocessors, workspace)
+    run(architecture.source(configuration), configuration, *tensors, *scalars, multiprocessors, workspace)

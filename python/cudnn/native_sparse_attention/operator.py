@@ -7,21 +7,21 @@ import torch
 from cudnn.api_base import check_tensor
 from cudnn.attention.graphs import describe_backward, describe_forward
 from cudnn.errors import checked_number, refused
-from cudnn.fused.objects import run
+from cudnn.fused.object_cache import run
 from cudnn.native_sparse_attention import NSA, flops, reference
 from cudnn.native_sparse_attention.branch_gradients import branch_gradients, has_one_call
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.gates import (
     gated_selection,
+    log_once,
     nsa_gates,
     nsa_gates_bwd,
-    say,
     selection,
     selection_takes_gates,
 )
 from cudnn.native_sparse_attention.gates import like as _like
-from cudnn.native_sparse_attention.selection import by_blocks
-from cudnn.native_sparse_attention.selection.backward import turned_around
+from cudnn.native_sparse_attention.selection import kv_outer
+from cudnn.native_sparse_attention.selection.backward import csr_transpose
 from cudnn.native_sparse_attention.top_k.api import MOST, check_choice
 from cudnn.pygraph import operator_graphs
 from cudnn.runtime.memory import aligned, placed
@@ -75,12 +75,12 @@ def nsa_attention(
         cu_seqlens, cu_seqlens_compressed: int32, 0 and where each sequence ends, of all rows, and of compressed ones.
             Results and gradients of rows behind the last end are 0.
         block_size: rows of a block of the lists, a multiple of compress_stride.
-        selected_blocks: blocks in a row's list, 5 to 68; as many as there are where there are fewer.
+        selected_blocks: blocks in a row's list, 5 to 68; all blocks if the sequence has fewer.
         window_size: 1 and more.
         block_indices: ``[B, H_kv, S, n]`` or ``[T, H_kv, n]``, int32: lists to use in place of the computed ones;
             -1 for none.
         scale: None: ``D ** -0.5``.
-        max_seqlen: at least the length of the longest packed sequence; None: T. It changes what gradients cost.
+        max_seqlen: at least the length of the longest sequence; None: T. It changes what gradients cost.
             On a GPU nothing checks it, since the host would have to wait: results of a longer one are undefined.
 
     Returns:
@@ -155,7 +155,7 @@ def nsa_attention(
 
 
 def _clear_rest(x: torch.Tensor, ends: torch.Tensor) -> None:
-    """Sets the rows of no sequence to 0, which nobody has written."""
+    """Sets rows outside all sequences, which no kernel writes, to 0."""
     x.masked_fill_((torch.arange(len(x), dtype=torch.int64, device=x.device) >= ends[-1]).view(-1, 1, 1), 0)
 
 
@@ -196,9 +196,9 @@ def _check(
         shape = (rows, heads, width) if packed else (*first, heads, rows, width)
         if x.shape != shape:
             raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
-    kinds = {"query": q.dtype} | {name: x.dtype for name, (x, *_) in wanted.items() if name != "gates"}
-    if len(set(kinds.values())) > 1:
-        raise refused(ValueError, _WHERE, "types", kinds, "one type for all but gates", "call .to(query.dtype)")
+    dtypes = {"query": q.dtype} | {name: x.dtype for name, (x, *_) in wanted.items() if name != "gates"}
+    if len(set(dtypes.values())) > 1:
+        raise refused(ValueError, _WHERE, "types", dtypes, "one type for all but gates", "call .to(query.dtype)")
 
 
 def _ends(x: torch.Tensor) -> torch.Tensor:
@@ -224,15 +224,15 @@ def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tupl
     return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
 
 
-def _gradients(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gradients(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Memory for the gradients of q, k and v, which come after that of O."""
-    return _like(given[1]), _like(given[2]), _like(given[3])
+    return _like(inputs[1]), _like(inputs[2]), _like(inputs[3])
 
 
 def _differentiable(operator: Any, backward: Any, tensors: int, count: int) -> None:
     """Makes O differentiable in q, k and v, the first inputs of an operator, whose first results are O and log-sum-exp.
 
-    ``backward`` takes them, and of the inputs behind v so many: ``tensors``, some of which may be None, then others.
+    ``backward`` takes them, and the first ``tensors`` inputs after v, some of which may be None, then further ones.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -280,8 +280,8 @@ def nsa_compression_bwd(
     """The gradients of q, k and v."""
     if _by_kernels(q):
         q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
-        found = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
-        return _contiguous(*found.values())
+        grads = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
+        return _contiguous(*grads.values())
     dq, dk, dv = _gradients(d_o, q, k, v)
     tensors = {
         "q": q,
@@ -365,7 +365,7 @@ def _compressed(
     compress_stride: int,
     most_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """O and log-sum-exp of compression, and the lists, where none are given, by one kernel or two."""
+    """O and LSE of compression, and the lists unless the caller passes them, by one kernel or two."""
     rest, sizes = (ends_q, ends_k, scale), (count, block_size, compress_stride)
     if lists is None and _in_one_pass(q, k, v, most_keys, count):
         return nsa_compression_top_k(q, k, v, *rest, *sizes, most_keys)
@@ -394,7 +394,7 @@ def nsa_compression_top_k(
     most_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What nsa_compression and nsa_top_k compute, in one kernel. ``most_keys``: compressed ones of a sequence."""
-    say("one kernel computes compression and top-k, since the compressed keys of a sequence fit one tile")
+    log_once("one kernel computes compression and top-k, since the compressed keys of a sequence fit one tile")
     (o, lse), lists = _results(q, k, v), _whole_lists(q, k, count)
     tensors = {
         "q": q,
@@ -418,7 +418,7 @@ _differentiable(nsa_compression_top_k, nsa_compression_bwd, 2, 3)
 
 
 def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that say which blocks each row has."""
+    """The tensors of the block lists."""
     counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
     return {"block_indices": lists, "block_counts": counts, "cum_seqlen_q": ends}
 
@@ -434,7 +434,7 @@ def nsa_selection(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed (O, log-sum-exp ``[T, H_q]``) of causal attention to the blocks of lists ``[T, H_kv, n]``."""
-    (o, sums), by_block = _results(q, k, v), by_blocks.is_faster(q, k, v, lists, block_size)
+    (o, sums), by_block = _results(q, k, v), kv_outer.is_faster(q, k, v, lists, block_size)
     if selection_takes_gates(q, v, block_size) and not by_block:
         selection(q, k, v, o, sums, lists, ends, scale, block_size)
         return o, sums
@@ -442,7 +442,7 @@ def nsa_selection(
     tensors = {"q": q, "k": k, "v": v, "o": o, "l": sums, "m": maxima, **_lists(lists, ends)}
     if by_block:
         chosen = (lists, tensors["block_counts"], ends)
-        by_blocks.attend((q, k, v), (o, sums, maxima), chosen, block_size, scale, True)
+        kv_outer.attend((q, k, v), (o, sums, maxima), chosen, block_size, scale, True)
     elif _by_kernels(q):
         options = {"block_size": block_size, "scale_softmax": scale, "is_causal": True}
         _run(NSA.SelectionAttention, tensors, options)
@@ -468,10 +468,10 @@ def nsa_selection_bwd(
     chosen = _lists(lists, ends)
     if _by_kernels(q):
         q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
-        found = NSA.selection_attention_backward_wrapper(
+        grads = NSA.selection_attention_backward_wrapper(
             q, k, v, o, d_o, lse, chosen["block_indices"], chosen["block_counts"], ends, block_size, scale, True
         )
-        return _contiguous(*found.values())
+        return _contiguous(*grads.values())
     dq, dk, dv = _gradients(d_o, q, k, v)
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **chosen}
     reference.selection_backward(tensors, scale, block_size, causal=True)
@@ -582,7 +582,7 @@ _differentiable(nsa_window, nsa_window_bwd, 1, 4)
 
 def _in_one_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, block_size: int) -> bool:
     """Whether selection's kernel computes the window too, and adds up the branches."""
-    return selection_takes_gates(q, v, block_size) and not by_blocks.is_faster(q, k, v, lists, block_size)
+    return selection_takes_gates(q, v, block_size) and not kv_outer.is_faster(q, k, v, lists, block_size)
 
 
 @custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed"), flops=flops.gated_selection)
@@ -644,16 +644,16 @@ def nsa_branches(
     if _in_one_kernel(q, k, v, lists, block_size):
         near, stats = _window_results(q, v, ends_window, longest)
         selected, selected_lse = torch.empty_like(o), _row_values(q)
-        kept = (stats.squeeze(-1), selected, selected_lse)
-        out = gated_selection(q, k, v, lists, ends, scale, block_size, window, o, near, gates, *kept)
+        saved = (stats.squeeze(-1), selected, selected_lse)
+        out = gated_selection(q, k, v, lists, ends, scale, block_size, window, o, near, gates, *saved)
     else:
         near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
         selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
         out = nsa_gates(o, selected, near, gates)
     if ends_window is not None:
         _clear_rest(out, ends)
-    own = lists if given_lists is None else lists.new_empty(0)
-    return out, o, lse, selected, selected_lse, near, stats, own
+    own_lists = lists if given_lists is None else lists.new_empty(0)
+    return out, o, lse, selected, selected_lse, near, stats, own_lists
 
 
 @nsa_branches.register_fake
@@ -672,9 +672,9 @@ def _(
     count: int,
     *sizes: int,
 ) -> tuple[torch.Tensor, ...]:
-    own = _whole_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
+    own_lists = _whole_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
     window = _window_results(q, v, ends_window, sizes[-1])
-    return _results(q, k, v)[0], *_results(q, k, v), *_results(q, k, v), *window, own
+    return _results(q, k, v)[0], *_results(q, k, v), *_results(q, k, v), *window, own_lists
 
 
 @custom_op("nsa_branches_bwd", flops=flops.branches_backward)
@@ -708,11 +708,11 @@ def nsa_branches_bwd(
         packed = None if ends_window is None else (ends, ends_compressed)
         with forked(q.device) as beside:  # many small kernels; their memory is not used again before the next call here
             with beside:
-                chosen_by = turned_around(chosen["block_indices"], chosen["block_counts"], ends, block_size, True)
-            found = branch_gradients(inputs, branches, (lse, stats), packed, scale, window, longest)
-        sums = found["dq"], found["dk"], found["dv"]
-        d_selected, d_gates = found["d_selected"], found["d_gates"]
-        d_ck, d_cv = found["compressed_dk"], found["compressed_dv"]
+                chosen_by = csr_transpose(chosen["block_indices"], chosen["block_counts"], ends, block_size, True)
+            grads = branch_gradients(inputs, branches, (lse, stats), packed, scale, window, longest)
+        sums = grads["dq"], grads["dk"], grads["dv"]
+        d_selected, d_gates = grads["d_selected"], grads["d_gates"]
+        d_ck, d_cv = grads["compressed_dk"], grads["compressed_dv"]
     else:
         d_o, d_selected, d_near, d_gates = nsa_gates_bwd(d_out, *branches, gates)
         sums = nsa_window_bwd(d_near, q, k, v, near, stats, ends_window, scale, window, longest)

@@ -32,7 +32,7 @@ def selection(tensors: Mapping[str, Any], scale: float, block_size: int, causal:
 
 
 def selection_backward(tensors: Mapping[str, Any], scale: float, block_size: int, causal: bool = False) -> None:
-    """Writes dQ, dK and dV from the LSE that is given. P and dS are rounded to the inputs' type."""
+    """Writes dQ, dK and dV from the LSE. P and dS are rounded to the inputs' type."""
     dtype = tensors["q"].dtype
     for rows, head, heads, q, k, v in _heads(tensors):
         o, do = (wide(tensors[name][rows, heads]).transpose(0, 1) for name in ("o", "do"))
@@ -47,15 +47,15 @@ def selection_backward(tensors: Mapping[str, Any], scale: float, block_size: int
 
 @contextlib.contextmanager
 def added(tensors: Mapping[str, Any], names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """The tensors, of which those of some names are others: at the end they are added to the ones that were given."""
-    own = {name: torch.zeros_like(tensors[name]) for name in names}
-    yield {**tensors, **own}
-    for name, x in own.items():
+    """The tensors with zeros for ``names``; at the end these are added to the originals (accumulation)."""
+    targets = {name: torch.zeros_like(tensors[name]) for name in names}
+    yield {**tensors, **targets}
+    for name, x in targets.items():
         tensors[name].add_(x)
 
 
 def _heads(tensors: Mapping[str, Any]) -> Iterator[tuple[slice, int, slice, Any, Any, Any]]:
-    """Every sequence's rows and head of K, the heads of Q that share it, and Q (heads, rows, d), K and V of them."""
+    """Every sequence's rows and head of K, its heads of Q, and their Q (heads, rows, d), K and V."""
     hk = tensors["k"].shape[1]
     group = tensors["q"].shape[1] // hk
     for first, last in pairwise(tensors["cum_seqlen_q"].tolist()):
@@ -82,7 +82,7 @@ def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, block_size
 def top_k(
     tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool, whole: bool = False
 ) -> None:
-    """Writes the scores and the blocks, the largest first. Where there are too few: -inf and -1.
+    """Writes the scores and the blocks, the largest first. Missing ones: -inf and -1.
 
     ``whole``: the blocks that all rows have come before them, and the log-sum-exp is a natural one.
     """
@@ -104,7 +104,7 @@ def top_k(
 
 
 def _always(rows: int, block: int, device: Any) -> Any:
-    """The blocks that every row of a sequence has in its whole list, with -1 where there are fewer: (rows, 4)."""
+    """The blocks that every row of a sequence has in its whole list, missing ones -1: (rows, 4)."""
     place = torch.arange(rows, dtype=torch.int64, device=device)
     newest = torch.arange(NEWEST, dtype=torch.int64, device=device)
     newest = ((place + 1) // block - (NEWEST - 1)).clamp(min=1)[:, None] + newest
@@ -112,16 +112,16 @@ def _always(rows: int, block: int, device: Any) -> Any:
     return torch.nn.functional.pad(newest, (1, 0)).int()
 
 
-def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, share: int, count: int) -> None:
+def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, ratio: int, count: int) -> None:
     queries, (hk, keys, _) = x["q"].shape[1], x["k"].shape
-    blocks = -(-keys // share)
+    blocks = -(-keys // ratio)
     row = torch.arange(queries, dtype=torch.int64, device=x["q"].device)[:, None]
     index = torch.arange(blocks, dtype=torch.int64, device=x["q"].device)
     candidates = (index > 0) & (index < (row + 1) // block - 2)
     for head, q in enumerate(x["q"].unflatten(0, (hk, -1))):
         lse = x["lse"].unflatten(0, (hk, -1))[head]
         p = torch.exp2(scale * math.log2(math.e) * (wide(q) @ wide(x["k"][head]).T) + lse[..., None]).sum(0)
-        p = torch.nn.functional.pad(p, (0, blocks * share - keys)).unflatten(-1, (blocks, share)).sum(-1)
+        p = torch.nn.functional.pad(p, (0, blocks * ratio - keys)).unflatten(-1, (blocks, ratio)).sum(-1)
         scores = p.masked_fill(~candidates, -math.inf)
         scores = torch.nn.functional.pad(scores, (0, max(count - blocks, 0)), value=-math.inf)
         scores, indices = scores.sort(dim=-1, descending=True, stable=True)
@@ -141,20 +141,20 @@ class Complete(Window):
 
 
 def compression(tensors: Mapping[str, Any], scale: float, scale_output: float, packed: bool) -> None:
-    """Writes O and, where there is one, LSE. Rows that see nothing: 0 and -inf."""
+    """Writes O and, if requested, LSE. Fully masked rows: 0 and -inf."""
     q, lse = tensors["q"], tensors["lse"]
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    own = torch.empty(q.shape[:2] if packed else q.shape[:3], dtype=kind, device=q.device)
-    forward({**tensors, "lse": own}, Complete(None, None), scale, scale_output, 0.0, packed)
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    row_lse = torch.empty(q.shape[:2] if packed else q.shape[:3], dtype=dtype, device=q.device)
+    forward({**tensors, "lse": row_lse}, Complete(None, None), scale, scale_output, 0.0, packed)
     if lse is not None:
-        lse.copy_(by_head(own, True).T if packed else own)
+        lse.copy_(by_head(row_lse, True).T if packed else row_lse)
 
 
 def compression_backward(tensors: Mapping[str, Any], scale: float, packed: bool) -> None:
-    """Writes dQ, dK and dV from the LSE that is given."""
+    """Writes dQ, dK and dV from the LSE."""
     lse = tensors["lse"]
-    own = lse.T.contiguous().view(lse.shape) if packed else lse  # head by head, as attention has it
-    backward({**tensors, "lse": own}, Complete(None, None), scale, packed)
+    row_lse = lse.T.contiguous().view(lse.shape) if packed else lse  # head by head, as attention has it
+    backward({**tensors, "lse": row_lse}, Complete(None, None), scale, packed)
 
 
 def decode(
@@ -179,18 +179,18 @@ def decode(
     for b, (length, small) in enumerate(zip(lengths, compressed_lengths, strict=True)):
         for head in range(k.shape[1]):
             heads = slice(head * group, (head + 1) * group)
-            mine = scale * wide(q[b, heads])
-            p = (mine @ wide(ck[b, head, :small]).T).softmax(-1)
+            scaled_q = scale * wide(q[b, heads])
+            p = (scaled_q @ wide(ck[b, head, :small]).T).softmax(-1)
             key = torch.arange(length, dtype=torch.int64, device=q.device)
-            share = block // stride
-            sums = torch.nn.functional.pad(p.sum(0), (0, -small % share)).unflatten(0, (-1, share)).sum(-1)
+            ratio = block // stride
+            sums = torch.nn.functional.pad(p.sum(0), (0, -small % ratio)).unflatten(0, (-1, ratio)).sum(-1)
             candidates = sums[1 : max(length // block - (NEWEST - 1), 1)]
             best = 1 + candidates.sort(descending=True, stable=True).indices[:count]
             chosen = torch.cat([best, _always(max(length, 1), block, q.device)[-1]])
             seen = (key[:, None] // block == chosen).any(-1)
             found = [p @ wide(cv[b, head, :small])]
             for mask in (seen, key >= length - window):
-                scores = (mine @ wide(k[b, head, :length]).T).masked_fill(~mask, -math.inf)
+                scores = (scaled_q @ wide(k[b, head, :length]).T).masked_fill(~mask, -math.inf)
                 found.append(scores.softmax(-1) @ wide(v[b, head, :length]))
             weights = wide(gates[b, heads]).unbind(-1)
             parts = [x * g[:, None] for x, g in zip(found, weights, strict=True)]

@@ -51,11 +51,11 @@ class BlockScaleDequantize(Node):
 
     def _sizes(self) -> list[int]:
         """Extents of a block along every dimension of X."""
-        x, scale, given = self.inputs["X"], self.inputs["scale"], self.block_size
+        x, scale, block_size = self.inputs["X"], self.inputs["scale"], self.block_size
         rank = len(x.dim)
-        if len(given) > 1:
-            return [1] * (rank - len(given)) + given
-        candidates = [[given[0] if at == axis else 1 for at in range(rank)] for axis in reversed(range(rank))]
+        if len(block_size) > 1:
+            return [1] * (rank - len(block_size)) + block_size
+        candidates = [[block_size[0] if at == axis else 1 for at in range(rank)] for axis in reversed(range(rank))]
         return next((sizes for sizes in candidates if _fits(scale, blocks(x.dim, sizes))), candidates[0])
 
     def infer(self, context: Context) -> None:
@@ -149,14 +149,14 @@ class BlockScaleQuantize(Node):
         self.fill_output("Y", x.dim, lambda dims: strides_in_order(dims, order) if self.transpose else [*x.stride])
         needed = [*x.dim]
         needed[self._axis] //= self.block_size
-        whole = [*needed]
+        padded = [*needed]
         if scale.reordering_type is tensor_reordering.F8_128x4:
             # cuDNN requires whole tiles, and the blocks of a row side by side.
             order = sorted(stride_order(x.dim, x.stride), key=lambda axis: axis != self._axis)
-            for axis in range(max(len(whole) - 2, 0), len(whole)):
+            for axis in range(max(len(padded) - 2, 0), len(padded)):
                 tile = 4 if axis == self._axis else 128
-                whole[axis] = math.ceil(whole[axis] / tile) * tile
-        scale.fill(whole, lambda dims: strides_in_order(dims, order))
+                padded[axis] = math.ceil(padded[axis] / tile) * tile
+        scale.fill(padded, lambda dims: strides_in_order(dims, order))
         if not _fits(scale, needed):
             allowed = f"dim={needed}, or more in the last two dimensions as padding of the layout F8_128x4"
             raise self.refused(ValueError, "scale", f"dim={scale.dim}", allowed, "leave set_dim() out: it is inferred")
@@ -192,13 +192,13 @@ class BlockScaleQuantize(Node):
                 self.where,
                 "output Y",
                 y.data_type.name,
-                ", ".join(kind.name for kind in LARGEST),
+                ", ".join(dtype.name for dtype in LARGEST),
                 "call set_data_type() on it",
             )
         grouped = x.unflatten(self._axis, (-1, self.block_size))
         amax = grouped.abs().amax(self._axis + 1, keepdim=True) / LARGEST[y.data_type]
-        kind = scale.data_type if scale.data_type in SCALES else data_type.FLOAT
-        factor, _ = compute_block_scales(amax, 1.0, _cudnn_to_torch_data_type(kind), up=True)
+        dtype = scale.data_type if scale.data_type in SCALES else data_type.FLOAT
+        factor, _ = compute_block_scales(amax, 1.0, _cudnn_to_torch_data_type(dtype), up=True)
         factor = scale_values(factor).to(grouped.dtype)
         # A block of zeros may have the scale 0.
         quotient = torch.where(factor == 0, 0, grouped / factor).flatten(self._axis, self._axis + 1)
@@ -260,7 +260,7 @@ class BlockScaleMethods(NodeList[Operand]):
         Args:
             descale: One scale a block, in any stride order. In the layout F8_128x4 it may be padded.
             block_size: Extents of a block along the last dimensions: ``[1, 32]`` for rows of 32, ``[32, 1]`` for
-                columns. A single number stands for the dimension along which the shape of ``descale`` says so.
+                columns. A single number applies to the dimension that the shape of ``descale`` implies.
             is_negative_scale: The scales stand for their negatives (cuDNN 9.14).
 
         Returns:

@@ -160,12 +160,12 @@ class Convolution(Node):
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         first, second = values.values()
-        kind = first.dtype
+        dtype = first.dtype
         # PyTorch convolves no integers, and on a GPU float32 perhaps in TF32; float64 is exact for both.
-        if first.is_cuda or not kind.is_floating_point:
+        if first.is_cuda or not dtype.is_floating_point:
             first, second = first.double(), second.double()
         (port,) = self.outputs
-        return {port: self._formula(first, second).to(kind)}
+        return {port: self._formula(first, second).to(dtype)}
 
     def _formula(self, first: Any, second: Any) -> Any:
         raise NotImplementedError
@@ -274,9 +274,9 @@ class ConvolutionMethods(NodeList[Operand]):
     """
 
     def _convolution(
-        self, cls: type[Convolution], name: str, inputs: Mapping[str, object], given: Mapping[str, Any]
+        self, cls: type[Convolution], name: str, inputs: Mapping[str, object], arguments: Mapping[str, Any]
     ) -> Tensor:
-        where, mode = where_of(name, cls.method), given["convolution_mode"]
+        where, mode = where_of(name, cls.method), arguments["convolution_mode"]
         if not isinstance(mode, enums.convolution_mode):
             raise refused(
                 TypeError,
@@ -287,7 +287,7 @@ class ConvolutionMethods(NodeList[Operand]):
                 "pass pre_padding= and post_padding= by keyword: the third argument is padding",
             )
         padding, pre_padding, post_padding, stride, dilation = (
-            _numbers(where, what, given[what])
+            _numbers(where, what, arguments[what])
             for what in ("padding", "pre_padding", "post_padding", "stride", "dilation")
         )
         if padding and (pre_padding or post_padding):
@@ -303,7 +303,7 @@ class ConvolutionMethods(NodeList[Operand]):
         node = self._add(
             cls,
             name,
-            given["compute_data_type"],
+            arguments["compute_data_type"],
             inputs,
             [output],
             pre_padding=pre_padding or padding,

@@ -3,10 +3,10 @@
 A finalized variant pack refuses new pointers, so a plan keeps packs by their pointers. For addresses seen before, a
 call reads the addresses, finds the pack, asks PyTorch once whether the types are those seen before and no tensor is a
 negative view, and makes one call into cuDNN, which takes 3.6 us of host time on the machine with an H200. All else must
-be small beside that: one Python frame, the addresses read by method calls in line (a loop or ``map`` costs 0.3 us more
-for four tensors), no descriptor, no allocation, no synchronisation. For new addresses, one call into PyTorch compares
-types, layouts and devices of all tensors with those last accepted: to read shape and strides of each as tuples costs
-five times as much.
+be small compared with that: one Python frame, addresses read by inline method calls (a loop or ``map`` costs 0.3 us
+more for 4 tensors), no descriptor, no allocation, no synchronisation. For new addresses, one call into PyTorch compares
+types, layouts and devices of all tensors with those last accepted: reading shape and strides as tuples takes five
+times as long.
 
 Most of that call can be saved too: a plan that fills CUDA graphs is asked for one of its kernels with these addresses
 when they have come often enough, and later calls on the same stream launch that. Four cases are left to cuDNN: streams
@@ -26,7 +26,7 @@ from cudnn.backend.cuda_graph import ask_whether_it_keeps_up, unchecked
 from cudnn.backend.handle import Handle, default_handle
 from cudnn.backend.plan import Pack
 from cudnn.runtime.codegen import define
-from cudnn.runtime.tensor_guards import alike_but_for_sizes, current_device, like
+from cudnn.runtime.tensor_guards import current_device, dynamic_shape_guard, guard
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _TEMPLATE = '''
 def make(
-    {names}, {types}, alike_but_for_sizes, accepted, own, default_handle, device, find, launch, argument, pack, check,
-    otherwise, failure, calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph,
-    current_device
+    {names}, {types}, dynamic_shape_guard, accepted, own_handle, default_handle, device, find, launch, argument, pack,
+    check, otherwise, failure, calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing,
+    launch_graph, current_device
 ):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None
@@ -64,7 +64,7 @@ def make(
                     )
                 accepted = check(tensor_to_buffer, workspace, handle)
             found = pack(key)
-        elif not alike_but_for_sizes({tensors}) and ({other_type} or {negative}):
+        elif not dynamic_shape_guard({tensors}) and ({other_type} or {negative}):
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         {replay}
         status = launch(handle.argument, argument, found.argument)
@@ -99,20 +99,21 @@ def _compile(
     types: tuple[int, ...], needed: int, has_handle: bool, off_bits: tuple[tuple[int, int], ...], replays: bool
 ) -> Callable[..., Callable[..., None]]:
     """``types``: for each tensor, the number of its type among those that occur."""
-    numbers = range(len(types))
+    indices = range(len(types))
     same_type = [
-        "".join(f"t{i}.dtype is " for i in numbers if types[i] == kind) + f"d{kind}" for kind in sorted(set(types))
+        "".join(f"t{i}.dtype is " for i in indices if types[i] == dtype_index) + f"d{dtype_index}"
+        for dtype_index in sorted(set(types))
     ]
-    together = {bits: [f"key[{i}]" for i, its in off_bits if its == bits] for _, bits in off_bits}
+    keys_by_mask = {bits: [f"key[{i}]" for i, its in off_bits if its == bits] for _, bits in off_bits}
     source = _TEMPLATE.format(
-        off=" or ".join(f"({' | '.join(addresses)}) & {bits}" for bits, addresses in together.items()) or "False",
-        names=", ".join(f"k{i}" for i in numbers),
-        types=", ".join(f"d{kind}" for kind in sorted(set(types))),
-        default="own" if has_handle else "default_handle(device)",
-        arrays="; ".join(f"t{i} = tensor_to_buffer[k{i}]" for i in numbers),
-        tensors=", ".join(f"t{i}" for i in numbers),
-        negative=" or ".join(f"t{i}.is_neg()" for i in numbers),
-        pointers=" ".join(f"t{i}.data_ptr()," for i in numbers),
+        off=" or ".join(f"({' | '.join(addresses)}) & {bits}" for bits, addresses in keys_by_mask.items()) or "False",
+        names=", ".join(f"k{i}" for i in indices),
+        types=", ".join(f"d{dtype_index}" for dtype_index in sorted(set(types))),
+        default="own_handle" if has_handle else "default_handle(device)",
+        arrays="; ".join(f"t{i} = tensor_to_buffer[k{i}]" for i in indices),
+        tensors=", ".join(f"t{i}" for i in indices),
+        negative=" or ".join(f"t{i}.is_neg()" for i in indices),
+        pointers=" ".join(f"t{i}.data_ptr()," for i in indices),
         other_type=f"not ({' and '.join(same_type)})",
         workspace="workspace.data_ptr()" if needed else "0",
         replay=_REPLAY.strip() if replays else "",
@@ -126,7 +127,7 @@ def specialised(
     plan: ExecutionPlan,
     keys: Sequence[Any],
     arrays: Sequence[Any],
-    own: Handle | None,
+    own_handle: Handle | None,
     otherwise: Callable[..., None],
 ) -> Callable[..., None]:
     """``execute`` for PyTorch tensors under ``keys``, which are in the order of ``program.bindings.user``.
@@ -135,15 +136,15 @@ def specialised(
         arrays: Those of a call that was checked. At addresses seen before, arrays of other types take the other path,
             every time. At new ones, types, layouts and devices are compared with those of the last call that was
             checked, and checked where they differ.
-        own: The graph's handle.
+        own_handle: The graph's handle.
         otherwise: Called with the same arguments where the data are of another kind.
     """
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
 
     def check(data: Any, workspace: Any, handle: Handle) -> tuple[int, Callable[..., bool]]:
-        given = [data[name] for name in keys]
-        program.check(given, workspace, handle, plan)
-        return handle.device, like(given)
+        call_arrays = [data[name] for name in keys]
+        program.check(call_arrays, workspace, handle, plan)
+        return handle.device, guard(call_arrays)
 
     def pack(key: tuple[int, ...]) -> Any:
         return plan.pack(key, program.filled(key))
@@ -153,12 +154,12 @@ def specialised(
     types = tuple(dtypes.index(array.dtype) for array in arrays)
     by_value = program.by_value.intersection(program.bindings.user)
     replays = plan.fills_cuda_graphs and not by_value and settings.PLAN_CUDA_GRAPHS.get()
-    return _compile(types, program.workspace_size(plan), own is not None, tuple(program.off_bits), replays)(
+    return _compile(types, program.workspace_size(plan), own_handle is not None, tuple(program.off_bits), replays)(
         *keys,
         *dtypes,
-        alike_but_for_sizes=alike_but_for_sizes(arrays),
-        accepted=(home, like(arrays)),
-        own=own,
+        dynamic_shape_guard=dynamic_shape_guard(arrays),
+        accepted=(home, guard(arrays)),
+        own_handle=own_handle,
         default_handle=default_handle,
         device=program.device,
         find=plan.packs.get,

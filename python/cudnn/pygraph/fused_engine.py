@@ -1,5 +1,5 @@
-"""Attention by the kernels of ``cudnn.sdpa``: an engine of graphs of one node, ``sdpa`` or ``sdpa_backward``, beside
-those of cuDNN.
+"""Engine that runs the kernels of ``cudnn.sdpa`` for graphs of one node, ``sdpa`` or ``sdpa_backward``, next to
+the engines of cuDNN.
 
 Its configuration and its plan look like those of cuDNN, so that lists of plans, calls and explanations see no
 difference. A plan keeps, for the addresses of a call, tensors over their memory.
@@ -35,7 +35,7 @@ AUTO, FUSED = attention_implementation.AUTO, attention_implementation.FUSED
 _FORWARD = {"q": "Q", "k": "K", "v": "V", "o": "O", "lse": "Stats"}
 _PORTS = {"SDPA": _FORWARD, "SDPA_BWD": _FORWARD | {"do": "dO", "dq": "dQ", "dk": "dK", "dv": "dV"}}
 """The ports of a node, by its tag and by what the class of ``cudnn.sdpa`` calls its tensors."""
-_BESIDES = "use_padding_mask", "use_alibi_mask", "score_mod", "score_mod_bprop", "has_dropout"
+_EXTRA_ATTRIBUTES = "use_padding_mask", "use_alibi_mask", "score_mod", "score_mod_bprop", "has_dropout"
 _ALIGNMENT = 16  # bytes
 
 
@@ -52,46 +52,48 @@ def _bounds(node: Any) -> tuple[bool, int, int, int]:
     return False, int(node.bottom_right), left, right
 
 
-def obstacle(node: Any) -> str:
-    """Why these kernels cannot compute a node of attention; empty where they can."""
-    from cudnn.sdpa import choice
+def unsupported_reason(node: Any) -> str:
+    """Why these kernels cannot compute an attention node; empty if they can."""
+    from cudnn.sdpa import heuristics
 
     operation, ports = _operation(node), _PORTS[node.tag].values()
-    others = {*node.inputs, *node.outputs} - {*ports} | {name for name in _BESIDES if getattr(node, name, None)}
-    if others or node.is_ragged:
+    extra = {*node.inputs, *node.outputs} - {*ports} | {name for name in _EXTRA_ATTRIBUTES if getattr(node, name, None)}
+    if extra or node.is_ragged:
         took = f"the kernels take {', '.join(ports)} and bounds"
-        return f"{', '.join(sorted(others)) or 'ragged offsets'}: {took}"
-    found: dict[str, Tensor] = {**node.inputs, **node.outputs}
-    stats = found.pop("Stats", None)
-    virtual = next((port for port, tensor in found.items() if tensor.is_virtual), None)
+        return f"{', '.join(sorted(extra)) or 'ragged offsets'}: {took}"
+    tensors: dict[str, Tensor] = {**node.inputs, **node.outputs}
+    stats = tensors.pop("Stats", None)
+    virtual = next((port for port, tensor in tensors.items() if tensor.is_virtual), None)
     if virtual is not None:
         return f"{virtual} is virtual: the kernels compute graphs of one node, between tensors in memory"
-    types = {tensor.data_type for tensor in found.values()}
+    types = {tensor.data_type for tensor in tensors.values()}
     if len(types) > 1 or not types <= {data_type.HALF, data_type.BFLOAT16}:
-        names = ", ".join(sorted(kind.name for kind in types))
+        names = ", ".join(sorted(dtype.name for dtype in types))
         return f"the types {names}: the kernels take HALF or BFLOAT16, one of them for all but Stats"
     if node.compute_data_type is not data_type.FLOAT:
         return f"the kernels compute in FLOAT only, not in {node.compute_data_type.name}"
-    q, k, v = (found[port] for port in "QKV")
+    q, k, v = (tensors[port] for port in "QKV")
     if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
-        return f"K of {k.dim} and V of {v.dim}: the kernels take as many heads in both, and the batch of Q"
+        return f"K of {k.dim} and V of {v.dim}: the kernels take the same number of heads in both, and the batch of Q"
     rows = q.dim[2]
     layout, sizes = operation.spec("q").layout, {"packed": 0}
-    for port, tensor in found.items():
+    for port, tensor in tensors.items():
         if not layout.accepts(tensor.dim, tensor.stride, sizes, 16, port in node.outputs):
             return f"{port} with the strides {tensor.stride}: the kernels take 1 last, else multiples of 16 bytes"
     if stats is not None and not stats.is_virtual:
         steps = [q.dim[1] * rows, rows, 1]
-        apart = [n > 1 and given != step for n, given, step in zip(stats.dim, stats.stride, steps, strict=False)]
-        if any(apart) or stats.data_type is not data_type.FLOAT:
-            kind = stats.data_type.name
-            return f"Stats of {kind} with the strides {stats.stride}: the kernels take FLOAT, contiguous"
-    return choice.obstacle((q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, [operation])
+        misplaced = [
+            n > 1 and step != expected for n, step, expected in zip(stats.dim, stats.stride, steps, strict=False)
+        ]
+        if any(misplaced) or stats.data_type is not data_type.FLOAT:
+            dtype = stats.data_type.name
+            return f"Stats of {dtype} with the strides {stats.stride}: the kernels take FLOAT, contiguous"
+    return heuristics.unsupported_reason((q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, [operation])
 
 
 def refuse(node: Any, reason: str = "") -> None:
-    """Raises where a node asks for these kernels, and they cannot compute it, for a reason given or found."""
-    reason = (reason or obstacle(node)) if node.implementation is FUSED else ""
+    """Raises if a node asks for these kernels and they cannot compute it: for ``reason``, or for their own."""
+    reason = (reason or unsupported_reason(node)) if node.implementation is FUSED else ""
     if reason:
         raise refused(
             cudnnGraphNotSupportedError,
@@ -112,7 +114,7 @@ def chosen(
         cudnnGraphNotSupportedError: the graph asks for it, and the kernels cannot compute it.
     """
     node: Any = nodes[0]
-    asked = next((each for each in nodes if getattr(each, "implementation", None) is FUSED), None)
+    asked = next((item for item in nodes if getattr(item, "implementation", None) is FUSED), None)
     alone = len(nodes) == 1 and node.tag in _PORTS
     by_default = offered and alone and node.implementation is AUTO
     if asked is None and not (by_default and _has_pytorch()):
@@ -148,14 +150,14 @@ def _has_pytorch() -> bool:
 
 def _measured_faster(node: Any, arch: str) -> str:
     """Why these kernels compute a node that does not ask for them; empty where they do not."""
-    if not arch or obstacle(node):
+    if not arch or unsupported_reason(node):
         return ""
-    from cudnn.sdpa import choice
+    from cudnn.sdpa import heuristics
 
     q, k, v = (node.inputs[port].dim for port in "QKV")
-    if not choice.is_timed(q[2], k[2], _bounds(node)):
+    if not heuristics.is_timed(q[2], k[2], _bounds(node)):
         return ""
-    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]))
+    faster = heuristics.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]))
     return f"measured faster than cuDNN's on {arch}, at such sizes" if faster else ""
 
 
@@ -169,7 +171,7 @@ class FusedConfig(EngineConfig):
                 these kernels use too.
             arch: None for tensors on the CPU, which the reference computes, or the emulator.
         """
-        from cudnn.sdpa import choice
+        from cudnn.sdpa import heuristics
 
         self.arch, self.asked = arch, node.implementation is FUSED
         self.user = bindings.user
@@ -179,17 +181,17 @@ class FusedConfig(EngineConfig):
         if self.tensors["lse"] is not None and self.tensors["lse"].is_virtual:
             self.tensors["lse"] = None
         self.rows = tuple(q[:3])  # the shape of the log-sum-exp
-        self.kind = _cudnn_to_torch_data_type(node.inputs["Q"].data_type)
+        self.dtype = _cudnn_to_torch_data_type(node.inputs["Q"].data_type)
         samples = {
-            name: torch.empty_strided(tensor.dim, tensor.stride, dtype=self.kind, device="meta" if arch else "cpu")
+            name: torch.empty_strided(tensor.dim, tensor.stride, dtype=self.dtype, device="meta" if arch else "cpu")
             for name, tensor in self.tensors.items()
             if tensor is not None and name != "lse"
         }
         samples["lse"] = torch.empty(self.rows, dtype=torch.float32, device="meta" if arch else "cpu")
         scale = 1.0 if node.attn_scale is None else node.attn_scale
         _, alignment, left, right = _bounds(node)
-        top_left = not choice.is_level(q[2], k[2], alignment)
-        options = choice.options(q[2], k[2], scale, left, right, top_left)
+        top_left = not heuristics.is_level(q[2], k[2], alignment)
+        options = heuristics.options(q[2], k[2], scale, left, right, top_left)
         if node.tag == "SDPA_BWD":
             options["deterministic"] = node.use_deterministic_algorithm
         self.operation = operation(**operation.samples(samples), **options, arch=arch)
@@ -199,8 +201,8 @@ class FusedConfig(EngineConfig):
         self.numerical_notes = [numerical_note.TENSOR_CORE]
         self.behavior_notes = [behavior_note.RUNTIME_COMPILATION]
         self.shared_memory_used = 0
-        own = self.lse_bytes + self.operation.workspace_size()
-        self.workspace_size = max(0, own + 2 * _ALIGNMENT - bindings.workspace_size) if own else 0
+        scratch_bytes = self.lse_bytes + self.operation.workspace_size()
+        self.workspace_size = max(0, scratch_bytes + 2 * _ALIGNMENT - bindings.workspace_size) if scratch_bytes else 0
 
     def build(self) -> FusedPlan:
         """Compiles the kernel, or loads what an earlier process compiled.
@@ -230,15 +232,15 @@ class _Memory:
 
 
 def memory(address: int, size: int, device: int) -> Any:
-    """A tensor of so many bytes over memory of a GPU, or, with a device below 0, of the CPU.
+    """A tensor of ``size`` bytes over memory of a GPU, or, with a device below 0, of the CPU.
 
     Raises:
         ValueError: PyTorch takes the memory for another device's, and copied it.
     """
     if device < 0:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-    made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}", dtype=torch.uint8)
-    if made.data_ptr() != address:
+    buffer = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}", dtype=torch.uint8)
+    if buffer.data_ptr() != address:
         raise refused(
             ValueError,
             "execute",
@@ -247,7 +249,7 @@ def memory(address: int, size: int, device: int) -> Any:
             f"memory of device {device}, the handle's",
             "copy it there, or build the graph with implementation=UNIFIED",
         )
-    return made
+    return buffer
 
 
 class FusedPlan(ExecutionPlan):
@@ -297,18 +299,18 @@ class FusedPlan(ExecutionPlan):
                     f"multiples of {_ALIGNMENT} bytes",
                     "pass a copy",
                 )
-            kind = torch.float32 if name == "lse" else config.kind
+            dtype = torch.float32 if name == "lse" else config.dtype
             count = 1 + sum((n - 1) * step for n, step in zip(dims, strides, strict=True))
-            whole = memory(address, count * kind.itemsize, device).view(kind)
-            tensors[name] = whole.view(config.rows) if name == "lse" else whole.as_strided(dims, strides)
+            buffer = memory(address, count * dtype.itemsize, device).view(dtype)
+            tensors[name] = buffer.view(config.rows) if name == "lse" else buffer.as_strided(dims, strides)
         size = operation.workspace_size()
         workspace = memory(space, size, device) if size else None
-        given = tuple(tensors.get(name) for name in operation.names)
+        operands = tuple(tensors.get(name) for name in operation.names)
         scalars = (None,) * len(operation.scalars)
 
         def run() -> None:
             # The handle by its number: a later one may have that of one that was destroyed, and another stream.
-            operation.run(given, scalars, resolve(number).stream, workspace)
+            operation.run(operands, scalars, resolve(number).stream, workspace)
 
         current = current_device() if config.arch else None
         if current is None:
@@ -331,11 +333,11 @@ class FusedPlan(ExecutionPlan):
     update_cuda_graph = populate_cuda_graph
 
     def to_json(self) -> bytes:
-        raise CudnnError(f"the plan {self.config.tag} is compiled anew where it is needed", 3000, "NOT_SUPPORTED")
+        raise CudnnError(f"the plan {self.config.tag} is compiled again where it is needed", 3000, "NOT_SUPPORTED")
 
     def _unsupported(self, what: str, allowed: str, cure: str) -> cudnnGraphNotSupportedError:
-        others = "leave implementation=FUSED out" if self.config.asked else 'call deselect_engines(["fused"])'
-        cure = f"{cure}, or {others} for a plan of cuDNN"
+        alternative = "leave implementation=FUSED out" if self.config.asked else 'call deselect_engines(["fused"])'
+        cure = f"{cure}, or {alternative} for a plan of cuDNN"
         where, got = f"plan {self.config.tag}", "a plan of our kernels"
         return refused(cudnnGraphNotSupportedError, where, what, got, allowed, cure)
 

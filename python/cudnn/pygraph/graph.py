@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_uint64
@@ -59,7 +60,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         handle: From ``create_handle()``. None: one per thread and device, on PyTorch's current stream.
         sm_count: Multiprocessors that the plan should use.
         sm_version: Compute capability to check for, such as 90. None: that of the device.
-        kernel_cache: From ``create_kernel_cache()``; turns dynamic shapes on.
+        kernel_cache: From ``create_kernel_cache()``; enables dynamic shapes.
         device_property: From ``create_device_properties()``: builds plans for that device, with or without a GPU here.
         is_dynamic_shape_enabled: Lets plans of one topology share compiled kernels.
         is_override_shape_enabled: Lets ``execute`` override shapes and strides.
@@ -252,7 +253,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         )
         for engines in known_faults.faulty_engines(self.nodes, library.version()):
             _log.info("graph %r: %s left out: they compute it wrongly", self.name, engines)
-            plans.bar(engines.obstacle)
+            plans.deny(engines.denial_reason)
         self._offer_our_kernels(plans, lowering.bindings)
         self._program = CudnnProgram(
             plans,
@@ -287,7 +288,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
 
     @staticmethod
     def _for_any_address(ref: weakref.ref[pygraph], workspace: int) -> pygraph:
-        """A graph, alive since it is called, again: for data at any address, with so many bytes for its plan."""
+        """The graph (alive, as it is called) built again for any address, with a plan of ``workspace`` bytes."""
         of = ref()
         assert of is not None
         graph = pygraph(handle=of._handle, sm_count=of._sm_count, device_property=of._device_property, backend="cudnn")
@@ -318,7 +319,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         before = Before(item.node.where, graph, item.source, item.source_offset, item.offset, bindings.workspace_size)
         bindings.reserve(graph.get_workspace_size())
         _log.info(
-            "graph %r: %s runs in a plan of its own before the others, which costs time and workspace: cuDNN "
+            "graph %r: %s runs in a separate plan before the others, which costs time and workspace: cuDNN "
             "computes it wrongly inside their plan",
             self.name,
             item.node.where,
@@ -623,15 +624,17 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         named = [node.where for node in self.nodes[:6]] + ["..."] * (len(self.nodes) > 6)
         return f"graph {self.name!r} of {', '.join(named)}"
 
-    def explain(self, narrow: bool = True) -> Explanation:
-        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook: ``cudnn.pygraph.explain``.
+    def explain(self, minimize: bool = True, *, narrow: bool | None = None) -> Explanation:
+        """Nodes, tensors, plans and refusals, to print, to plot, or to show in a notebook: ``cudnn.pygraph.explain``.
 
-        Changes nothing in the graph. ``narrow`` looks for the smallest sets of nodes where cuDNN refuses the graph,
-        with heuristics, and perhaps builds, of parts of it.
+        Changes nothing in the graph. ``minimize`` looks for the smallest sets of nodes where cuDNN refuses the graph,
+        with heuristics, and perhaps builds, of parts of it. ``narrow`` is its deprecated name.
         """
         from cudnn.pygraph.explain.collect import explain
 
-        return explain(self, narrow)
+        if narrow is not None:
+            warnings.warn("explain(narrow=...) is deprecated: use minimize", DeprecationWarning, stacklevel=2)
+        return explain(self, minimize if narrow is None else narrow)
 
     def _description(self) -> dict[str, Any]:
         return serialization.describe(self.name, self.context, self.nodes, "cpu" in self._arrays_on)
@@ -649,7 +652,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         return int.from_bytes(digest[:8], "little")
 
     def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
-        """A copy of the tensor with this uid. RuntimeError where there is none."""
+        """A copy of the tensor with this uid. RuntimeError if no tensor has it."""
         for node in self.nodes:
             for tensor in node.tensors():
                 if tensor.uid == uid:

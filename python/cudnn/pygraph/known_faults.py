@@ -1,7 +1,7 @@
-"""Graphs that cuDNN accepts and computes wrongly, as seen on an H200; attention has a list of its own.
+"""Graphs that cuDNN accepts and computes wrongly, as seen on an H200; attention has a separate list.
 
-A graph in this list is refused, or the engines that go wrong are left out, since a wrong result without a word is worse
-than either. The table in docs/compatibility.md says what was seen.
+A graph in this list is refused, or the engines that go wrong are left out, since a silent wrong result is worse
+than either. The table in docs/compatibility.md lists what was observed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
                 "is_negative_scale",
                 f"True with cuDNN {format_version(version)}, which ignores it",
                 f"False, or {_NEWER}",
-                "negate the product",
+                "negate the result of the matmul",
             )
     if any(isinstance(node, Convolution) for node in nodes):
         for node in nodes:
@@ -106,12 +106,12 @@ def _refuse_pooling(node: Resample, version: int) -> None:
 
 
 def _refuse_crash(nodes: Sequence[Node]) -> None:
-    """cuDNN 9.19 and 9.28 have no engine for a convolution beside a matrix product; some such graphs crash them."""
-    products = [node for node in nodes if isinstance(node, Matmul)]
-    if products and any(isinstance(node, Convolution) for node in nodes):
+    """cuDNN 9.19 and 9.28 have no engine for a graph with a convolution and a matmul; some such graphs crash them."""
+    matmuls = [node for node in nodes if isinstance(node, Matmul)]
+    if matmuls and any(isinstance(node, Convolution) for node in nodes):
         raise refused(
             cudnnGraphNotSupportedError,
-            products[0].where,
+            matmuls[0].where,
             "a convolution in the same graph",
             "both",
             "one of the two: cuDNN may crash",
@@ -144,7 +144,7 @@ def _refuse_broadcast(node: Node, version: int) -> None:
 
 
 def computed_apart(nodes: Sequence[Node], version: int) -> list[Pointwise]:
-    """Nodes that need a plan of their own, since the plan of the whole graph would compute them wrongly."""
+    """Nodes that need a separate plan, since the plan of the whole graph would compute them wrongly."""
     return matmul_faults.widened_apart(nodes) if version <= SEEN_IN else []
 
 
@@ -157,7 +157,7 @@ class Engines(NamedTuple):
     def __str__(self) -> str:
         return f"engines with the note {self.note.name}" if self.note else f"engines {self.name}"
 
-    def obstacle(self, config: EngineConfig) -> str:
+    def denial_reason(self, config: EngineConfig) -> str:
         """Why the configuration may not be used, or the empty string."""
         if self.note is not None:
             return f"has the note {self.note.name}" if self.note in config.behavior_notes else ""
@@ -191,7 +191,7 @@ def faulty_engines(nodes: Sequence[Node], version: int) -> Iterator[Engines]:
 
 
 def _faulty_for_convolution(node: Node, fused: int) -> Iterator[Engines]:
-    """Of 964 random convolutions on an H200 seven came out wrong; why is not known, so the conditions are guesses.
+    """Of 964 random convolutions on an H200 seven were wrong; the cause is unknown, so the conditions are guesses.
 
     Engine 1, strided data gradient: wrong for 5 of 8 with more than three operations fused, for 0 of 18 with fewer.
     Engine 7 in its variant 27, forward: wrong for the only one whose response has a number of channels that is no
@@ -199,8 +199,8 @@ def _faulty_for_convolution(node: Node, fused: int) -> Iterator[Engines]:
     gradient: wrong for the only one of one dimension, also the only one with unequal padding, right for 5 others.
     """
     if isinstance(node, ConvolutionForward):
-        kinds = node.inputs["X"].data_type, node.outputs["Y"].data_type
-        if kinds == (data_type.INT8, data_type.INT32):  # every element was wrong, in all of 6 shapes
+        dtypes = node.inputs["X"].data_type, node.outputs["Y"].data_type
+        if dtypes == (data_type.INT8, data_type.INT32):  # every element was wrong, in all of 6 shapes
             yield Engines(name="eng0")
             yield Engines(name="eng28")
     if isinstance(node, ConvolutionDataGradient) and max(node.stride) > 1 and fused > 3:

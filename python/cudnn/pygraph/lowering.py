@@ -1,4 +1,4 @@
-"""Turns prepared nodes into backend operations, and notes where each call finds the data of every tensor."""
+"""Lowers prepared nodes to backend operations, and records where each call finds the data of every tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.tensor import Tensor
 
 _DESCRIPTOR = be.AttributeType.BACKEND_DESCRIPTOR
-_DATA_TYPES = {kind: be.DataType[kind.name] for kind in data_type if kind.name in be.DataType.__members__}
+_DATA_TYPES = {dtype: be.DataType[dtype.name] for dtype in data_type if dtype.name in be.DataType.__members__}
 _CTYPES: dict[data_type, type[Any]] = {
     data_type.FLOAT: ctypes.c_float,
     data_type.DOUBLE: ctypes.c_double,
@@ -34,12 +34,12 @@ _CTYPES: dict[data_type, type[Any]] = {
 }
 
 
-def host_scalar(kind: data_type, value: float) -> Any:
+def host_scalar(dtype: data_type, value: float) -> Any:
     """A ctypes object that holds a constant in its own type."""
-    ctype = _CTYPES.get(kind)
+    ctype = _CTYPES.get(dtype)
     if ctype is None:
-        raise ValueError(f"constant: data type {kind.name}; allowed: {', '.join(k.name for k in _CTYPES)}.")
-    return ctype(value if kind in (data_type.FLOAT, data_type.DOUBLE) else int(value))
+        raise ValueError(f"constant: data type {dtype.name}; allowed: {', '.join(k.name for k in _CTYPES)}.")
+    return ctype(value if dtype in (data_type.FLOAT, data_type.DOUBLE) else int(value))
 
 
 @dataclasses.dataclass
@@ -65,7 +65,7 @@ class Alias(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A node that a plan of its own computes before the graph's: where that finds its input, and puts its result."""
+    """A node that a separate plan computes before the graph's: where it reads its input and writes its result."""
 
     node: Node
     source: int  # uid of a tensor in memory
@@ -94,24 +94,24 @@ class Bindings:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Bindings:
-        made = cls(
+        bindings = cls(
             user=fields["user"],
-            constants={int(uid): (kind, value) for uid, (kind, value) in fields["constants"].items()},
+            constants={int(uid): (dtype, value) for uid, (dtype, value) in fields["constants"].items()},
             scratch=[Scratch(**item) for item in fields["scratch"]],
             aliases={int(uid): Alias(*alias) for uid, alias in fields["aliases"].items()},
             hidden=fields["hidden"],
             narrowed={int(uid): (offset, count) for uid, (offset, count) in fields["narrowed"].items()},
             workspace_size=fields["workspace_size"],
         )
-        for part in (made, *made.scratch, *made.aliases.values()):
-            for name, hint in get_type_hints(type(part)).items():
-                conforming(getattr(part, name), hint, name)
-        return made
+        for record in (bindings, *bindings.scratch, *bindings.aliases.values()):
+            for name, hint in get_type_hints(type(record)).items():
+                conforming(getattr(record, name), hint, name)
+        return bindings
 
 
 @contextlib.contextmanager
 def refusals() -> Generator[None]:
-    """What cuDNN calls not supported becomes the error class that says so to callers."""
+    """Converts the NOT_SUPPORTED statuses of cuDNN to ``cudnnGraphNotSupportedError``."""
     try:
         yield
     except CudnnError as error:
@@ -167,25 +167,25 @@ class Lowering:
 
         Each of these reads one tensor in memory and makes one virtual tensor.
         """
-        found: list[Apart] = []
+        before: list[Apart] = []
         nodes = list(nodes)
-        readers = Counter(id(tensor) for node in nodes for tensor in node.inputs.values())
+        use_counts = Counter(id(tensor) for node in nodes for tensor in node.inputs.values())
         with refusals():
             for node in nodes:
                 if any(node is one for one in apart):
-                    found.append(self._set_apart(node, readers))
+                    before.append(self._set_apart(node, use_counts))
                 else:
                     node.lower(self)
         self.bindings.user = sorted(self.bindings.user)
         # cuDNN refuses a variant pack with a uid that its plan does not know.
         used = self.bindings.aliases.items()
         self.bindings.aliases = {uid: alias for uid, alias in used if uid in self._tensors}
-        return found
+        return before
 
-    def _set_apart(self, node: Node, readers: Mapping[int, int]) -> Apart:
-        """Gives a node's result a place in the workspace, from where the operations that follow read it.
+    def _set_apart(self, node: Node, use_counts: Mapping[int, int]) -> Apart:
+        """Allocates a node's result in the workspace, where later operations read it.
 
-        ``readers``: how many inputs of nodes a tensor is, by ``id``.
+        ``use_counts``: how many inputs of nodes a tensor is, by ``id``.
         """
         (x,), (y,) = node.inputs.values(), node.outputs.values()
         result = Tensor(y.dim, y.stride, y.data_type, name=y.name)
@@ -196,7 +196,7 @@ class Lowering:
         uid = self.uid(x)
         offset = 0
         if uid in self.bindings.aliases:
-            if readers[id(x)] == 1:
+            if use_counts[id(x)] == 1:
                 del self._tensors[uid]  # no operation of the graph reads this part of the source
             uid, offset, _ = self.bindings.aliases[uid]
         elif uid not in self.bindings.user:
@@ -210,20 +210,20 @@ class Lowering:
             node.prepare(smaller.context)
             node.lower(self)
 
-    def operation(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
+    def operation(self, descriptor_type: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
         """Appends an operation descriptor. A tensor stands for its descriptor; None leaves an attribute out."""
-        made = self.descriptor(kind, attributes)
-        self.operations.append(made)
-        return made
+        descriptor = self.descriptor(descriptor_type, attributes)
+        self.operations.append(descriptor)
+        return descriptor
 
-    def descriptor(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
-        """Makes a finalized descriptor that is not an operation of the graph by itself."""
+    def descriptor(self, descriptor_type: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
+        """Makes a finalized descriptor that is not an operation of the graph."""
         resolved = {
             attribute: self._resolve(value) if attribute.type is _DESCRIPTOR else value
             for attribute, value in attributes.items()
             if value is not None
         }
-        return Descriptor.make(kind, resolved)
+        return Descriptor.make(descriptor_type, resolved)
 
     def operation_graph(self, handle: Handle | None, dynamic_shape: bool, override_shape: bool) -> OperationGraph:
         """The operations, handed to cuDNN as a graph."""
@@ -246,16 +246,16 @@ class Lowering:
         """Lets ``other``, which is equal in all that counts, stand for a virtual tensor wherever it is used."""
         self._same[self._uids.assign(tensor)] = self.uid(other)
 
-    def data_type(self, kind: data_type) -> be.DataType:
+    def data_type(self, dtype: data_type) -> be.DataType:
         """cuDNN's number for a type."""
-        return _DATA_TYPES[kind]
+        return _DATA_TYPES[dtype]
 
     def tensor(self, tensor: Tensor) -> Descriptor:
         """The tensor's descriptor, made at first use; its uid is bound to where its data will come from."""
         uid = self.uid(tensor)
-        made = self._tensors.get(uid)
-        if made is not None:
-            return made
+        descriptor = self._tensors.get(uid)
+        if descriptor is not None:
+            return descriptor
         constant = None
         if not tensor.is_virtual:
             if tensor.value is None:
@@ -287,9 +287,9 @@ class Lowering:
             attributes[a.TENSOR_REORDERING_MODE] = be.TensorReordering[tensor.reordering_type.name]
         if constant is not None:
             attributes[a.TENSOR_CONSTANT_VALUE] = constant
-        made = self.descriptor(be.DescriptorType.TENSOR, attributes)
-        self._tensors[uid] = made
-        return made
+        descriptor = self.descriptor(be.DescriptorType.TENSOR, attributes)
+        self._tensors[uid] = descriptor
+        return descriptor
 
     def _bind(self, uid: int) -> None:
         bindings = self.bindings

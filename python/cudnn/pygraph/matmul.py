@@ -20,7 +20,7 @@ class Matmul(Node):
     """C = A B over the last two dimensions, the others broadcast.
 
     ``override_m``, ``override_n`` and ``override_k`` are optional inputs used by attention: per-batch extents, INT32
-    ``[batch, 1, 1, 1]``; what lies beyond them reads as ``padding``.
+    ``[batch, 1, 1, 1]``; elements beyond them read as ``padding``.
     """
 
     tag = "MATMUL"
@@ -43,7 +43,7 @@ class Matmul(Node):
                     "the same rank, 2 or more",
                     "add leading dimensions of extent 1",
                 )
-            while len(operand.dim) < rank:  # a matrix beside a batch of matrices: one that all of them share
+            while len(operand.dim) < rank:  # a matrix with a batch of matrices: all batch entries share it
                 operand.stride.insert(0, operand.dim[0] * operand.stride[0])
                 operand.dim.insert(0, 1)
         if a.dim[-1] != b.dim[-2]:
@@ -90,14 +90,14 @@ class Matmul(Node):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         a, b = values["A"], values["B"]
         for axis in range(a.dim() - 2):
-            wide, narrow = max(a.shape[axis], b.shape[axis]), min(a.shape[axis], b.shape[axis])
-            if narrow not in (1, wide):
-                a, b = (t.repeat_interleave(wide // t.shape[axis], axis) if t.shape[axis] > 1 else t for t in (a, b))
-        kind = a.dtype
+            larger, smaller = max(a.shape[axis], b.shape[axis]), min(a.shape[axis], b.shape[axis])
+            if smaller not in (1, larger):
+                a, b = (t.repeat_interleave(larger // t.shape[axis], axis) if t.shape[axis] > 1 else t for t in (a, b))
+        dtype = a.dtype
         # PyTorch multiplies integers on the CPU only, and on a GPU float32 perhaps in TF32; float64 is exact for both.
-        if a.is_cuda or not kind.is_floating_point:
+        if a.is_cuda or not dtype.is_floating_point:
             a, b = a.double(), b.double()
-        return {"C": torch.matmul(a, b).to(kind)}
+        return {"C": torch.matmul(a, b).to(dtype)}
 
 
 class MatmulMethods(NodeList[Operand]):

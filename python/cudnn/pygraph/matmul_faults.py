@@ -21,7 +21,7 @@ class _Sources:
     """The tensors in memory that a product's operands are made of."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self.products = [node for node in nodes if isinstance(node, Matmul)]
+        self.matmuls = [node for node in nodes if isinstance(node, Matmul)]
         self._makers = {id(tensor): node for node in nodes for tensor in node.outputs.values()}
 
     def maker(self, tensor: Tensor) -> Node | None:
@@ -40,7 +40,7 @@ class _Sources:
 
     def operands(self) -> Iterator[tuple[Tensor, Tensor, Node]]:
         """Of all products: an operand, a tensor in memory that it is made of, and the node that reads that."""
-        for product in self.products:
+        for product in self.matmuls:
             for operand in (product.inputs["A"], product.inputs["B"]):
                 for source, reader in self.of(operand, product):
                     yield operand, source, reader
@@ -98,7 +98,7 @@ def lies_off(nodes: Sequence[Node]) -> bool:
 
 
 def widened_apart(nodes: Sequence[Node]) -> list[Pointwise]:
-    """The ``identity`` nodes that widen an operand of 8 bits and must not run in the product's own plan.
+    """The ``identity`` nodes that widen an operand of 8 bits and must not run in the plan of the matmul.
 
     Engine 7 converts while it loads; where rows are too narrow for its asynchronous loads, it uses what it has not
     loaded yet. Which elements are wrong changes from run to run, from a few to all: in 58 of 195 runs, of 20 among 23
@@ -114,7 +114,7 @@ def loads_race(nodes: Sequence[Node]) -> bool:
 
 
 def _narrow_loads(nodes: Sequence[Node]) -> list[Node]:
-    """What reads operands of 8 bits, with rows of no multiple of 4 bytes, to make more of them before the product."""
+    """What reads operands of 8 bits, with rows of no multiple of 4 bytes, to widen them before the matmul."""
     return [
         reader
         for _, source, reader in _Sources(nodes).operands()

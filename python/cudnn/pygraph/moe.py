@@ -1,4 +1,4 @@
-"""Matrix products of a mixture of experts: every token by the weights of the expert it was routed to."""
+"""Grouped GEMMs of a mixture of experts: every token times the weights of its expert."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class MoeGroupedMatmul(Grouped):
         out[segments[0][0] :] = torch.cat(parts)
         if self.mode is SCATTER:
             assert index is not None
-            place = index * self.top_k + values["TOKEN_KS"].flatten().long()
-            out = torch.zeros_like(out).index_copy_(0, place, out)
+            destination = index * self.top_k + values["TOKEN_KS"].flatten().long()
+            out = torch.zeros_like(out).index_copy_(0, destination, out)
         return {"OUTPUT": out.unsqueeze(0)}
 
 
@@ -158,7 +158,7 @@ class MoeGroupedMatmulBackward(Grouped):
 
 
 class MoeMethods(NodeList[Operand]):
-    """The methods that add matrix products of a mixture of experts."""
+    """The methods that add grouped GEMMs of a mixture of experts."""
 
     def moe_grouped_matmul(
         self,
@@ -181,7 +181,7 @@ class MoeMethods(NodeList[Operand]):
                 segment ends with the rows.
             token_index: INT32 ``[1, rows, 1]``. GATHER: the token that row r takes. SCATTER: the token it came from.
             token_ks: INT32 ``[1, rows, 1]``, SCATTER only: which of its token's ``top_k`` experts row r belongs to.
-            mode: NONE: output row r is the product of row r. GATHER: of token ``token_index[r]``. SCATTER: the product
+            mode: NONE: output row r comes from row r. GATHER: of token ``token_index[r]``. SCATTER: the result
                 of row r goes to output row ``token_index[r] * top_k + token_ks[r]``.
             top_k: Experts for each token. SCATTER needs it; the other modes take it from the rows.
 
@@ -193,11 +193,11 @@ class MoeMethods(NodeList[Operand]):
         if not isinstance(mode, moe_grouped_matmul_mode):  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = "cudnn.moe_grouped_matmul_mode. NONE, GATHER, SCATTER"
             raise refused(ValueError, where, "mode", repr(mode), allowed, "pass one of them")
-        given: dict[str, object] = {"token_index": token_index, "token_ks": token_ks, "top_k": top_k or None}
+        arguments: dict[str, object] = {"token_index": token_index, "token_ks": token_ks, "top_k": top_k or None}
         needed = {NONE: (), GATHER: ("token_index",), SCATTER: ("token_index", "token_ks", "top_k")}[mode]
         if mode is not SCATTER:
-            del given["top_k"]  # the number of rows says it
-        for argument, value in given.items():
+            del arguments["top_k"]  # the number of rows implies it
+        for argument, value in arguments.items():
             if (value is not None) != (argument in needed):
                 allowed = (
                     f"{', '.join(needed)} for mode {mode.name}" if needed else f"none of them for mode {mode.name}"

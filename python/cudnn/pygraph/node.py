@@ -41,7 +41,7 @@ class Context:
 class Node:
     """One operation: its attributes (the fields of the subclass), its input and output tensors by port.
 
-    A subclass says what it is with ``tag`` (its name in JSON) and ``method`` (the method of ``pygraph`` that adds it),
+    A subclass defines ``tag`` (its name in JSON) and ``method`` (the method of ``pygraph`` that adds it),
     and implements ``infer``, ``lower`` and ``evaluate``.
     """
 
@@ -76,7 +76,7 @@ class Node:
         raise NotImplementedError
 
     def fall_back(self) -> bool:
-        """Where cuDNN has no engine for what ``lower`` made: switches to another lowering; False if there is none."""
+        """Where cuDNN has no engine for what ``lower`` made: switches to another lowering; False if no other exists."""
         return False
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Node:
         raise NotImplementedError
 
     def rows(self, port: str) -> Tensor | None:
-        """The input that says how many rows each batch entry of a ragged output has, where one does."""
+        """The input with the number of rows of each batch entry of a ragged output, if any."""
         return None
 
     # What it inherits.
@@ -97,10 +97,10 @@ class Node:
         """How messages call the node."""
         return where_of(self.name, self.method)
 
-    def refused(self, kind: type[E], port: str, got: object, allowed: str, cure: str) -> E:
+    def refused(self, error_type: type[E], port: str, got: object, allowed: str, cure: str) -> E:
         """The exception that refuses the tensor at a port."""
-        side, tensor = ("input", self.inputs[port]) if port in self.inputs else ("output", self.outputs[port])
-        return refused(kind, self.where, f"{side} {port} (tensor {tensor.name!r})", got, allowed, cure)
+        direction, tensor = ("input", self.inputs[port]) if port in self.inputs else ("output", self.outputs[port])
+        return refused(error_type, self.where, f"{direction} {port} (tensor {tensor.name!r})", got, allowed, cure)
 
     def output(self, port: str) -> Tensor:
         """Adds a virtual output tensor named ``<node>::<port>``."""
@@ -155,15 +155,15 @@ class Node:
 
     def attributes(self) -> dict[str, Any]:
         """The fields that the subclass adds, as JSON-able data; defaults are left out."""
-        found: dict[str, Any] = {}
+        encoded: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             if field.name in _BASE_FIELDS or not field.init:
                 continue
             value = getattr(self, field.name)
             if field.default is not dataclasses.MISSING and value == field.default:
                 continue
-            found[field.name] = _encode(value)
-        return found
+            encoded[field.name] = _encode(value)
+        return encoded
 
     def describe(self) -> dict[str, Any]:
         """The node as JSON-able data, without its tensors."""
@@ -262,7 +262,7 @@ class NodeList(Generic[Operand]):
                     f"input {port}",
                     got,
                     "a cudnn.tensor",
-                    "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself",
+                    "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays automatically",
                 )
             present[port] = tensor
         for port in outputs:

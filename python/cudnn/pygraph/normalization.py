@@ -25,8 +25,8 @@ Dims = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """What tells one normalisation from another: where its statistics are taken and where its parameters vary.
+class NormType:
+    """Type of a normalisation: the axes of its statistics and of its parameters.
 
     ``pooled`` gives, from the shapes of X and SCALE, the dimensions over which the statistics are taken.
     """
@@ -56,17 +56,17 @@ def _one_channel_vector(x: Dims) -> list[int]:
     return [1, x[1], *[1] * (len(x) - 2)]
 
 
-LAYER = Kind(be.NormMode.LAYER_NORM, _where_scale_varies, _one_sample)
-RMS = Kind(be.NormMode.RMS_NORM, _where_scale_varies, _one_sample, centered=False)
-ADA_LAYER = Kind(
+LAYER = NormType(be.NormMode.LAYER_NORM, _where_scale_varies, _one_sample)
+RMS = NormType(be.NormMode.RMS_NORM, _where_scale_varies, _one_sample, centered=False)
+ADA_LAYER = NormType(
     be.NormMode.ADA_LAYER_NORM,
     lambda x, scale: [axis for axis in _where_scale_varies(x, scale) if axis > 0],
     lambda x: [x[0], *[1] * (len(x) - 2), x[-1]],
 )
-INSTANCE = Kind(
+INSTANCE = NormType(
     be.NormMode.INSTANCE_NORM, lambda x, _: [*range(2, len(x))], _one_channel_vector, vector_axis=1, by_channel=True
 )
-BATCH = Kind(
+BATCH = NormType(
     be.NormMode.BATCH_NORM, lambda x, _: [0, *range(2, len(x))], _one_channel_vector, vector_axis=1, by_channel=True
 )
 
@@ -75,7 +75,7 @@ BATCH = Kind(
 class Normalization(Node):
     """What forward and backward share. Ports: X, SCALE, and others by kind."""
 
-    kind: ClassVar[Kind]
+    norm: ClassVar[NormType]
 
     def prepare(self, context: Context) -> None:
         """Completes parameters and constants given without the rank of X, then does what every node does."""
@@ -94,12 +94,12 @@ class Normalization(Node):
         if len(parameter.dim) == 1:
             (extent,), (step,) = parameter.dim, parameter.stride or [1]
             parameter.dim, parameter.stride = [1] * len(x.dim), [step * extent] * len(x.dim)
-            parameter.dim[self.kind.vector_axis], parameter.stride[self.kind.vector_axis] = extent, step
-        parameter.fill(self.kind.parameters(x.dim), channels_last if self.kind.by_channel else _like(x))
+            parameter.dim[self.norm.vector_axis], parameter.stride[self.norm.vector_axis] = extent, step
+        parameter.fill(self.norm.parameters(x.dim), channels_last if self.norm.by_channel else _like(x))
 
     @property
     def _statistics(self) -> list[int]:
-        return self.kind.statistics(self.inputs["X"].dim, self.inputs["SCALE"].dim)
+        return self.norm.statistics(self.inputs["X"].dim, self.inputs["SCALE"].dim)
 
     def _check_shapes(self) -> None:
         """Refuses inputs whose shapes do not fit X."""
@@ -109,8 +109,8 @@ class Normalization(Node):
                 continue
             dim = self.inputs[port].dim
             fits = len(dim) == len(x) and all(got in (1, extent) for got, extent in zip(dim, x, strict=True))
-            if not fits or (self.kind.by_channel and dim != _one_channel_vector(x)):
-                allowed = f"dim={self.kind.parameters(x)}" if self.kind.by_channel else "the extents of X, or 1"
+            if not fits or (self.norm.by_channel and dim != _one_channel_vector(x)):
+                allowed = f"dim={self.norm.parameters(x)}" if self.norm.by_channel else "the extents of X, or 1"
                 self._refuse_shape(port, allowed)
             if port == "BIAS" and dim != self.inputs["SCALE"].dim:
                 self._refuse_shape(port, f"dim={self.inputs['SCALE'].dim}, as SCALE")
@@ -124,7 +124,7 @@ class Normalization(Node):
             self._refuse_shape("DY", f"dim={x}, as X")
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
-        got = f"dim={self.inputs[port].dim} beside X of dim={self.inputs['X'].dim}"
+        got = f"dim={self.inputs[port].dim} with X of dim={self.inputs['X'].dim}"
         raise self.refused(ValueError, port, got, allowed, "reshape it")
 
 
@@ -154,7 +154,7 @@ class NormForward(Normalization):
         self._check_shapes()
         x = self.inputs["X"]
         self.fill_output("Y", x.dim, lambda _: [*x.stride])
-        layout = channels_last if self.kind.by_channel else _like(x)
+        layout = channels_last if self.norm.by_channel else _like(x)
         for port in ("MEAN", "INV_VARIANCE", "NEXT_RUNNING_MEAN", "NEXT_RUNNING_VAR"):
             if port in self.outputs:
                 self.fill_output(port, self._statistics, layout)
@@ -166,7 +166,7 @@ class NormForward(Normalization):
         lowering.operation(
             be.DescriptorType.OPERATION_NORM_FORWARD,
             {
-                a.OPERATION_NORM_FWD_MODE: self.kind.mode,
+                a.OPERATION_NORM_FWD_MODE: self.norm.mode,
                 a.OPERATION_NORM_FWD_PHASE: be.NormFwdPhase[self.phase.name],
                 a.OPERATION_NORM_FWD_XDESC: ports["X"],
                 a.OPERATION_NORM_FWD_MEAN_DESC: ports.get("MEAN"),
@@ -196,24 +196,24 @@ class NormForward(Normalization):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         _say_that_peers_are_absent(self)
         x, shape = values["X"], self._statistics
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         if "MEAN" in values:  # batch normalisation with known statistics
             centered, factor = x - values["MEAN"], values["INV_VARIANCE"]
         else:
-            mean = _mean(x, shape) if self.kind.centered else 0.0
+            mean = _mean(x, shape) if self.norm.centered else 0.0
             centered = x - mean
             variance = _mean(centered * centered, shape)
             factor = (variance + values["EPSILON"]).rsqrt()
-            found |= {"MEAN": mean, "INV_VARIANCE": factor}
+            results |= {"MEAN": mean, "INV_VARIANCE": factor}
             if "MOMENTUM" in values:
                 momentum, count = values["MOMENTUM"], x.numel() // prod(shape)
                 batch = {"MEAN": mean, "VAR": variance * (count / max(count - 1, 1))}
                 for which, value in batch.items():
                     old = values[f"INPUT_RUNNING_{which}"]
-                    found[f"NEXT_RUNNING_{which}"] = (1 - momentum) * old + momentum * value
+                    results[f"NEXT_RUNNING_{which}"] = (1 - momentum) * old + momentum * value
         scale = values["SCALE"] + 1 if self.zero_centered_gamma else values["SCALE"]
-        found["Y"] = centered * factor * scale + values.get("BIAS", 0.0)
-        return found
+        results["Y"] = centered * factor * scale + values.get("BIAS", 0.0)
+        return results
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -238,7 +238,7 @@ class NormBackward(Normalization):
         lowering.operation(
             be.DescriptorType.OPERATION_NORM_BACKWARD,
             {
-                a.OPERATION_NORM_BWD_MODE: self.kind.mode,
+                a.OPERATION_NORM_BWD_MODE: self.norm.mode,
                 a.OPERATION_NORM_BWD_XDESC: ports["X"],
                 a.OPERATION_NORM_BWD_MEAN_DESC: ports.get("MEAN"),
                 a.OPERATION_NORM_BWD_INV_VARIANCE_DESC: ports.get("INV_VARIANCE"),
@@ -257,7 +257,7 @@ class NormBackward(Normalization):
         normalized = (values["X"] - values.get("MEAN", 0.0)) * factor
         gradient = values["DY"] * scale
         rest = gradient - normalized * _mean(gradient * normalized, shape)
-        if self.kind.centered:
+        if self.norm.centered:
             rest = rest - _mean(gradient, shape)
         return {
             "DX": rest * factor,
@@ -276,49 +276,49 @@ def _say_that_peers_are_absent(node: Node) -> None:
 
 
 class LayerNorm(NormForward):
-    tag, method, kind = "LAYER_NORM", "layernorm", LAYER
+    tag, method, norm = "LAYER_NORM", "layernorm", LAYER
 
 
 class LayerNormBackward(NormBackward):
-    tag, method, kind = "LAYER_NORM_BPROP", "layernorm_backward", LAYER
+    tag, method, norm = "LAYER_NORM_BPROP", "layernorm_backward", LAYER
 
 
 class AdaLayerNorm(NormForward):
-    tag, method, kind = "ADA_LAYER_NORM", "adalayernorm", ADA_LAYER
+    tag, method, norm = "ADA_LAYER_NORM", "adalayernorm", ADA_LAYER
     optional = frozenset({"BIAS"})
 
 
 class AdaLayerNormBackward(NormBackward):
-    tag, method, kind = "ADA_LAYER_NORM_BPROP", "adalayernorm_backward", ADA_LAYER
+    tag, method, norm = "ADA_LAYER_NORM_BPROP", "adalayernorm_backward", ADA_LAYER
 
 
 class RMSNorm(NormForward):
-    tag, method, kind = "RMS_NORM", "rmsnorm", RMS
+    tag, method, norm = "RMS_NORM", "rmsnorm", RMS
     optional = frozenset({"BIAS"})
 
 
 class RMSNormBackward(NormBackward):
-    tag, method, kind = "RMS_NORM_BPROP", "rmsnorm_backward", RMS
+    tag, method, norm = "RMS_NORM_BPROP", "rmsnorm_backward", RMS
 
 
 class InstanceNorm(NormForward):
-    tag, method, kind = "INSTANCE_NORM", "instancenorm", INSTANCE
+    tag, method, norm = "INSTANCE_NORM", "instancenorm", INSTANCE
 
 
 class InstanceNormBackward(NormBackward):
-    tag, method, kind = "INSTANCE_NORM_BPROP", "instancenorm_backward", INSTANCE
+    tag, method, norm = "INSTANCE_NORM_BPROP", "instancenorm_backward", INSTANCE
 
 
 class BatchNorm(NormForward):
-    tag, method, kind = "BATCHNORM", "batchnorm", BATCH
+    tag, method, norm = "BATCHNORM", "batchnorm", BATCH
 
 
 class BatchNormInference(NormForward):
-    tag, method, kind = "BATCHNORM_INFERENCE", "batchnorm_inference", BATCH
+    tag, method, norm = "BATCHNORM_INFERENCE", "batchnorm_inference", BATCH
 
 
 class BatchNormBackward(NormBackward):
-    tag, method, kind = "DBN", "batchnorm_backward", BATCH
+    tag, method, norm = "DBN", "batchnorm_backward", BATCH
 
 
 Self = TypeVar("Self", bound=NodeList[Any])
@@ -348,8 +348,8 @@ class NormalizationMethods(NodeList[Operand]):
     ``norm_forward_phase``: that is the inference phase. Lists that are returned hold None for what is not computed.
     """
 
-    def _forward(self, cls: type[NormForward], given: Mapping[str, Any], **attributes: Any) -> Results:
-        name, phase = given["name"], given["norm_forward_phase"]
+    def _forward(self, cls: type[NormForward], arguments: Mapping[str, Any], **attributes: Any) -> Results:
+        name, phase = arguments["name"], arguments["norm_forward_phase"]
         where = where_of(name, cls.method)
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
             raise refused(
@@ -360,15 +360,15 @@ class NormalizationMethods(NodeList[Operand]):
                 "INFERENCE, TRAINING",
                 "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows",
             )
-        inputs = _inputs(given) | {"EPSILON": _scalar(where, "epsilon", given["epsilon"])}
-        statistics = ("MEAN", "INV_VARIANCE") if cls.kind.centered else ("INV_VARIANCE",)
+        inputs = _inputs(arguments) | {"EPSILON": _scalar(where, "epsilon", arguments["epsilon"])}
+        statistics = ("MEAN", "INV_VARIANCE") if cls.norm.centered else ("INV_VARIANCE",)
         outputs = ["Y", *statistics] if phase is norm_forward_phase.TRAINING else ["Y"]
-        node = self._add(cls, name, given["compute_data_type"], inputs, outputs, phase=phase, **attributes)
+        node = self._add(cls, name, arguments["compute_data_type"], inputs, outputs, phase=phase, **attributes)
         return [node.outputs.get(port) for port in ("Y", *statistics)]
 
-    def _backward(self, cls: type[NormBackward], given: Mapping[str, Any]) -> list[Tensor]:
-        outputs = ["DX", "DSCALE", "DBIAS"] if given.get("has_dbias", True) else ["DX", "DSCALE"]
-        node = self._add(cls, given["name"], given["compute_data_type"], _inputs(given), outputs)
+    def _backward(self, cls: type[NormBackward], arguments: Mapping[str, Any]) -> list[Tensor]:
+        outputs = ["DX", "DSCALE", "DBIAS"] if arguments.get("has_dbias", True) else ["DX", "DSCALE"]
+        node = self._add(cls, arguments["name"], arguments["compute_data_type"], _inputs(arguments), outputs)
         return [node.outputs[port] for port in outputs]
 
     @overload
@@ -413,7 +413,7 @@ class NormalizationMethods(NodeList[Operand]):
     ) -> Results:
         """Layer normalisation (Ba, Kiros and Hinton, 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
 
-        The statistics go over the dimensions along which ``scale`` varies: ``[1, D, 1, 1]`` beside X of
+        The statistics go over the dimensions along which ``scale`` varies: ``[1, D, 1, 1]`` with X of
         ``[N, D, 1, 1]``, or a vector ``[D]`` for the last dimension. With ``zero_centered_gamma`` the scale is
         ``1 + scale``; cuDNN 9.28 fuses that addition only where the other extents of X from dimension 1 on are 1.
         """
@@ -553,7 +553,7 @@ class NormalizationMethods(NodeList[Operand]):
 
         Everything but X and Y is ``[1, C, 1, ..]``. ``next = (1 - momentum) * running + momentum * batch``, where the
         variance is that of the sample (n - 1). ``peer_stats``: buffers ``[2, 4 C, 1, ..]`` through which several GPUs
-        share the statistics; the reference executor leaves them alone and takes those of its own batch.
+        share the statistics; the reference executor ignores them and uses the statistics of the local batch.
 
         Returns:
             ``[Y, MEAN, INV_VARIANCE, NEXT_RUNNING_MEAN, NEXT_RUNNING_VAR]``; without running statistics the last two
@@ -563,12 +563,12 @@ class NormalizationMethods(NodeList[Operand]):
         running = {"INPUT_RUNNING_MEAN": in_running_mean, "INPUT_RUNNING_VAR": in_running_var}
         present = [tensor for tensor in running.values() if tensor is not None]
         if len(present) == 1 or (present and momentum is None):
-            given = {"in_running_mean": in_running_mean, "in_running_var": in_running_var, "momentum": momentum}
+            arguments = {"in_running_mean": in_running_mean, "in_running_var": in_running_var, "momentum": momentum}
             raise refused(
                 ValueError,
                 where,
                 "running statistics",
-                ", ".join(f"no {k}" for k, v in given.items() if v is None),
+                ", ".join(f"no {k}" for k, v in arguments.items() if v is None),
                 "in_running_mean, in_running_var and momentum together, or none of the first two",
                 "pass all three",
             )
@@ -624,10 +624,10 @@ class NormalizationMethods(NodeList[Operand]):
         name: str = "",
     ) -> Results:
         """``[DX, DSCALE, DBIAS]`` of ``rmsnorm``; DBIAS is None unless ``has_dbias``."""
-        found = self._backward(RMSNormBackward, locals())
-        for tensor, port in zip(found, ("DX", "Dscale", "Dbias"), strict=False):  # as users of the API know them
+        gradients = self._backward(RMSNormBackward, locals())
+        for tensor, port in zip(gradients, ("DX", "Dscale", "Dbias"), strict=False):  # as users of the API know them
             tensor.name = f"{name}::{port}"
-        return [*found, *[None] * (3 - len(found))]
+        return [*gradients, *[None] * (3 - len(gradients))]
 
     def adalayernorm_backward(
         self,
@@ -673,9 +673,11 @@ class NormalizationMethods(NodeList[Operand]):
 _PORTS = {"grad": "DY", "input": "X", "scale": "SCALE", "bias": "BIAS", "mean": "MEAN", "inv_variance": "INV_VARIANCE"}
 
 
-def _inputs(given: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those among a method's arguments, by port."""
-    return {_PORTS[name]: x for name, x in given.items() if name in _PORTS} | _peer_ports(given.get("peer_stats", ()))
+    return {_PORTS[name]: x for name, x in arguments.items() if name in _PORTS} | _peer_ports(
+        arguments.get("peer_stats", ())
+    )
 
 
 def _peer_ports(peer_stats: Sequence[Any]) -> dict[str, Any]:

@@ -39,19 +39,19 @@ def run(
     data = {**inputs, **outputs}
     device = next(iter(data.values())).device
     described = described or {}
-    inputs, outputs = ({n: described.get(n, x) for n, x in given.items()} for given in (inputs, outputs))
+    inputs, outputs = ({n: described.get(n, x) for n, x in mapping.items()} for mapping in (inputs, outputs))
     layout = tuple((name, x.shape, x.stride(), x.dtype) for name, x in {**inputs, **outputs}.items())
     key = (device, tuple(options.items()), layout)
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        found = cache.get(key)
-        if found is None:
+        cached = cache.get(key)
+        if cached is None:
             with _building:
                 if key not in cache:  # another thread may have built it meanwhile
                     while len(cache) >= MOST:
                         del cache[next(iter(cache))]
                     cache[key] = build(describe, inputs, outputs, options, backend(device))
-                found = cache[key]
-        graph, tensors = found
+                cached = cache[key]
+        graph, tensors = cached
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
         graph.execute({tensors[name]: x for name, x in data.items()}, workspace)
 
@@ -69,7 +69,7 @@ def build(
     graph_options: Mapping[str, Any],
 ) -> tuple[pygraph, Tensors]:
     """A built graph, and its tensors by name."""
-    # The reference executor computes in float64 what comes in float64.
+    # The reference executor computes float64 inputs in float64.
     precision = torch.float64 if torch.float64 in {x.dtype for x in inputs.values()} else torch.float32
     types: dict[str, Any] = {"intermediate_data_type": precision, "compute_data_type": precision}
     graph = pygraph(**{**types, **graph_options})

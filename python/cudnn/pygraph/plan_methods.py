@@ -74,7 +74,7 @@ class PlanMethods:
         return None if isinstance(program, ReferenceProgram) else program.plan
 
     def get_workspace_size(self) -> int:
-        """Bytes of device memory that ``execute`` needs beside the tensors."""
+        """Bytes of device memory that ``execute`` needs in addition to the tensors."""
         plan = self._plan()
         return 0 if plan is None else self._cudnn().workspace_size(plan)
 
@@ -130,10 +130,10 @@ class PlanMethods:
         elif isinstance(self._program, ReferenceProgram):
             self._program.make_plan(engine_id, knobs)
 
-    def _restrict(self, step: str, given: Any) -> None:
+    def _restrict(self, step: str, argument: Any) -> None:
         plans = self._plans(step)
         if plans is not None:
-            getattr(plans, step)(given)
+            getattr(plans, step)(argument)
 
     def deselect_engines(self, engine_names: Sequence[str]) -> None:
         """Excludes configurations whose name contains one of the texts, such as ``"eng3"``."""

@@ -135,7 +135,7 @@ class Pointwise(Node):
         )
 
     def _operand(self, lowering: Lowering, port: str) -> Tensor | None:
-        """An input with as many dimensions as the output, as cuDNN wants it: leading ones are added."""
+        """An input with the rank of the output, as cuDNN wants it: leading ones are added."""
         tensor = self.inputs.get(port)
         if tensor is None:
             return None
@@ -171,7 +171,7 @@ class Pointwise(Node):
 
     @property
     def exact_ports(self) -> frozenset[str]:  # type: ignore[override]
-        """A comparison may say that it computes in BOOLEAN, the type of its result: its inputs are numbers still."""
+        """A comparison may have BOOLEAN, the type of its result, as compute type; its inputs are numbers."""
         truth = self.mode.startswith("CMP_") and self.compute_data_type is data_type.BOOLEAN
         return frozenset({"IN_0", "IN_1"} if truth else ())
 

@@ -45,15 +45,15 @@ def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
 
     A tensor without a uid is in no built graph: its entry is one of those that nothing uses.
     """
-    found: dict[int, Any] = {}
+    keys: dict[int, Any] = {}
     for key, data in variant_pack.items():
         if key is None or data is None:
             continue
         if isinstance(key, Tensor):
             if key.uid is not None:
-                found[key.uid] = key
+                keys[key.uid] = key
         elif isinstance(key, int):
-            found[int(key)] = key
+            keys[int(key)] = key
         else:
             raise refused(
                 TypeError,
@@ -63,7 +63,7 @@ def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
                 "a cudnn.tensor or a uid (int)",
                 "names are keys of cudnn.Graph only",
             )
-    return found
+    return keys
 
 
 def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, Shape]:
@@ -88,18 +88,18 @@ def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, 
             raise refused(
                 ValueError, "execute", "override_uids", str(uid), "uids of tensors of this graph", "correct the uid"
             )
-        given = [*map(int, dims)], [*map(int, steps)]
-        if [len(numbers) for numbers in given] != [len(built[uid][0])] * 2:
+        overridden = [*map(int, dims)], [*map(int, steps)]
+        if [len(values) for values in overridden] != [len(built[uid][0])] * 2:
             raise refused(
                 ValueError,
                 "execute",
                 f"override of uid {uid}",
-                f"dim={given[0]}, stride={given[1]}",
+                f"dim={overridden[0]}, stride={overridden[1]}",
                 f"the rank of dim={built[uid][0]}",
-                "give as many numbers",
+                "pass one number per dimension",
             )
-        if given != built[uid]:
-            changed[uid] = given
+        if overridden != built[uid]:
+            changed[uid] = overridden
     return changed
 
 
@@ -167,7 +167,7 @@ class CudnnProgram:
             tensors: All of the graph, with uids.
             override_shape: Whether the operation graph lets calls override shapes.
             before: What each call runs first.
-            for_any_address: Builds the graph that calls run whose data lie off their alignment, with so many bytes of
+            for_any_address: Builds the graph that calls run whose data are misaligned, with this number of bytes of
                 workspace; None where such calls are the caller's fault.
         """
         self.plans = plans
@@ -190,7 +190,7 @@ class CudnnProgram:
             for index, uid in enumerate(bindings.user)
             if for_any_address is not None and uid not in self.by_value and prod(self._tensors[uid].dim) > 1
         ]
-        self._constants = [host_scalar(data_type[kind], value) for kind, value in bindings.constants.values()]
+        self._constants = [host_scalar(data_type[dtype], value) for dtype, value in bindings.constants.values()]
         self._constant_pointers = [ctypes.addressof(constant) for constant in self._constants]
         self._copies = [
             (item.offset, (ctypes.c_int32 * len(item.initial))(*item.initial))
@@ -234,8 +234,8 @@ class CudnnProgram:
         used = default_handle(self.device) if handle is None else resolve(handle)
         ready = plan or self.plan
         assert ready is not None
-        given = {} if override is None else dict(zip(override[0], zip(*override[1:], strict=False), strict=False))
-        pointers, space, _copies = self._addresses(variant_pack, workspace, used, ready, given)
+        overridden = {} if override is None else dict(zip(override[0], zip(*override[1:], strict=False), strict=False))
+        pointers, space, _copies = self._addresses(variant_pack, workspace, used, ready, overridden)
         self.launch(pointers, space, used, ready, override and self._overriding(*override))
 
     def _addresses(
@@ -264,13 +264,13 @@ class CudnnProgram:
                 )
         ordered = [keys[uid] for uid in self.bindings.user]
         values = [variant_pack[key] for key in ordered]
-        for place, uid in enumerate(self.bindings.user):
+        for position, uid in enumerate(self.bindings.user):
             if uid in self._outputs:
-                check_output("execute", self._label(uid), values[place])
+                check_output("execute", self._label(uid), values[position])
             elif copies:
-                values[place] = self._readable(uid, values[place], handle)
+                values[position] = self._readable(uid, values[position], handle)
             else:
-                check_resolved("execute", self._label(uid), values[place])
+                check_resolved("execute", self._label(uid), values[position])
         self.check(values, workspace, handle, plan, overridden)
         pointers = [
             address_of(value, lambda uid=uid: self._label(uid))
@@ -346,8 +346,8 @@ class CudnnProgram:
                 if pointers[index] % element_bytes(self._tensors[self.bindings.user[index]].data_type):
                     raise ValueError(self._off(pointers, "addresses of whole elements"))
             assert self._for_any_address is not None
-            said = self._off(pointers, "aligned addresses, for the plan that there is")
-            _log.warning("a slower plan is built, for data at any address: %s", said)
+            description = self._off(pointers, "aligned addresses, for the plan that there is")
+            _log.warning("a slower plan is built, for data at any address: %s", description)
             graph = self._for_any_address(plan.workspace_size)
             if graph.get_workspace_size() > self.workspace_size(plan):  # for operands of 8 bits that are widened first
                 raise cudnnGraphNotSupportedError(self._off(pointers, "aligned addresses, for this graph"))
@@ -368,7 +368,7 @@ class CudnnProgram:
                 cudnnGraphNotSupportedError,
                 "populate_cuda_graph",
                 "graph",
-                f"one that runs {self.before[0].node} in a plan of its own",
+                f"one that runs {self.before[0].node} in a separate plan",
                 "graphs of one plan",
                 "capture execute() in a stream instead",
             )
@@ -404,26 +404,26 @@ class CudnnProgram:
         """Overrides as cuDNN must see them: of every uid over the same memory, and only where something changes."""
         changed = changed_shapes(self._shapes, (uids, shapes, strides))
         if self.override_shape and library.version() < OVERRIDES_SINCE:
-            changed = {uid: given for uid, given in changed.items() if not self._shortens(uid, *given)}
+            changed = {uid: override for uid, override in changed.items() if not self._shortens(uid, *override)}
         if not changed:
             return None
         self._refuse_overrides(changed)
-        found = {uid: given for uid, given in changed.items() if uid not in self.bindings.hidden}
+        effective = {uid: override for uid, override in changed.items() if uid not in self.bindings.hidden}
         for uid, alias in self.bindings.aliases.items():
             if alias.source in changed and alias.axes is not None:
                 dims, steps = changed[alias.source]
-                found[uid] = [dims[axis] for axis in alias.axes], [steps[axis] for axis in alias.axes]
-        return [*found], [dims for dims, _ in found.values()], [steps for _, steps in found.values()]
+                effective[uid] = [dims[axis] for axis in alias.axes], [steps[axis] for axis in alias.axes]
+        return [*effective], [dims for dims, _ in effective.values()], [steps for _, steps in effective.values()]
 
     def _shortens(self, uid: int, dims: list[int], strides: list[int]) -> bool:
         """Whether an override only bounds the rows of a ragged tensor, which end where its lengths say anyway."""
         tensor = self._tensors[uid]
         if tensor.ragged_offset is None or dims[2] > tensor.dim[2] or strides[1:] != tensor.stride[1:]:
             return False
-        others = [dims[axis] == tensor.dim[axis] for axis in (0, 1, 3)]
-        if all(others):
+        unchanged = [dims[axis] == tensor.dim[axis] for axis in (0, 1, 3)]
+        if all(unchanged):
             _log.info("%s: the override of its sequence has no effect, and is left out", self._label(uid))
-        return all(others)
+        return all(unchanged)
 
     def _refuse_overrides(self, changed: Iterable[int]) -> None:
         if not self.override_shape:
@@ -433,7 +433,7 @@ class CudnnProgram:
             parts = [alias for alias in self.bindings.aliases.values() if alias.source == uid and alias.axes is None]
             if parts or uid in self.bindings.narrowed or self.bindings.scratch:
                 form = "that the graph also reads in another form (a slice, a reshape)"
-                reason = form if parts else "in a graph with memory of its own for one shape"
+                reason = form if parts else "in a graph with separate memory for one shape"
                 raise refused(
                     cudnnGraphNotSupportedError,
                     "execute",
@@ -444,7 +444,7 @@ class CudnnProgram:
                 )
 
     def specialised(
-        self, variant_pack: VariantPack, workspace: Any, own: Handle | None, otherwise: Callable[..., None]
+        self, variant_pack: VariantPack, workspace: Any, own_handle: Handle | None, otherwise: Callable[..., None]
     ) -> Callable[..., None] | None:
         """The hot path for data like these, None where every call has more to do than to hand addresses over."""
         keys = keys_by_uid(variant_pack)
@@ -459,7 +459,7 @@ class CudnnProgram:
             return None
         if self.workspace_size(self.plan) and not _is_torch_tensor(workspace):
             return None
-        return specialised(self, self.plan, ordered, [variant_pack[key] for key in ordered], own, otherwise)
+        return specialised(self, self.plan, ordered, [variant_pack[key] for key in ordered], own_handle, otherwise)
 
     def filled(self, key: tuple[int, ...]) -> tuple[int, ...]:
         """Addresses in the order of ``uids``, workspace and handle, from those of the caller's tensors."""

@@ -27,7 +27,7 @@ FLOATING = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBL
 class Reduction(Node):
     """Y = X reduced over the dimensions in which Y has extent 1 and X has not.
 
-    With the optional input GROUP_OFFSET, ``[1, rows, N]`` becomes ``[groups, 1, N]``: each group of rows by itself.
+    With the optional input GROUP_OFFSET, ``[1, rows, N]`` becomes ``[groups, 1, N]``: each group of rows separately.
     """
 
     tag = "REDUCTION"
@@ -49,8 +49,8 @@ class Reduction(Node):
         self.rank_check([3], "X", "GROUP_OFFSET")
         y.fill([first.dim[0], 1, x.dim[2]], channels_last)
         groups = y.dim[0]
-        whole = first.dim == [first.dim[0], 1, 1] and first.data_type is data_type.INT32 and x.dim[0] == 1
-        if not whole or groups not in (first.dim[0], first.dim[0] - 1) or y.dim[1:] != [1, x.dim[2]]:
+        valid_offsets = first.dim == [first.dim[0], 1, 1] and first.data_type is data_type.INT32 and x.dim[0] == 1
+        if not valid_offsets or groups not in (first.dim[0], first.dim[0] - 1) or y.dim[1:] != [1, x.dim[2]]:
             raise refused(
                 ValueError,
                 self.where,
@@ -112,7 +112,7 @@ class Reduction(Node):
                 self.where,
                 f"compute_data_type for mode {mode.name}",
                 self.compute_data_type.name,
-                ", ".join(kind.name for kind in FLOATING),
+                ", ".join(dtype.name for dtype in FLOATING),
                 "set one of these",
             )
         smaller: PointwiseMethods[Tensor] = PointwiseMethods(
@@ -127,21 +127,21 @@ class Reduction(Node):
             return Tensor.constant(value, data_type.FLOAT, len(x.dim))
 
         if mode is reduction_mode.AVG:
-            made = smaller.mul(x, constant(math.prod(self.outputs["Y"].dim) / math.prod(x.dim)))
+            input_ = smaller.mul(x, constant(math.prod(self.outputs["Y"].dim) / math.prod(x.dim)))
         elif mode is reduction_mode.NORM1:
-            made = smaller.abs(x)
+            input_ = smaller.abs(x)
         else:
             zero = smaller.cmp_eq(x, constant(0.0)).set_data_type(data_type.BOOLEAN)
-            made = smaller.binary_select(constant(1.0), x, zero)
+            input_ = smaller.binary_select(constant(1.0), x, zero)
         lowering.expand(smaller)
-        return be.ReduceTensorOp[plain[mode]], made
+        return be.ReduceTensorOp[plain[mode]], input_
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x = values["X"]
-        kept = self.outputs["Y"].dim
+        reduced_dim = self.outputs["Y"].dim
         if "GROUP_OFFSET" in values:
             return {"Y": self._by_group(x, values["GROUP_OFFSET"].flatten().tolist())}
-        axes = [axis for axis, extent in enumerate(x.shape) if extent != kept[axis]]
+        axes = [axis for axis, extent in enumerate(x.shape) if extent != reduced_dim[axis]]
         # PyTorch takes an empty list of dimensions for all of them, so there is always one of extent 1.
         return {"Y": _REDUCE[self.mode.name](x.unsqueeze(-1), [*axes, -1]).squeeze(-1)}
 

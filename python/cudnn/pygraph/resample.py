@@ -72,7 +72,7 @@ class Resample(Node):
                 "pre_padding and post_padding",
                 f"{self.pre_padding} and {self.post_padding}",
                 f"less than the window, {self.window}",
-                "pad less: such a window would lie beside the image",
+                "pad less: such a window would lie outside the image",
             )
 
     def _extents(self, image: Sequence[int]) -> list[int]:
@@ -108,7 +108,7 @@ class Resample(Node):
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
-        # The values in the padding matter only where there is some and the average counts it.
+        # The values in the padding matter only if there is padding and the average counts it.
         padding = ZERO_PAD if self.resampling_mode is not MAXPOOL else padding_mode.NEG_INF_PAD
         counted = self.resampling_mode is not resample_mode.AVGPOOL_EXCLUDE_PADDING
         if self.padding_mode is not padding and counted and any(self.pre_padding + self.post_padding):
@@ -141,7 +141,7 @@ class Resample(Node):
         lowering.operation(self.operation, {a[f"{prefix}_DESC"]: pooling, **tensors})
 
     def _windows(self, image: Any) -> Any:
-        """``[N, C, *extents, elements]``: what lies in the window at each place."""
+        """``[N, C, *extents, elements]``: the elements of the window at each output position."""
         pairs = zip(reversed(self.pre_padding), reversed(self.post_padding), strict=True)
         amounts = [amount for pair in pairs for amount in pair]
         if self.padding_mode is padding_mode.EDGE_VAL_PAD:
@@ -244,7 +244,7 @@ class ResampleBackward(Resample):
             )
         dims = x.dim if x is not None else dx.dim
         y = self.inputs.get("Y", dy)
-        expected = self._extents(dims) if len(dims) == len(dy.dim) else "as many numbers as in DX"
+        expected = self._extents(dims) if len(dims) == len(dy.dim) else "the number of spatial dimensions of DX"
         if not dy.dim == y.dim == expected:
             raise refused(
                 ValueError,
@@ -297,7 +297,7 @@ class ResampleMethods(NodeList[Operand]):
         Args:
             resampling_mode: MAXPOOL, AVGPOOL_INCLUDE_PADDING (divides by the size of the window) or
                 AVGPOOL_EXCLUDE_PADDING (by how much of the window lies in the image). BILINEAR and NEAREST are refused.
-            padding_mode: What stands in the padding. cuDNN requires NEG_INF_PAD for MAXPOOL and ZERO_PAD for averages
+            padding_mode: Value of the padding. cuDNN requires NEG_INF_PAD for MAXPOOL and ZERO_PAD for averages
                 where anything is padded; the reference executor takes EDGE_VAL_PAD too.
             generate_index: Also returns the place of the largest element in its window, for ``resample_backward``: a
                 number in row-major order, INT8, or INT32 where a window has more than 128 elements. cuDNN has it for
@@ -335,19 +335,26 @@ class ResampleMethods(NodeList[Operand]):
         return self._resample(ResampleBackward, inputs, ["DX"], locals()).outputs["DX"]
 
     def _resample(
-        self, cls: type[Resample], inputs: Mapping[str, object], outputs: Sequence[str], given: Mapping[str, Any]
+        self, cls: type[Resample], inputs: Mapping[str, object], outputs: Sequence[str], arguments: Mapping[str, Any]
     ) -> Resample:
-        where = where_of(given["name"], cls.method)
-        kinds = {"resampling_mode": resample_mode, "padding_mode": padding_mode}
-        for what, kind in kinds.items():
-            if not isinstance(given[what], kind) or given[what] is resample_mode.NOT_SET:
-                allowed = ", ".join(member.name for member in kind if member.name != "NOT_SET")
+        where = where_of(arguments["name"], cls.method)
+        enums = {"resampling_mode": resample_mode, "padding_mode": padding_mode}
+        for what, enum in enums.items():
+            if not isinstance(arguments[what], enum) or arguments[what] is resample_mode.NOT_SET:
+                allowed = ", ".join(member.name for member in enum if member.name != "NOT_SET")
                 raise refused(
-                    ValueError, where, what, repr(given[what]), f"cudnn.{kind.__name__}. {allowed}", "pass one of them"
+                    ValueError,
+                    where,
+                    what,
+                    repr(arguments[what]),
+                    f"cudnn.{enum.__name__}. {allowed}",
+                    "pass one of them",
                 )
-        modes = {what: given[what] for what in kinds}
-        lists = {what: _whole(where, what, given[what]) for what in ("pre_padding", "post_padding", "stride", "window")}
-        return self._add(cls, given["name"], given["compute_data_type"], inputs, outputs, **modes, **lists)
+        modes = {what: arguments[what] for what in enums}
+        lists = {
+            what: _whole(where, what, arguments[what]) for what in ("pre_padding", "post_padding", "stride", "window")
+        }
+        return self._add(cls, arguments["name"], arguments["compute_data_type"], inputs, outputs, **modes, **lists)
 
 
 def _whole(where: str, what: str, values: Iterable[int]) -> list[int]:

@@ -61,10 +61,10 @@ class Rope(Node):
         self.fill_output(self.result, x.dim, lambda _: [*x.stride])
 
     def lower(self, lowering: Lowering) -> None:
-        kind = self.tag
-        operation = f"OPERATION_{kind}_"
+        tag = self.tag
+        operation = f"OPERATION_{tag}_"
         lowering.operation(
-            be.DescriptorType[f"OPERATION_{kind}"],
+            be.DescriptorType[f"OPERATION_{tag}"],
             {
                 be.Attribute[f"{operation}{self.source}DESC"]: self.inputs[self.source],
                 be.Attribute[f"{operation}{self.result}DESC"]: self.outputs[self.result],
@@ -113,7 +113,7 @@ class RopeMethods(NodeList[Operand]):
             input: ``[batch, heads, positions, head]``.
             freqs: Angles in radians, ``[positions, 1, 1, rope_dim]`` or another shape with one extent above 1 before
                 the last; the second half of each row repeats the first.
-            output_scale: Multiplies the whole result.
+            output_scale: Factor on the whole result.
             rope_dim: How many elements at the end of each head are rotated; 0: all.
 
         Returns:

@@ -39,17 +39,17 @@ class Restored(NamedTuple):
 def describe(name: str, context: Context, nodes: Sequence[Node], on_cpu: bool = False) -> dict[str, Any]:
     """A graph as JSON-able data. Tensors without a uid get a negative number, so that nodes can point at them."""
     tensors: dict[int, dict[str, Any]] = {}
-    numbers: dict[int, int] = {}
+    uids: dict[int, int] = {}
 
     def number(tensor: Tensor) -> int:
-        if id(tensor) not in numbers:
-            numbers[id(tensor)] = -1 - len(numbers) if tensor.uid is None else tensor.uid
+        if id(tensor) not in uids:
+            uids[id(tensor)] = -1 - len(uids) if tensor.uid is None else tensor.uid
             fields = tensor.describe()
-            fields["uid"] = numbers[id(tensor)]
+            fields["uid"] = uids[id(tensor)]
             if tensor.ragged_offset is not None:
                 fields["ragged_offset"] = number(tensor.ragged_offset)
-            tensors[numbers[id(tensor)]] = fields
-        return numbers[id(tensor)]
+            tensors[uids[id(tensor)]] = fields
+        return uids[id(tensor)]
 
     described = [
         {
@@ -107,7 +107,7 @@ def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Generator[None]:
-    """Whatever data from outside lead to while they are read, the caller gets a ValueError that says what to do."""
+    """Converts every error raised while external data are read to a ValueError with advice."""
     try:
         yield
     except Exception as error:

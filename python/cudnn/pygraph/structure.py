@@ -84,7 +84,7 @@ class Reshape(_Moving):
         if self.reshape_mode is enums.reshape_mode.LOGICAL:
             self._refuse_conversion()
         if math.prod(x.dim) != math.prod(y.dim):
-            allowed = f"as many elements as the input, {math.prod(x.dim)}"
+            allowed = f"the number of elements of the input, {math.prod(x.dim)}"
             raise self.refused(
                 ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, "correct set_dim()"
             )
@@ -192,10 +192,10 @@ class Slice(_Moving):
 
     def _ranges(self) -> list[range]:
         x = self.inputs["X"]
-        whole = [[None, None, None]] * (len(x.dim) - len(self.slices))
+        full_axes = [[None, None, None]] * (len(x.dim) - len(self.slices))
         return [
             range(*builtins.slice(*triple).indices(extent))
-            for triple, extent in zip([*self.slices, *whole], x.dim, strict=True)
+            for triple, extent in zip([*self.slices, *full_axes], x.dim, strict=True)
         ]
 
     def infer(self, context: Context) -> None:
@@ -292,8 +292,10 @@ class Concatenate(Node):
         rank = len(first.dim)
         if not 0 <= self.axis < rank:
             raise refused(ValueError, self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0")
-        others = [[*tensor.dim[: self.axis], *tensor.dim[self.axis + 1 :]] for tensor in inputs]
-        if any(len(tensor.dim) != rank for tensor in inputs) or any(other != others[0] for other in others):
+        other_extents = [[*tensor.dim[: self.axis], *tensor.dim[self.axis + 1 :]] for tensor in inputs]
+        if any(len(tensor.dim) != rank for tensor in inputs) or any(
+            other != other_extents[0] for other in other_extents
+        ):
             raise refused(
                 ValueError,
                 self.where,
@@ -303,8 +305,8 @@ class Concatenate(Node):
                 "reshape or slice",
             )
         if any(tensor.data_type is not first.data_type for tensor in inputs):
-            kinds = ", ".join(tensor.data_type.name for tensor in inputs)
-            raise refused(ValueError, self.where, "inputs", kinds, "one data type", "convert some with identity()")
+            dtypes = ", ".join(tensor.data_type.name for tensor in inputs)
+            raise refused(ValueError, self.where, "inputs", dtypes, "one data type", "convert some with identity()")
         if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
             raise refused(
                 ValueError,
@@ -335,9 +337,9 @@ class Concatenate(Node):
 
 
 def _too_old(where: str, what: str, got: str, version: int) -> cudnnGraphNotSupportedError:
-    found = f"{got} with cuDNN {format_version(version)}"
+    got_version = f"{got} with cuDNN {format_version(version)}"
     cure = "install a newer cuDNN"
-    return refused(cudnnGraphNotSupportedError, where, what, found, "cuDNN 9.22 or newer", cure)
+    return refused(cudnnGraphNotSupportedError, where, what, got_version, "cuDNN 9.22 or newer", cure)
 
 
 class StructureMethods(NodeList[Operand]):
@@ -392,7 +394,7 @@ class StructureMethods(NodeList[Operand]):
     ) -> Tensor:
         """``inputs`` joined along dimension ``axis``; their other extents and their types are equal.
 
-        ``in_place_index`` says which input already lies in its place in the memory of the result. Returns Y, with
+        ``in_place_index`` is the index of the input that already lies in the memory of the result. Returns Y, with
         strides in the order of the first input's.
         """
         name = self._indexed(name)

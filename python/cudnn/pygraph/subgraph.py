@@ -69,8 +69,8 @@ class SubGraph(
 
     def tensor_scalar(self, value: int | float, scalar_type: scalar_type = scalar_type.RUNTIME_PARAM) -> Tensor:
         """A constant: FLOAT for a float, INT32 (INT64 where it does not fit) for an int."""
-        whole = types.INT32 if -(2**31) <= value < 2**31 else types.INT64
-        kind = types.FLOAT if isinstance(value, float) else whole
-        tensor = Tensor.constant(value, kind)
+        integer = types.INT32 if -(2**31) <= value < 2**31 else types.INT64
+        dtype = types.FLOAT if isinstance(value, float) else integer
+        tensor = Tensor.constant(value, dtype)
         tensor.is_compile_time_constant = scalar_type.name == "COMPILE_TIME_CONST"
         return tensor

@@ -72,7 +72,7 @@ class Tensor:
         self.data_type = library_type(data_type)
         self.is_virtual = is_virtual
         self.is_pass_by_value = is_pass_by_value
-        self.value = value  # a host constant stored in the graph; it joins every call by itself
+        self.value = value  # a host constant stored in the graph; every call passes it automatically
         self.is_compile_time_constant = False
         self.ragged_offset = ragged_offset
         self.ragged_offset_multiplier = 1
@@ -99,13 +99,13 @@ class Tensor:
         if _is_torch_tensor(source):
             check_strided("tensor_like", f"source {name!r}" if name else "source", source)
             dims, strides = list(source.shape), list(source.stride())
-            kind, on_cpu = _torch_to_cudnn_data_type(source.dtype) or NOT_SET, source.device.type == "cpu"
-            if kind is data_type.FP4_E2M1:  # two elements a byte: torch counts bytes along the last dimension
+            dtype, on_cpu = _torch_to_cudnn_data_type(source.dtype) or NOT_SET, source.device.type == "cpu"
+            if dtype is data_type.FP4_E2M1:  # two elements a byte: torch counts bytes along the last dimension
                 dims[-1] *= 2
                 strides = [step if step == 1 else 2 * step for step in strides]
         elif hasattr(source, "__dlpack__"):
             dims, strides, code, bits, on_cpu = describe(source)
-            kind = dlpack_to_data_type(code, bits)
+            dtype = dlpack_to_data_type(code, bits)
         else:
             raise refused(
                 ValueError,
@@ -116,12 +116,12 @@ class Tensor:
                 "pass such a tensor, or describe it with graph.tensor(dim=, stride=)",
             )
         scalar = on_cpu and all(extent == 1 for extent in dims)
-        return cls(dims or [1], strides or [1], kind, is_pass_by_value=scalar, name=name)
+        return cls(dims or [1], strides or [1], dtype, is_pass_by_value=scalar, name=name)
 
     @classmethod
-    def constant(cls, value: int | float, kind: data_type, rank: int = 1, name: str = "") -> Tensor:
-        """A host constant of shape ``[1] * rank`` that the graph itself hands over at every call."""
-        return cls([1] * rank, [1] * rank, kind, is_pass_by_value=True, name=name, value=value)
+    def constant(cls, value: int | float, dtype: data_type, rank: int = 1, name: str = "") -> Tensor:
+        """A host constant of shape ``[1] * rank`` that the graph passes at every call."""
+        return cls([1] * rank, [1] * rank, dtype, is_pass_by_value=True, name=name, value=value)
 
     # Getters and setters of the public API.
     def get_name(self) -> str:
@@ -200,7 +200,7 @@ class Tensor:
         return self.is_compile_time_constant
 
     def get_reordering_type(self) -> tensor_reordering:
-        """The special memory layout, such as that of block scale factors; ``NONE`` where there is none."""
+        """The special memory layout, such as that of block scale factors; ``NONE`` by default."""
         return self.reordering_type
 
     def set_reordering_type(self, reordering_type: tensor_reordering) -> Tensor:
@@ -236,7 +236,7 @@ class Tensor:
         return self.vector_count
 
     def get_vector_dimension(self) -> int:
-        """The vectorised dimension, -1 where there is none."""
+        """The vectorised dimension, -1 if there is no such dimension."""
         return self.vector_dimension
 
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> Tensor:
@@ -292,7 +292,7 @@ class Tensor:
                 where,
                 label,
                 f"dim={self.dim} with stride={self.stride}",
-                "as many strides as dimensions",
+                "one stride per dimension",
                 "give both the same length",
             )
         if len(self.dim) > 8:
@@ -335,7 +335,7 @@ class Tensor:
                 where,
                 f"output tensor {self.name!r}",
                 f"dim={self.dim}, stride={self.stride}",
-                "a place of its own for every element",
+                "distinct addresses for all elements",
                 "correct set_stride()",
             )
 
@@ -370,7 +370,7 @@ class Tensor:
         Raises:
             ValueError, KeyError: a name or a number that no description has.
         """
-        checked = {key: conforming(fields[key], kind, key) for key, kind in _DESCRIBED.items() if key in fields}
+        checked = {key: conforming(fields[key], hint, key) for key, hint in _DESCRIBED.items() if key in fields}
         tensor = cls(checked["dim"], checked["stride"], data_type[fields["data_type"]], name=checked["name"])
         for key in checked:
             setattr(tensor, key, checked[key])

@@ -17,7 +17,7 @@ Modifiers = Callable[[int, Any], Any]  # which function (0 forward, 1 backward),
 
 @dataclasses.dataclass
 class Masks:
-    """What turns ``Q K^T`` into the scores that the softmax sees, and its weights into those that V is summed with.
+    """Scale, mask and dropout between ``Q K^T``, the softmax and ``P V``.
 
     Attributes:
         scale: Factor on ``Q K^T``, a number or a tensor of one element; None for 1.
@@ -31,7 +31,7 @@ class Masks:
         block_mask: Which tiles of 128 rows and 128 columns take part, ``[b, h_q, tiles, tiles / 8]`` bytes; bit i of
             byte j is tile 8 j + i.
         sink: One more score for every row of a head, ``[1, h_q, 1, 1]``, whose weight is dropped.
-        dropout: What the weights are multiplied with: a mask that broadcasts to the scores, and a scale.
+        dropout: Factors on the weights: a mask that broadcasts to the scores, and a scale.
     """
 
     scale: Any = None
@@ -106,7 +106,7 @@ def alibi_slopes(heads: int) -> list[float]:
 def random_mask(seed: Any, offset: Any, probability: float, dims: Sequence[int]) -> Any:
     """FLOAT ones with this probability and else zeros, on the CPU; the same for the same seed and offset.
 
-    cuDNN draws from a Philox stream whose order it does not document, so these are not the numbers of a GPU.
+    cuDNN samples from a Philox stream whose order it does not document, so these are not the numbers of a GPU.
     """
     generator = torch.Generator("cpu").manual_seed(int(seed) ^ (int(offset) * 0x9E3779B97F4A7C15 & (1 << 63) - 1))
     return (torch.rand(tuple(dims), generator=generator, dtype=torch.float32, device="cpu") < probability).float()
@@ -117,9 +117,9 @@ def gathered(container: Any, table: Any, s_kv: int) -> Any:
 
     The pages beyond an entry's length may have any number; they are read as page 0, to be masked.
     """
-    numbers = table[:, 0, :, 0].long()
-    numbers = torch.where((numbers >= 0) & (numbers < container.shape[0]), numbers, 0)
-    return container[numbers].transpose(1, 2).flatten(2, 3)[:, :, :s_kv]
+    pages = table[:, 0, :, 0].long()
+    pages = torch.where((pages >= 0) & (pages < container.shape[0]), pages, 0)
+    return container[pages].transpose(1, 2).flatten(2, 3)[:, :, :s_kv]
 
 
 def softmax(scores: Any, sink: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -207,16 +207,16 @@ def attention_gradients(
     The formulas of Dao et al., FlashAttention (2022), appendix B.2: ``dS = P * (dO V^T - rowsum(dO * O))``.
 
     Args:
-        row_scale, d_weights_scale: Factors on ``rowsum(dO * O)`` and on ``dO V^T``, where these are in fp8.
-        score_scale: Factor on dS before it is multiplied with Q and K; None for ``masks.scale``.
+        row_scale, d_weights_scale: Scales of ``rowsum(dO * O)`` and on ``dO V^T``, where these are in fp8.
+        score_scale: Factor on dS before the dQ and dK GEMMs; None for ``masks.scale``.
         store_weights, store_scores: How P, for dV, and dS, for dQ and dK, are rounded.
         d_o_of_rows: dO as ``rowsum(dO * O)`` has it, where that is another rounding of it.
-        again: Q, K and dO as dK, dQ and dV are products of, where those are other roundings of them.
+        again: Q, K and dO as the dK, dQ and dV GEMMs read them, if these are other roundings.
     """
     q_again, k_again, d_o_again = again or (q, k, d_o)
     d_o_of_rows = d_o if d_o_of_rows is None else d_o_of_rows
-    of_rows = (q, o, d_o, stats, d_o_of_rows, q_again, d_o_again)
-    q, o, d_o, stats, d_o_of_rows, q_again, d_o_again = (_valid(x, masks.seq_len_q) for x in of_rows)
+    row_tensors = (q, o, d_o, stats, d_o_of_rows, q_again, d_o_again)
+    q, o, d_o, stats, d_o_of_rows, q_again, d_o_again = (_valid(x, masks.seq_len_q) for x in row_tensors)
     k, v, k_again = (_valid(x, masks.seq_len_kv) for x in (k, v, k_again))
     k_heads, v_heads = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     scores = masks.scores(q, k_heads)
@@ -229,7 +229,7 @@ def attention_gradients(
     inner = d_scores if masks.modifiers is None else masks.modifiers(1, d_scores)
     factor = masks.scale if score_scale is None else score_scale
     scaled = store_scores(inner if factor is None else inner * factor)
-    found = {
+    gradients = {
         "dQ": scaled @ _heads(k_again, q.shape[1]),
         "dK": _grouped(scaled.transpose(-1, -2) @ q_again, k.shape[1]),
         "dV": _grouped(d_v, v.shape[1]),
@@ -237,5 +237,5 @@ def attention_gradients(
     }
     if masks.sink is not None:
         weight = torch.exp(masks.sink - stats).masked_fill(torch.isneginf(stats), 0.0)
-        found["dSink"] = -(weight * row_sums).sum((0, 2, 3), keepdim=True)
-    return found
+        gradients["dSink"] = -(weight * row_sums).sum((0, 2, 3), keepdim=True)
+    return gradients

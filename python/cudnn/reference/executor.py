@@ -96,13 +96,13 @@ class ReferenceProgram:
 
         Returns the device.
         """
-        for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
+        for direction, tensors in (("input", self._inputs), ("output", self._outputs)):
             for uid, tensor in tensors.items():
                 if buffers.get(uid) is None:
                     raise refused(
                         ValueError,
                         "execute",
-                        f"{kind} tensor {tensor.name!r} (uid {uid})",
+                        f"{direction} tensor {tensor.name!r} (uid {uid})",
                         "no data",
                         "a tensor for every input and output",
                         f"add it to the dict under uid {uid}",
@@ -113,13 +113,13 @@ class ReferenceProgram:
                     raise refused(
                         TypeError,
                         "execute",
-                        f"{kind} tensor {tensor.name!r} (uid {uid})",
+                        f"{direction} tensor {tensor.name!r} (uid {uid})",
                         got,
                         "a torch.Tensor or an object with __dlpack__; addresses on a GPU only",
                         "pass one of these",
                     )
                 label = f"tensor {tensor.name!r} (uid {uid})"
-                if kind == "input":
+                if direction == "input":
                     buffers[uid] = as_input("execute", label, data)
                 else:
                     check_output("execute", label, data)
@@ -158,48 +158,54 @@ class ReferenceProgram:
         for uid in self._outputs.keys() & raw.keys():
             for other in raw.keys() - {uid}:
                 if self._collide(uid, other, raw):
-                    its = self._inputs.get(other) or self._outputs[other]
+                    overlapped = self._inputs.get(other) or self._outputs[other]
                     raise refused(
                         ValueError,
                         "execute",
                         f"output tensor {self._outputs[uid].name!r} (uid {uid})",
-                        f"memory that tensor {its.name!r} (uid {other}) uses",
-                        "memory of its own, or that of one whole input, to work in place",
+                        f"memory that tensor {overlapped.name!r} (uid {other}) uses",
+                        "separate memory, or that of one whole input, to work in place",
                         "allocate another tensor",
                     )
 
     def _collide(self, uid: int, other: int, raw: Mapping[int, Any]) -> bool:
         """Whether an output shares bytes with another tensor, unless it takes the place of an input."""
-        mine, its = raw[uid], raw[other]
-        first, second = mine.data_ptr(), its.data_ptr()
-        if mine.device != its.device or first + mine.numel() <= second or second + its.numel() <= first:
+        region, other_region = raw[uid], raw[other]
+        start, other_start = region.data_ptr(), other_region.data_ptr()
+        if (
+            region.device != other_region.device
+            or start + region.numel() <= other_start
+            or other_start + other_region.numel() <= start
+        ):
             return False
         output = self._outputs[uid]
         tensor = self._inputs.get(other) or self._outputs[other]
-        in_place = other in self._inputs and first == second and output.data_type is tensor.data_type
+        in_place = other in self._inputs and start == other_start and output.data_type is tensor.data_type
         if in_place and _axes(output) == _axes(tensor):
             return False
-        start = min(first, second)
-        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool, device="cpu")
-        elements(taken, first - start, output).fill_(True)
-        return bool(elements(taken, second - start, tensor).any())
+        base = min(start, other_start)
+        taken = torch.zeros(
+            max(start + region.numel(), other_start + other_region.numel()) - base, dtype=torch.bool, device="cpu"
+        )
+        elements(taken, start - base, output).fill_(True)
+        return bool(elements(taken, other_start - base, tensor).any())
 
     def _load(self, tensor: Tensor, buffers: Mapping[int, Any], device: Any) -> Any:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
         data = buffers[tensor.get_uid()]
         if tensor.ragged_offset is not None:
-            whole = torch.zeros(tensor.dim, dtype=torch_type(tensor.data_type, where), device=device)
-            for entry, (raw, part) in self._entries(tensor, buffers, device, where).items():
-                whole[entry : entry + 1, :, : part.dim[2]] = read(raw, part, where)
-            return whole
+            dense = torch.zeros(tensor.dim, dtype=torch_type(tensor.data_type, where), device=device)
+            for entry, (raw, entry_tensor) in self._entries(tensor, buffers, device, where).items():
+                dense[entry : entry + 1, :, : entry_tensor.dim[2]] = read(raw, entry_tensor, where)
+            return dense
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             return unpack_bits(data.view(torch.uint8))
         raw = memory(data, span_bytes(tensor), where)
         return read(raw, tensor, where).to(device)
 
     def _run(self, node: Node, values: dict[int, Any], device: Any) -> dict[int, Any]:
-        found = run_node(node, lambda tensor: values[tensor.uid], device)  # pyright: ignore[reportArgumentType]
-        stored = {tensor.uid: found[port] for port, tensor in node.outputs.items() if tensor.uid is not None}
+        results = run_node(node, lambda tensor: values[tensor.uid], device)  # pyright: ignore[reportArgumentType]
+        stored = {tensor.uid: results[port] for port, tensor in node.outputs.items() if tensor.uid is not None}
         values.update(stored)
         return stored
 
@@ -215,22 +221,25 @@ class ReferenceProgram:
         scale = tensor.ragged_offset_multiplier
         starts = [int(start) * scale for start in self._load(offset, buffers, device).flatten()]
         most = [tensor.dim[2]] * (len(starts) - 1) if rows is None else [int(count) for count in rows.flatten()]
-        found: dict[int, tuple[Any, Tensor]] = {}
+        entries: dict[int, tuple[Any, Tensor]] = {}
         for entry, (start, end) in enumerate(itertools.pairwise(starts)):
-            part = type(tensor).like(tensor, tensor.name)
-            part.dim[0], part.dim[2] = 1, min(tensor.dim[2], most[entry], (end - start) // max(1, tensor.stride[2]))
-            if part.dim[2] > 0:
+            entry_tensor = type(tensor).like(tensor, tensor.name)
+            entry_tensor.dim[0], entry_tensor.dim[2] = (
+                1,
+                min(tensor.dim[2], most[entry], (end - start) // max(1, tensor.stride[2])),
+            )
+            if entry_tensor.dim[2] > 0:
                 first = start * element_bits(tensor.data_type) // 8
-                raw = memory(buffers[tensor.get_uid()], first + span_bytes(part), where)
-                found[entry] = raw[first:], part
-        return found
+                raw = memory(buffers[tensor.get_uid()], first + span_bytes(entry_tensor), where)
+                entries[entry] = raw[first:], entry_tensor
+        return entries
 
     def _store(self, tensor: Tensor, value: Any, buffers: Mapping[int, Any], device: Any, rows: Any) -> None:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
         data = buffers[tensor.get_uid()]
         if tensor.ragged_offset is not None:
-            for entry, (raw, part) in self._entries(tensor, buffers, device, where, rows).items():
-                write(raw, part, value[entry : entry + 1, :, : part.dim[2]], where)
+            for entry, (raw, entry_tensor) in self._entries(tensor, buffers, device, where, rows).items():
+                write(raw, entry_tensor, value[entry : entry + 1, :, : entry_tensor.dim[2]], where)
             return
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             data.view(torch.uint8).copy_(pack_bits(value))
@@ -244,13 +253,13 @@ def run_node(node: Node, value_of: Callable[[Tensor], Any], device: Any) -> dict
     arguments: dict[str, Any] = {}
     for port, tensor in node.inputs.items():
         if tensor.value is not None:
-            kind = torch_type(tensor.data_type, node.where)
-            value = torch.full(tensor.dim, tensor.value, dtype=kind, device=device)
+            dtype = torch_type(tensor.data_type, node.where)
+            value = torch.full(tensor.dim, tensor.value, dtype=dtype, device=device)
         else:
             value = value_of(tensor)
         arguments[port] = value if port in node.exact_ports else value.to(compute)
-    found = node.evaluate(arguments)
-    return {port: rounded(found[port], tensor.data_type, node.where) for port, tensor in node.outputs.items()}
+    results = node.evaluate(arguments)
+    return {port: rounded(results[port], tensor.data_type, node.where) for port, tensor in node.outputs.items()}
 
 
 def _axes(tensor: Tensor) -> list[tuple[int, int]]:

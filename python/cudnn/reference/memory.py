@@ -1,4 +1,4 @@
-"""Typed, strided views of the memory that a call hands over, and conversions between element types."""
+"""Typed, strided views of the memory that a call passes, and conversions between element types."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 _FP8_MAX = {data_type.FP8_E4M3: 448.0, data_type.FP8_E5M2: 57344.0}
 
 
-def torch_type(kind: data_type, where: str) -> Any:
+def torch_type(element_type: data_type, where: str) -> Any:
     """The torch.dtype that holds single values of a type: that type, and float32 for FP4_E2M1."""
-    dtype = torch.float32 if kind is data_type.FP4_E2M1 else _cudnn_to_torch_data_type(kind)
+    dtype = torch.float32 if element_type is data_type.FP4_E2M1 else _cudnn_to_torch_data_type(element_type)
     if dtype is None:
         raise refused(
             NotImplementedError,
             where,
             "data type",
-            kind.name,
+            element_type.name,
             "a type that PyTorch computes with",
             "run this graph on a GPU",
         )
     return dtype
 
 
-def rounded(value: Any, kind: data_type, where: str) -> Any:
-    """``value`` in the storage type ``kind``.
+def rounded(value: Any, element_type: data_type, where: str) -> Any:
+    """``value`` in the storage type ``element_type``.
 
     Conversions to fp8, fp4 and to narrower integers saturate; those to integers round to nearest even; BOOLEAN is
     anything but zero.
     """
-    if kind is data_type.FP4_E2M1:
+    if element_type is data_type.FP4_E2M1:
         return _pairs_to_values(_values_to_pairs(value))[: value.numel()].view(value.shape)
-    limit = _FP8_MAX.get(kind)
+    limit = _FP8_MAX.get(element_type)
     if limit is not None:
         value = value.float().clamp(-limit, limit)
-    elif kind in (data_type.INT8, data_type.UINT8, data_type.INT32) and value.dtype is not torch.bool:
-        info = torch.iinfo(torch_type(kind, where))
+    elif element_type in (data_type.INT8, data_type.UINT8, data_type.INT32) and value.dtype is not torch.bool:
+        info = torch.iinfo(torch_type(element_type, where))
         # float32 cannot hold the largest int32: clamp in float64 so that saturation does not wrap round.
         value = value.double().round() if value.dtype.is_floating_point else value.long()
         value = value.clamp(info.min, info.max)
-    elif kind is data_type.INT64 and value.dtype.is_floating_point:
+    elif element_type is data_type.INT64 and value.dtype.is_floating_point:
         value = value.round()
-    return value.to(torch_type(kind, where))
+    return value.to(torch_type(element_type, where))
 
 
 def memory(data: Any, nbytes: int, where: str) -> Any:
@@ -78,10 +78,10 @@ def memory(data: Any, nbytes: int, where: str) -> Any:
     return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage(), start, (nbytes,), (1,))
 
 
-def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int], where: str) -> Any:
+def view(raw: Any, element_type: data_type, dims: Sequence[int], strides: Sequence[int], where: str) -> Any:
     """Bytes as a strided tensor of a type."""
-    dtype = torch_type(kind, where)
-    size = element_bits(kind) // 8
+    dtype = torch_type(element_type, where)
+    size = element_bits(element_type) // 8
     usable = raw[: raw.numel() // size * size]
     if raw.data_ptr() % size:
         raise refused(
@@ -89,7 +89,7 @@ def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int],
             where,
             "memory",
             f"address {raw.data_ptr():#x}",
-            f"a multiple of {size} bytes for {kind.name}",
+            f"a multiple of {size} bytes for {element_type.name}",
             "pass an aligned tensor",
         )
     return usable.view(dtype).as_strided(tuple(dims), tuple(strides))
@@ -118,7 +118,7 @@ def write(raw: Any, tensor: Tensor, value: Any, where: str) -> None:
     if tensor.reordering_type is not tensor_reordering.NONE:
         raw[_offsets(tensor, raw.device, where)] = value.contiguous().view(torch.uint8)
     elif tensor.data_type is data_type.FP4_E2M1:
-        values = _pairs_to_values(raw)  # what lies between the elements stays
+        values = _pairs_to_values(raw)  # bytes between the elements stay
         values.as_strided(tensor.dim, tensor.stride).copy_(value)
         raw.copy_(_values_to_pairs(values))
     else:
@@ -126,12 +126,12 @@ def write(raw: Any, tensor: Tensor, value: Any, where: str) -> None:
 
 
 def _pairs_to_values(raw: Any) -> Any:
-    """FP4_E2M1 bytes, two elements each, the first in the low bits, as twice as many float32 values."""
+    """FP4_E2M1 bytes, two elements each, the first in the low bits, as two float32 values a byte."""
     return unpack_float4(raw.view(1, -1, 1)).flatten()
 
 
 def _values_to_pairs(values: Any) -> Any:
-    """Values rounded to FP4_E2M1, as bytes; an odd one out has a zero beside it."""
+    """Values rounded to FP4_E2M1, as bytes; an odd count is padded with zero."""
     flat = values.float().flatten()
     return pack_float4(torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(1, -1, 1)).view(torch.uint8).flatten()
 

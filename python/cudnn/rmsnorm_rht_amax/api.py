@@ -12,7 +12,7 @@ from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.rmsnorm_rht_amax import reference
-from cudnn.runtime.call import Plan
+from cudnn.runtime.call import KernelPlan
 from cudnn_kernels.norm.heuristics import (
     BLOCK,
     MAXIMUM_COLUMNS,
@@ -59,8 +59,8 @@ class RmsNormRhtAmax(FusedAPI):
     title = "RMSNorm + RHT + amax"
     tensors = (
         TensorSpec("x", Rows("m", "n"), _TYPES, about="dimensions before the last count as one"),
-        TensorSpec("w", Contiguous("n"), _TYPES, same="x", draw="uniform"),
-        TensorSpec("o", Rows("m", "n"), _TYPES, same="x", written=True, like="x", over="x"),
+        TensorSpec("w", Contiguous("n"), _TYPES, same_dtype="x", init="uniform"),
+        TensorSpec("o", Rows("m", "n"), _TYPES, same_dtype="x", written=True, same_shape="x", may_alias="x"),
         TensorSpec(
             "amax",
             Contiguous("groups", alignment=4),
@@ -82,8 +82,8 @@ class RmsNormRhtAmax(FusedAPI):
         "torch.compile, product": reference.product,
     }
     formula_options = ("eps", "rows_per_cta")
-    usual_types = ("bf16", "fp16")
-    usual_shapes = tuple((4096, n) for n in USUAL_COLUMNS)
+    aot_dtypes = ("bf16", "fp16")
+    aot_shapes = tuple((4096, n) for n in USUAL_COLUMNS)
 
     num_threads: int | None
     rows_per_cta: int
@@ -141,9 +141,9 @@ class RmsNormRhtAmax(FusedAPI):
         if n > MAXIMUM_COLUMNS:
             raise self.unsupported("columns of x", n, f"at most {MAXIMUM_COLUMNS}")
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         configuration = configure_rmsnorm_rht_amax(name_of(self.dtype("x")), sizes["n"], self._chosen_threads)
-        return Plan(_KERNELS[arch], configuration)
+        return KernelPlan(_KERNELS[arch], configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         o, amax = reference.rmsnorm_rht_amax(tensors["x"], tensors["w"], tensors["eps"], self.rows_per_cta)
@@ -151,18 +151,18 @@ class RmsNormRhtAmax(FusedAPI):
         tensors["amax"].copy_(amax)
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        return {"o": (given["x"].dtype, ""), "amax": (torch.float32, "")}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {"o": (arguments["x"].dtype, ""), "amax": (torch.float32, "")}
 
     @classmethod
-    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    def cache_key(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The number of rows compiles nothing, but for the rows that share an amax."""
-        x, w = given["x"], given["w"]
+        x, w = tensors["x"], tensors["w"]
         rows = options["rows_per_cta"] if options["rows_per_cta"] is not None else pick_rows_per_cta(x.shape[0])
         return (rows, x.dtype, x.shape[1:], x.stride(), x.device, w.dtype, w.shape, w.stride(), w.device)
 
     @classmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         x = torch.empty(shape, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
         amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), dtype=torch.float32, device="meta")
         return [cls(x, x[0], x, amax, arch=arch)]

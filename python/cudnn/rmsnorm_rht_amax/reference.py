@@ -21,7 +21,7 @@ def rmsnorm_rht_amax(x: Any, w: Any, eps: float, rows_per_cta: int) -> tuple[Any
 
 
 def hadamard(y: Any) -> Any:
-    """Multiplies the last dimension, a power of two, by Sylvester's matrix of +-1: sums and differences of halves."""
+    """Applies the Hadamard transform (Sylvester's matrix) to the last dimension, a power of two, by butterflies."""
     size = y.shape[-1]
     if size == 1:
         return y

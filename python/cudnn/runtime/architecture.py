@@ -10,7 +10,9 @@ from cudnn.errors import refused
 from cudnn.lazy import torch
 
 ARCHITECTURES: Mapping[tuple[int, int], str] = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
-"""By compute capability. Kernels use what the suffix ``a`` stands for, so one does not run on a neighbour's chip."""
+"""By compute capability. Kernels use architecture-specific features (suffix ``a``), so they run on this compute
+capability only.
+"""
 
 
 @functools.cache
@@ -24,7 +26,7 @@ def pick(kernels: Mapping[str, Any], arch: str, where: str) -> Any:
     """The kernel for an architecture.
 
     Raises:
-        RuntimeError: there is none; lists the architectures that have one.
+        RuntimeError: no kernel for the architecture; lists those that have one.
     """
     if arch not in kernels:
         raise refused(
@@ -37,7 +39,7 @@ def raw_stream(stream: Any, index: int) -> int:
     """The address of a stream: PyTorch's current one for None; an int, a ``CUstream`` or a ``torch.cuda.Stream``.
 
     Raises:
-        TypeError: nothing of these.
+        TypeError: another type.
     """
     if stream is None:
         return torch._C._cuda_getCurrentRawStream(index)

@@ -1,8 +1,8 @@
 """Compiled kernels on disk: written once, loaded by every later process.
 
-A file holds one line of JSON, which says what the kernel is and carries the SHA-256 of the rest, then the object file.
+A file holds one line of JSON, with the kernel's entry and the SHA-256 of the rest, then the object file.
 Its content is machine code that will run, so nothing is read that another user could have written. Besides the user's
-own folder there may be one of the system, which root fills and everybody reads.
+own folder there may be one of the system, which root fills and every user reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cudnn import settings
 
 _SUFFIX = ".kernel"
 _ROOT = 0
-_SAY = 5.0  # seconds after which a process that waits for another one says so
+_LOG_AFTER = 5.0  # seconds after which a process that waits for another one logs it
 _WAIT = 60.0  # seconds after which it waits no longer
 _logger = logging.getLogger("cudnn.launch")
 
@@ -60,7 +60,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of compiled kernels that belongs to ``owner``, a user's number; everybody may read a ``shared`` one."""
+    """A folder of compiled kernels that belongs to ``owner``, a user's number; every user may read a ``shared`` one."""
 
     folder: Path
     owner: int
@@ -92,9 +92,9 @@ class Store:
             UntrustedFileError: it is no regular file, belongs to or can be written by someone else, or is damaged.
         """
         path = self.path(entry)
-        found, content = _read(path, self.owner)
-        if found != entry:
-            raise UntrustedFileError(f"{path}: holds another kernel, {found}")
+        stored_entry, content = _read(path, self.owner)
+        if stored_entry != entry:
+            raise UntrustedFileError(f"{path}: holds another kernel, {stored_entry}")
         return content
 
     def write(self, entry: Entry, content: bytes) -> None:
@@ -114,11 +114,11 @@ class Store:
 
     def files(self) -> Iterator[Listed]:
         """What the folder holds under a kernel's name, oldest first."""
-        found: list[tuple[Path, os.stat_result]] = []
+        files: list[tuple[Path, os.stat_result]] = []
         for path in self.folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process may have removed it meanwhile
-                found.append((path, path.lstat()))
-        for path, status in sorted(found, key=lambda pair: pair[1].st_mtime):
+                files.append((path, path.lstat()))
+        for path, status in sorted(files, key=lambda pair: pair[1].st_mtime):
             with contextlib.suppress(FileNotFoundError):
                 yield self._listed(path, status.st_size)
 
@@ -131,7 +131,7 @@ class Store:
 
 def folder() -> Path | None:
     """Where what is compiled here goes: ``CUDNN_KERNEL_CACHE``, else the user's cache folder, else one of this user in
-    the folder for temporary files; None where no folder can be written to. The log says so once.
+    the folder for temporary files; None if no folder is writable. Logs a warning once.
     """
     chosen = settings.KERNEL_CACHE.get()
     if chosen:
@@ -140,14 +140,18 @@ def folder() -> Path | None:
         except RuntimeError as error:
             _warn_once(f"no kernel cache: {settings.KERNEL_CACHE.name}={chosen}: {error}")
             return None
-    usual = _usual_folder()
-    if usual is not None and _makes(usual):
-        return usual
-    why = f"{usual} cannot be written to" if usual is not None else "this user has no home folder"
-    found = _temporary_folder()
-    where = f"in {found}" if found is not None else "nowhere, since no folder for temporary files is this user's alone"
+    default = _usual_folder()
+    if default is not None and _makes(default):
+        return default
+    why = f"{default} cannot be written to" if default is not None else "this user has no home folder"
+    temporary = _temporary_folder()
+    where = (
+        f"in {temporary}"
+        if temporary is not None
+        else "nowhere, since no folder for temporary files is this user's alone"
+    )
     _warn_once(f"{why}: compiled kernels are kept {where}; {settings.KERNEL_CACHE.name} chooses another folder")
-    return found
+    return temporary
 
 
 def _usual_folder() -> Path | None:
@@ -155,23 +159,23 @@ def _usual_folder() -> Path | None:
     import platformdirs
 
     try:
-        found = Path(platformdirs.user_cache_path("cudnn-fused"), "kernels")
+        folder = Path(platformdirs.user_cache_path("cudnn-fused"), "kernels")
     except (RuntimeError, KeyError, OSError):  # neither HOME nor an entry in the list of users
         return None
-    return found if found.is_absolute() else None
+    return folder if folder.is_absolute() else None
 
 
-def _makes(place: Path) -> bool:
+def _makes(folder: Path) -> bool:
     """Makes a folder, where it is not there; whether it can be written to."""
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return False
-    return os.access(place, os.W_OK | os.X_OK)
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _temporary_folder() -> Path | None:
-    """A folder of this user alone among the temporary files; None where there is none, or it is someone else's."""
+    """A folder for temporary files of this user alone; None if it cannot be created, or is another user's."""
     try:
         top = Path(tempfile.gettempdir(), f"cudnn-fused-{os.getuid()}")
         top.mkdir(mode=0o700, exist_ok=True)
@@ -185,15 +189,15 @@ def _temporary_folder() -> Path | None:
 
 def user() -> Store | None:
     """The cache of this user, which everything compiled goes to; None where no folder can be written to."""
-    place = folder()
-    return None if place is None else Store(place, os.getuid())
+    path = folder()
+    return None if path is None else Store(path, os.getuid())
 
 
 def unwritable() -> Store | None:
     """The user's cache folder where it can only be read, as in an image: :func:`user` is elsewhere then."""
-    usual = None if settings.KERNEL_CACHE.get() else _usual_folder()
-    readable = usual is not None and usual.is_dir() and not _makes(usual)
-    return Store(usual, os.getuid()) if usual is not None and readable else None
+    default = None if settings.KERNEL_CACHE.get() else _usual_folder()
+    readable = default is not None and default.is_dir() and not _makes(default)
+    return Store(default, os.getuid()) if default is not None and readable else None
 
 
 def system(path: str = "") -> Store | None:
@@ -220,7 +224,7 @@ def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
     except (OSError, UntrustedFileError) as error:
         _logger.warning("kernel cache not used: %s", error)
         return build()
-    with contextlib.suppress(FileNotFoundError, UntrustedFileError):  # find() says in the log what is wrong
+    with contextlib.suppress(FileNotFoundError, UntrustedFileError):  # find() logs what is wrong
         return store.read(entry)
     with _lock(store.path(entry)):
         content = find(store, entry)  # another process may have built it meanwhile
@@ -234,7 +238,7 @@ def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
 
 
 def find(store: Store, entry: Entry) -> bytes | None:
-    """The object file of a kernel, None where there is none; one that is refused is logged."""
+    """The object file of a kernel, None if missing; logs a warning if the file is refused."""
     try:
         return store.read(entry)
     except FileNotFoundError:
@@ -270,29 +274,29 @@ def _lock(path: Path) -> Iterator[None]:
     """Holds the lock of a kernel's file; without it, and not for ever, where another process keeps it."""
     import filelock
 
-    place = path.with_suffix(".lock")
-    lock = filelock.FileLock(place, mode=0o600)
+    lock_path = path.with_suffix(".lock")
+    lock = filelock.FileLock(lock_path, mode=0o600)
     try:
         try:
-            lock.acquire(timeout=_SAY)
+            lock.acquire(timeout=_LOG_AFTER)
         except filelock.Timeout:
             _logger.warning(
                 "%s: another process has held it for %.0f s and should be compiling this kernel; waiting up to %.0f s",
-                place,
-                _SAY,
+                lock_path,
+                _LOG_AFTER,
                 _WAIT,
             )
-            lock.acquire(timeout=_WAIT - _SAY)
+            lock.acquire(timeout=_WAIT - _LOG_AFTER)
     except filelock.Timeout:
         _logger.warning(
             "%s: still held after %.0f s; the kernel is compiled here as well. `fuser %s` names the other process, "
             "which may be stopped",
-            place,
+            lock_path,
             _WAIT,
-            place,
+            lock_path,
         )
     except (OSError, NotImplementedError) as error:  # the latter from file systems without locks
-        _logger.warning("%s: cannot be locked, other processes may compile the same kernel: %s", place, error)
+        _logger.warning("%s: cannot be locked, other processes may compile the same kernel: %s", lock_path, error)
     try:
         yield
     finally:
@@ -318,12 +322,12 @@ def _read(path: Path, owner: int) -> tuple[Entry, bytes]:
     try:
         described = json.loads(head)
         digest = described.pop("sha256")
-        found = Entry(**described)
+        entry = Entry(**described)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UntrustedFileError(f"{path}: no compiled kernel") from None
     if digest != hashlib.sha256(content).hexdigest():
         raise UntrustedFileError(f"{path}: truncated or changed")
-    return found, content
+    return entry, content
 
 
 def _check_owner(path: Path, status: os.stat_result, owner: int) -> None:
@@ -338,9 +342,9 @@ def clear() -> int:
 
     Folders stay, whatever their names.
     """
-    removed, place = 0, folder()
-    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*") if place is not None else ():
-        for path in list(place.glob(pattern)):
+    removed, cache_folder = 0, folder()
+    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*") if cache_folder is not None else ():
+        for path in list(cache_folder.glob(pattern)):
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)
                 removed += pattern == f"*{_SUFFIX}"

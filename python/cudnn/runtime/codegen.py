@@ -1,4 +1,4 @@
-"""Functions that are written out for one graph or one kernel. Tracebacks and debuggers show their source."""
+"""Functions that are generated for one graph or one kernel. Tracebacks and debuggers show their source."""
 
 from __future__ import annotations
 

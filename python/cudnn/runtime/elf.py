@@ -33,7 +33,7 @@ class ObjectError(RuntimeError):
 @dataclass(frozen=True)
 class _Section:
     name: str
-    kind: int
+    section_type: int
     flags: int
     offset: int
     size: int
@@ -55,7 +55,7 @@ class LoadedObject:
             symbols = _symbols(content, sections)
         except (struct.error, IndexError, ValueError) as error:
             raise ObjectError(f"the object file is damaged: {error}") from None
-        # Code and constants, the global offset table with a slot for every symbol, then, on pages of its own, data.
+        # Code and constants, the global offset table with a slot for every symbol, then, on separate pages, data.
         offsets, table = _place(sections, 0, writable=False)
         data = _up(table + 8 * len(symbols), mmap.PAGESIZE)
         more, end = _place(sections, data, writable=True)
@@ -64,7 +64,7 @@ class LoadedObject:
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for index, offset in offsets.items():
             section = sections[index]
-            if section.kind != _NOBITS:
+            if section.section_type != _NOBITS:
                 self._memory[offset : offset + section.size] = content[section.offset : section.offset + section.size]
         addresses: list[int] = []
         for name, index, value in symbols:
@@ -76,7 +76,7 @@ class LoadedObject:
                 addresses.append(0)  # file names and sections that are left out
         struct.pack_into(f"<{len(addresses)}Q", self._memory, table, *addresses)
         for section in sections:
-            if section.kind == _RELA and section.info in offsets:
+            if section.section_type == _RELA and section.info in offsets:
                 self._relocate(content, section, base, offsets[section.info], table, addresses)
         self.symbols = {name: addresses[i] for i, (name, index, _) in enumerate(symbols) if name and index in offsets}
         _make_executable(base, data)
@@ -86,21 +86,21 @@ class LoadedObject:
     ) -> None:
         end = section.offset + section.size
         for offset, info, addend in _RELOCATION.iter_unpack(content[section.offset : end]):
-            symbol, kind = info >> 32, info & 0xFFFFFFFF
-            place = target + offset
-            if kind == _R_64:
+            symbol, relocation = info >> 32, info & 0xFFFFFFFF
+            address = target + offset
+            if relocation == _R_64:
                 value = addresses[symbol] + addend
-            elif kind == _R_PC64:
-                value = addresses[symbol] + addend - (base + place)
-            elif kind in (_R_GOTOFF64, _R_PLTOFF64):
+            elif relocation == _R_PC64:
+                value = addresses[symbol] + addend - (base + address)
+            elif relocation in (_R_GOTOFF64, _R_PLTOFF64):
                 value = addresses[symbol] + addend - (base + table)
-            elif kind == _R_GOT64:
+            elif relocation == _R_GOT64:
                 value = 8 * symbol + addend
-            elif kind == _R_GOTPC64:
-                value = table + addend - place
+            elif relocation == _R_GOTPC64:
+                value = table + addend - address
             else:
-                raise ObjectError(f"relocation of kind {kind} in an object file: this loader does not know it")
-            struct.pack_into("<Q", self._memory, place, value & 0xFFFFFFFFFFFFFFFF)
+                raise ObjectError(f"relocation of kind {relocation} in an object file: this loader does not know it")
+            struct.pack_into("<Q", self._memory, address, value & 0xFFFFFFFFFFFFFFFF)
 
 
 def _sections(content: bytes) -> list[_Section]:
@@ -111,14 +111,14 @@ def _sections(content: bytes) -> list[_Section]:
     raw = [_SECTION.unpack_from(content, offset + i * _SECTION.size) for i in range(count)]
     strings = raw[names][4]
     return [
-        _Section(_text(content, strings + name), kind, flags, offset, size, link, info, alignment)
-        for name, kind, flags, _, offset, size, link, info, alignment, _ in raw
+        _Section(_text(content, strings + name), section_type, flags, offset, size, link, info, alignment)
+        for name, section_type, flags, _, offset, size, link, info, alignment, _ in raw
     ]
 
 
 def _symbols(content: bytes, sections: list[_Section]) -> list[tuple[str, int, int]]:
     """Name, section and value of every symbol."""
-    table = next(section for section in sections if section.kind == _SYMTAB)
+    table = next(section for section in sections if section.section_type == _SYMTAB)
     strings = sections[table.link].offset
     entries = _SYMBOL.iter_unpack(content[table.offset : table.offset + table.size])
     return [(_text(content, strings + entry[0]), entry[3], entry[4]) for entry in entries]
@@ -132,7 +132,11 @@ def _place(sections: list[_Section], start: int, writable: bool) -> tuple[dict[i
     """Where each of these sections goes from ``start`` on, and the first offset after them, a multiple of 8."""
     offsets: dict[int, int] = {}
     for index, section in enumerate(sections):
-        if section.kind in (_PROGBITS, _NOBITS) and section.flags & _ALLOC and bool(section.flags & _WRITE) == writable:
+        if (
+            section.section_type in (_PROGBITS, _NOBITS)
+            and section.flags & _ALLOC
+            and bool(section.flags & _WRITE) == writable
+        ):
             offsets[index] = _up(start, section.alignment)
             start = offsets[index] + section.size
     return offsets, _up(start, 8)

@@ -62,6 +62,6 @@ def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callabl
 
 
 @functools.cache
-def say_reference_runs(name: str) -> None:
-    """Says in the log, once for each API, that no kernel runs."""
+def log_reference_runs(name: str) -> None:
+    """Logs, once for each API, that the reference runs and no kernel."""
     settings.configure_logging().warning("%s: on CPU tensors the reference in PyTorch runs, not the kernel", name)

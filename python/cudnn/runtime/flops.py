@@ -1,4 +1,4 @@
-"""FLOPs of operators for ``torch.utils.flop_counter``, by its rules: 2 m n k for a product, masks do not count."""
+"""FLOPs of operators for ``torch.utils.flop_counter``, by its rules: 2 m n k for a GEMM, masks do not count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attention(q: Shape, k: Shape, v: Shape) -> int:
 
 
 def attention_backward(q: Shape, k: Shape, v: Shape) -> int:
-    """Five products: the scores again, dP, dV, dQ and dK."""
+    """Five GEMMs: the scores again, dP, dV, dQ and dK."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
 
@@ -43,18 +43,18 @@ def register(operator: Any, formula: Callable[..., int]) -> None:
     """
     packet, names = operator._opoverload._overloadpacket, [a.name for a in operator._opoverload._schema.arguments]
     parameters = inspect.signature(formula).parameters.values()
-    wanted = [p.name for p in parameters if p.name in (*names, "out") or p.default is p.empty]
-    whole = inspect.getfullargspec(formula).varargs is not None
+    requested = [p.name for p in parameters if p.name in (*names, "out") or p.default is p.empty]
+    takes_all = inspect.getfullargspec(formula).varargs is not None
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs, "out": out_val}
-        if whole:
-            return formula(*(given[name] for name in names))
-        return formula(**{name: _shapes(given[name]) for name in wanted})
+        values = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs, "out": out_val}
+        if takes_all:
+            return formula(*(values[name] for name in names))
+        return formula(**{name: _shapes(values[name]) for name in requested})
 
     _waiting.append((packet, count))
     if _COUNTER in sys.modules:
-        _hand_over(sys.modules[_COUNTER])
+        _register_formulas(sys.modules[_COUNTER])
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenImported())
 
@@ -65,7 +65,7 @@ def _shapes(x: Any) -> Any:
     return type(x)(_shapes(each) for each in x) if type(x) in (list, tuple) else x
 
 
-def _hand_over(counter: Any) -> None:
+def _register_formulas(counter: Any) -> None:
     """Also to the modes that are counting: each copied the formulas when it was made, maybe before the first use of an
     operator registered it.
     """
@@ -91,7 +91,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
             def then_register(module: ModuleType) -> None:
                 execute(module)
-                _hand_over(module)
+                _register_formulas(module)
 
             spec.loader.exec_module = then_register
         return spec

@@ -51,10 +51,10 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 def _runtime_library() -> Path:
-    """The DSL's runtime library. Where there are two, that for the older CUDA, which newer drivers run too."""
+    """The DSL's runtime library. Of two, the one for the older CUDA, which newer drivers run too."""
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    found = sorted(path for folder in folders for path in Path(folder).glob("cu*/lib/libcute_dsl_runtime.so"))
-    if not found:
+    paths = sorted(path for folder in folders for path in Path(folder).glob("cu*/lib/libcute_dsl_runtime.so"))
+    if not paths:
         raise ImportError("the CuTe DSL is not installed: pip install 'nvidia-cutlass-dsl>=4.8,<4.9'")
-    return found[0]
+    return paths[0]

@@ -1,4 +1,4 @@
-"""Where and how tensors lie in memory, as kernels need them."""
+"""Alignment and contiguity of tensors, as kernels need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def placed(x: torch.Tensor) -> torch.Tensor:
-    """The tensor at a multiple of 16 bytes, in the order in which it lies."""
+    """The tensor at a multiple of 16 bytes, with the same strides."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 

@@ -1,4 +1,4 @@
-"""How functions become operators of PyTorch: with their types, for type checkers, and with a rule for autocast."""
+"""Registers functions as PyTorch operators that keep their types for type checkers, with autocast rules."""
 
 from __future__ import annotations
 
@@ -61,27 +61,28 @@ def custom_op(
         operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=mutates, schema=schema)
         operator.__class__ = _Operator
         operator.__doc__ = inspect.getdoc(function)
-        operator.__signature__ = inspect.signature(function)  # that of __call__ says nothing
+        operator.__signature__ = inspect.signature(function)  # that of __call__ is generic
         names = list(operator.__signature__.parameters)
-        places = frozenset(names.index(each) for each in autocast)
-        operator.prepare(places)
+        positions = frozenset(names.index(each) for each in autocast)
+        operator.prepare(positions)
         register_flops(operator, flops)
         for device in ("cpu", "cuda") if autocast else ():
-            _library.impl(name, _cast(operator, device, places), f"Autocast{device.upper()}")
+            _library.impl(name, _cast(operator, device, positions), f"Autocast{device.upper()}")
         return operator
 
     return register
 
 
 class _Operator(CustomOpDef):
-    """A custom operator whose function is called directly where nothing of PyTorch's has to see the call.
+    """A custom operator whose function is called directly, without PyTorch's dispatcher, if nothing has to observe the
+    call.
 
     PyTorch's own way to it takes 0.1 to 0.3 ms of the host's time for operators with many arguments. Modes, transforms,
     autocast, the profiler, tracing, compilers and tensors of other classes go that way.
     """
 
     def prepare(self, cast: Collection[int]) -> None:
-        """What a call needs to know of the operator."""
+        """Precomputes what calls need of the schema."""
         arguments = self._opoverload._schema.arguments
         self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
         self._places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
@@ -109,12 +110,12 @@ class _Operator(CustomOpDef):
         def described(*args: Any, **kwargs: Any) -> Any:
             results = function(*args, **kwargs)
             names = (argument.name for argument in self._opoverload._schema.arguments)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            listed = {name: x if isinstance(x, (list, tuple)) else [x] for name, x in given.items()}
+            by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+            listed = {name: x if isinstance(x, (list, tuple)) else [x] for name, x in by_name.items()}
             tensors = {name: [t for t in x if isinstance(t, torch.Tensor)] for name, x in listed.items()}
-            found = {name: str(x[0].device) for name, x in tensors.items() if x}
-            if len({device == "meta" for device in found.values()}) > 1:
-                raise refused(ValueError, self._qualname, "devices", found, "one device", "move them to one")
+            devices = {name: str(x[0].device) for name, x in tensors.items() if x}
+            if len({device == "meta" for device in devices.values()}) > 1:
+                raise refused(ValueError, self._qualname, "devices", devices, "one device", "move them to one")
             return results
 
         super().register_fake(described)
@@ -124,30 +125,30 @@ class _Operator(CustomOpDef):
         self._rule = func
         return super().register_vmap(func)
 
-    def _by_pytorch(self, *args: Any, **kwargs: Any) -> Any:
-        """A call in PyTorch's own way. What it says of arguments that do not fit names C++ types and prints values."""
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """A call through PyTorch's dispatcher, whose errors for wrong arguments are replaced by clearer ones."""
         try:
             return self._opoverload(*args, **kwargs)
         except RuntimeError as error:
             self._refuse_unstrided(args, kwargs, error)
-            told = str(error)
-            if not told.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
+            message = str(error)
+            if not message.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
                 raise
             if wrong := misfit(self._qualname, self._init_fn, args, kwargs):
                 raise wrong from error
-            if found := _WRONG_TYPE.search(told):
-                allowed = inspect.signature(self._init_fn).parameters[found["argument"]].annotation
+            if match := _WRONG_TYPE.search(message):
+                allowed = inspect.signature(self._init_fn).parameters[match["argument"]].annotation
                 if isinstance(allowed, type):
                     allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
-                raise refused(TypeError, self._qualname, found["argument"], found["type"], allowed) from error
+                raise refused(TypeError, self._qualname, match["argument"], match["type"], allowed) from error
             raise
 
     def _refuse_unstrided(self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
         """Raises, of an error about tensors that have no strides, a better one."""
         names = [argument.name for argument in self._opoverload._schema.arguments]
         try:
-            for name, given in {**dict(zip(names, args, strict=False)), **kwargs}.items():
-                for x in given if isinstance(given, (list, tuple)) else [given]:
+            for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                for x in value if isinstance(value, (list, tuple)) else [value]:
                     check_strided(self._qualname, name, x)
         except TypeError as better:
             raise better from error
@@ -158,34 +159,36 @@ class _Operator(CustomOpDef):
         derived = differentiating()
         if kwargs or len(args) != self._count:
             if not derived:
-                return self._by_pytorch(*args, **kwargs)
+                return self._dispatch(*args, **kwargs)
             bound = inspect.signature(self._init_fn).bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
         tensors: list[torch.Tensor] = []
-        for place in self._places:
-            given = args[place]
-            if isinstance(given, (list, tuple)):
-                tensors += given
-            elif given is not None:
-                tensors.append(given)
-        writes = any(len(args[place]) for place in self._mutated)
+        for position in self._places:
+            value = args[position]
+            if isinstance(value, (list, tuple)):
+                tensors += value
+            elif value is not None:
+                tensors.append(value)
+        writes = any(len(args[position]) for position in self._mutated)
         if derived and not writes:
             device = tensors[0].device.type
             if self._has_autocast and torch.is_autocast_enabled(device):
                 return _cast(self, device, self._cast)(*args)
             return (self._function or self._last).apply(args, *tensors)
-        if is_seen(tensors, self._has_autocast):
-            return self._by_pytorch(*args)
+        if needs_dispatch(tensors, self._has_autocast):
+            return self._dispatch(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._opoverload(*args) if writes else (self._function or self._last).apply(args, *tensors)
-        for place in self._mutated:
-            torch.autograd.graph.increment_version(args[place])
+        for position in self._mutated:
+            torch.autograd.graph.increment_version(args[position])
         return self._init_fn(*args)
 
 
-def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """For the backward pass of an ``autograd.Function`` that has no gradient: one that is asked for says so.
+def once_differentiable(
+    backward: Callable[..., tuple[torch.Tensor | None, ...]],
+) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """Decorates the backward pass of an ``autograd.Function``: a double backward raises.
 
     PyTorch's ``once_differentiable`` lets gradients count as constants where those of the results need no gradient.
     """
@@ -193,14 +196,14 @@ def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[.
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            results = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return found
+            return results
         # They lead to what they were made of, so that a gradient that is asked for by its tensors comes by here, too.
-        made_of = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.requires_grad]
         make = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
-        refuse = make(f"cudnn: {_TWICE}".encode(), len(found) + len(made_of))
-        return refuse(*(None if x is None else x.detach().requires_grad_() for x in found), *made_of)[: len(found)]
+        refuse = make(f"cudnn: {_TWICE}".encode(), len(results) + len(sources))
+        return refuse(*(None if x is None else x.detach().requires_grad_() for x in results), *sources)[: len(results)]
 
     return call
 
@@ -215,8 +218,10 @@ def differentiating() -> bool:
     return any(each.key() in (TransformType.Grad, TransformType.Jvp) for each in stack or ())
 
 
-def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
-    """Whether something in PyTorch has to see a call with these tensors: of an operator, where this is asked."""
+def needs_dispatch(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
+    """Whether a call with these tensors has to go through PyTorch's dispatcher (modes, transforms, autocast,
+    profiler...).
+    """
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -233,7 +238,7 @@ def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
 
 def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., Any]) -> Any:
     """The operator's function for autograd: of its arguments, and of the tensors among them, some of them in lists."""
-    function, places = operator._init_fn, operator._places
+    function, positions = operator._init_fn, operator._places
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -245,8 +250,8 @@ def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             arguments = inputs[0]
             setup(ctx=ctx, inputs=arguments, output=output)
-            given = [arguments[place] for place in places]
-            ctx.lengths = [len(x) if isinstance(x, (list, tuple)) else None if x is None else -1 for x in given]
+            values = [arguments[position] for position in positions]
+            ctx.lengths = [len(x) if isinstance(x, (list, tuple)) else None if x is None else -1 for x in values]
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -258,39 +263,39 @@ def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             asked = ctx.needs_input_grad
             flags = iter(asked[1:])
-            needs: list[Any] = [False] * (places[-1] + 1)
-            for place, length in zip(places, ctx.lengths, strict=True):
+            needs: list[Any] = [False] * (positions[-1] + 1)
+            for position, length in zip(positions, ctx.lengths, strict=True):
                 if length is not None:
-                    needs[place] = next(flags) if length < 0 else [next(flags) for _ in range(length)]
+                    needs[position] = next(flags) if length < 0 else [next(flags) for _ in range(length)]
             ctx.needs_input_grad = tuple(needs)
             try:
-                found = backward(ctx, *gradients)
+                results = backward(ctx, *gradients)
             finally:
                 ctx.needs_input_grad = asked  # a graph that is kept may be gone through again
-            found = found if isinstance(found, tuple) else (found,)
+            results = results if isinstance(results, tuple) else (results,)
             flat: list[Any] = [None]
-            for place, length in zip(places, ctx.lengths, strict=True):
+            for position, length in zip(positions, ctx.lengths, strict=True):
                 if length is not None:
-                    flat += [found[place]] if length < 0 else found[place]
+                    flat += [results[position]] if length < 0 else results[position]
             return tuple(flat)
 
     return Differentiable
 
 
-def _cast(operator: Any, device: str, places: Collection[int]) -> Callable[..., Any]:
+def _cast(operator: Any, device: str, positions: Collection[int]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        taken = [in_type(x, dtype) if place in places else x for place, x in enumerate(arguments)]
+        cast_arguments = [in_type(x, dtype) if position in positions else x for position, x in enumerate(arguments)]
         with torch.autocast(device, enabled=False):
-            return operator(*taken)
+            return operator(*cast_arguments)
 
     return call
 
 
 def autocast_type(x: torch.Tensor) -> torch.dtype | None:
     """What autocast, where it is on for the tensor's device, makes of its type. It knows no device "meta"."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if not x.is_meta and torch.is_autocast_enabled(device_type) else None
 
 
 def in_type(x: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""How operators run kernels: on CUDA tensors, or emulated on CPU tensors."""
+"""Runs kernels for operators: on CUDA tensors, or emulated on CPU tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def has_kernel(tensor: torch.Tensor, where: str) -> bool:
     """
     if tensor.is_cuda or launch.emulated_architecture():
         return True
-    launch.say_reference_runs(where)
+    launch.log_reference_runs(where)
     return False
 
 
@@ -58,16 +58,16 @@ class Kernel:
 
 
 @functools.cache
-def kernel(source: str, kind: Callable[..., Any], *fields: Any) -> Kernel:
+def kernel(source: str, config_type: Callable[..., Any], *fields: Any) -> Kernel:
     """The kernel for a configuration of a kind with these fields, of which types may be PyTorch's."""
-    return Kernel(source, kind(*(name_of(x) if isinstance(x, torch.dtype) else x for x in fields)))
+    return Kernel(source, config_type(*(name_of(x) if isinstance(x, torch.dtype) else x for x in fields)))
 
 
-def lasting(make: Callable[[], T]) -> T:
-    """What ``make`` makes, for later calls to find.
+def persistent(make: Callable[[], T]) -> T:
+    """The result of ``make``, with memory that outlives CUDA graphs.
 
-    A thread of its own makes it, on its default stream: PyTorch may have the memory of a thread that calls operators
-    come from a pool of CUDA graphs, which knows of no later calls, as ``torch.compile(mode="reduce-overhead")`` does.
+    It runs in a separate thread, on the default stream: PyTorch may allocate in the calling thread from the private
+    pool of a CUDA graph, as ``torch.compile(mode="reduce-overhead")`` does, whose memory is reused at a replay.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

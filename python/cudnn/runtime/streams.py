@@ -1,4 +1,4 @@
-"""Kernels beside each other, on two streams."""
+"""Concurrent kernels on two streams."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[AbstractContextManager[object]]:
-    """Within it, what is launched in the context that it gives runs beside the rest.
+    """Yields a context whose launches run concurrently with those outside of it, on a second stream.
 
-    That goes to a second stream, which follows what the current stream has so far; when this context ends, also by an
-    error, the current stream follows the second one. So the work of both can be captured in one CUDA graph, and memory
-    that was allocated before on the current stream needs no other care. What is allocated in the inner context belongs
-    to the second stream, and must be given back in it. On the CPU nothing is moved.
+    The second stream waits for the current one at the start; at the end, also after an error, the current stream waits
+    for the second one. So the work of both can be captured in one CUDA graph, and memory
+    that was allocated before on the current stream needs no other care. Memory allocated in the inner context belongs
+    to the second stream and must be freed in it. On the CPU nothing changes.
     """
     if device.type != "cuda":
         yield nullcontext()

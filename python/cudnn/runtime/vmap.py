@@ -1,4 +1,4 @@
-"""What the rules of operators for ``torch.vmap`` share."""
+"""Helpers of the operators' ``torch.vmap`` rules."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 def one_by_one(
     operator: Callable[..., Any], size: int, dims: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Calls the operator for each place along the dimension: the results, stacked, and where they have it.
+    """Calls the operator for each index of the mapped dimension: the stacked results, and their mapped dimensions.
 
     A list of tensors has a list of dimensions.
     """
 
-    def at(place: int, x: Any, dim: Any) -> Any:
+    def at(index: int, x: Any, dim: Any) -> Any:
         if isinstance(dim, (list, tuple)):
-            return [at(place, *pair) for pair in zip(x, dim, strict=True)]
-        return x if dim is None else x.select(dim, place)
+            return [at(index, *pair) for pair in zip(x, dim, strict=True)]
+        return x if dim is None else x.select(dim, index)
 
-    results = [operator(*(at(place, *pair) for pair in zip(arguments, dims, strict=True))) for place in range(size)]
+    results = [operator(*(at(index, *pair) for pair in zip(arguments, dims, strict=True))) for index in range(size)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
     stacked = type(results[0])(map(torch.stack, zip(*results, strict=True)))

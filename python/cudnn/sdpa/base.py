@@ -1,4 +1,4 @@
-"""What attention's forward and backward passes share: sizes, sequences and windows."""
+"""Common to attention's forward and backward: sizes, sequences and windows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from cudnn_kernels.attention import DESCALES
 TYPES = ("float16", "bfloat16")
 
 
-def queries(name: str, head: str, written: bool = False, types: tuple[str, ...] = TYPES, same: str = "q") -> TensorSpec:
+def queries(
+    name: str, head: str, written: bool = False, types: tuple[str, ...] = TYPES, same_dtype: str = "q"
+) -> TensorSpec:
     """A matrix with the rows of Q."""
-    return TensorSpec(name, Heads("sq", "hq", head), types, same="" if name == "q" else same, written=written)
+    return TensorSpec(
+        name, Heads("sq", "hq", head), types, same_dtype="" if name == "q" else same_dtype, written=written
+    )
 
 
 def keys(name: str, head: str, written: bool = False, batch: str = "b", types: tuple[str, ...] = TYPES) -> TensorSpec:
-    """A matrix with the rows of K; ``batch`` names the size of its first dimension."""
-    return TensorSpec(name, Heads("sk", "hk", head, batch=batch), types, same="q", written=written)
+    """A matrix with the rows of K; ``batch``: the name of its first dimension's size."""
+    return TensorSpec(name, Heads("sk", "hk", head, batch=batch), types, same_dtype="q", written=written)
 
 
 def row_values(written: bool = False) -> TensorSpec:
@@ -40,7 +44,7 @@ OFFSETS = tuple(
 
 
 def checked_ends(api: FusedAPI, name: str, ends: Any, rows: int) -> list[int]:
-    """Where packed sequences of so many rows end, read from the device."""
+    """cu_seqlens of varlen sequences with ``rows`` rows in all, copied to the host and checked."""
     values = ends.flatten().tolist()
     if len(values) < 2 or values[0] != 0 or any(a > b for a, b in pairwise([*values, rows])):
         got = f"{values[:8]}{'...' if len(values) > 8 else ''}"
@@ -49,23 +53,23 @@ def checked_ends(api: FusedAPI, name: str, ends: Any, rows: int) -> list[int]:
 
 
 def checked_scale(api: FusedAPI, scale: float | None, positive: bool) -> float | None:
-    """The factor of the scores that a call gives; None for none, and for 0. A kernel that takes the largest of a row's
-    scores before it scales them needs one that is ``positive``.
+    """The call's scale of the scores; None for None and for 0. ``positive``: the kernel takes the row max before it
+    scales, so the scale must not be negative.
     """
     if scale is None:
         return None
-    found = api.checked_number("scale_softmax", scale)
-    if positive and found < 0:
-        raise api.error("scale_softmax", found, "numbers above 0; None or 0 for 1 / sqrt(d)")
-    return found or None
+    number = api.checked_number("scale_softmax", scale)
+    if positive and number < 0:
+        raise api.error("scale_softmax", number, "numbers above 0; None or 0 for 1 / sqrt(d)")
+    return number or None
 
 
 MOST_SUMS = 2**31
-"""Elements of dQ at most, with every sequence's rows rounded up to 128: Hopper's kernels count them in 32 bits."""
+"""The most elements of dQ, with every sequence's rows rounded up to 128: Hopper's kernels count them in 32 bits."""
 
 
 class Gradients(FusedAPI):
-    """A backward pass of attention: where there are no rows, or no keys, all gradients are zeros."""
+    """A backward pass of attention: without rows or keys all gradients are zeros."""
 
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
@@ -86,13 +90,13 @@ class Gradients(FusedAPI):
 
 
 class OverHeads(FusedAPI):
-    """What all of attention checks: heads, their sizes, and options that its kernels do not have."""
+    """Checks of all attention APIs: numbers of heads, head dimensions, and options without kernels."""
 
     sized_by = ("q", "k")
     fixed = ("d",)
-    usual_types = ("bf16", "fp16")
+    aot_dtypes = ("bf16", "fp16")
     head_sizes: ClassVar[Sequence[tuple[int, ...]]]
-    """Elements of a head, in Q and K and, where there is one, in V."""
+    """Head dimensions of Q and K and, if there is a V, of V."""
 
     def check_sizes(self, sizes: Sizes) -> None:
         hq, hk = sizes["hq"], sizes["hk"]
@@ -112,12 +116,12 @@ class OverHeads(FusedAPI):
                 raise self.error(name, getattr(self, name), "torch.float32")
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        raise NotImplementedError  # wrappers allocate by themselves
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        raise NotImplementedError  # wrappers allocate the results
 
 
 class Attention(OverHeads):
-    """A pass of attention over sequences of one length, or packed ones."""
+    """A pass of attention over sequences of one length or varlen sequences."""
 
     integers = ("right", "left")
     example = (("b", "h", "s", "d", "dv"), (1, 1, 128, 64, 64))
@@ -132,15 +136,15 @@ class Attention(OverHeads):
     top_left: bool
     softcap: float = 0.0
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.check_needed(**{name: given[f"sample_{name}"] for name in self.sized_by})
-        packed = given["sample_cum_seqlen_q"] is not None
-        if packed != (given["sample_cum_seqlen_k"] is not None):
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.check_required(**{name: arguments[f"sample_{name}"] for name in self.sized_by})
+        packed = arguments["sample_cum_seqlen_q"] is not None
+        if packed != (arguments["sample_cum_seqlen_k"] is not None):
             got = "cum_seqlen_k alone" if not packed else "cum_seqlen_q alone"
             raise refused(ValueError, self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither")
         self.packed = packed
-        samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in given.items()}
-        ends = given["window_size"]
+        samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in arguments.items()}
+        ends = arguments["window_size"]
         if not isinstance(ends, Sequence) or isinstance(ends, str) or len(ends) != 2:
             raise refused(TypeError, self._title(), "window_size", repr(ends), "a pair of ints")
         left, right = (
@@ -148,11 +152,13 @@ class Attention(OverHeads):
         )
         if min(left, right) < -1:
             raise self.error("window_size", (left, right), "ends of 0 and more, or -1 for none")
-        right = 0 if given["is_causal"] else right
-        self.window = Window(right if right >= 0 else None, left if left >= 0 else None, given["top_left"])
-        scale = checked_scale(self, given["scale_softmax"], positive=False) or given["sample_q"].shape[-1] ** -0.5
+        right = 0 if arguments["is_causal"] else right
+        self.window = Window(right if right >= 0 else None, left if left >= 0 else None, arguments["top_left"])
+        scale = (
+            checked_scale(self, arguments["scale_softmax"], positive=False) or arguments["sample_q"].shape[-1] ** -0.5
+        )
         super().__init__({**samples, "scale_softmax": scale, "right": max(right, 0), "left": max(left, 0)})
-        self.longest = self._longest(given)
+        self.longest = self._longest(arguments)
 
     def squeezed(self, tensor: Any) -> Any:
         """Packed tensors without a batch of 1 before, and row values without a dimension of 1 behind."""
@@ -162,17 +168,17 @@ class Attention(OverHeads):
             return tensor.squeeze(0)
         return tensor.squeeze(-1) if tensor.ndim == 3 and tensor.shape[-1] == 1 else tensor
 
-    def _longest(self, given: Mapping[str, Any]) -> tuple[int, int]:
+    def _longest(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """The lengths of the longest sequences: as given where they are packed, else as read from the offsets."""
         found = []
         for name in ("q", "k"):
-            ends, most = given[f"sample_cum_seqlen_{name}"], given[f"max_s_{name}"]
+            ends, most = arguments[f"sample_cum_seqlen_{name}"], arguments[f"max_s_{name}"]
             if ends is None:
-                shape, table = given[f"sample_{name}"].shape, given.get("sample_page_table")
+                shape, table = arguments[f"sample_{name}"].shape, arguments.get("sample_page_table")
                 pages = table.shape[-1] if name == "k" and table is not None else 1
                 longest = shape[2] * pages if len(shape) == 4 else 0
             else:
-                values = checked_ends(self, f"cum_seqlen_{name}", ends, given[f"sample_{name}"].shape[-3])
+                values = checked_ends(self, f"cum_seqlen_{name}", ends, arguments[f"sample_{name}"].shape[-3])
                 longest = max(b - a for a, b in pairwise(values))
             if most is not None and most < longest:
                 raise self.error(f"max_s_{name}", most, f"at least {longest}, the longest sequence")
@@ -231,22 +237,22 @@ class Attention(OverHeads):
             allowed = "False where no sequence has more than one row of q, which sees all keys anyway"
             raise self.error("is_causal", True, allowed)
 
-    def check_call(self, cum_seqlen_q: Any, cum_seqlen_k: Any) -> None:
-        """Raises where offsets are missing, or not wanted."""
+    def check_cu_seqlens(self, cum_seqlen_q: Any, cum_seqlen_k: Any) -> None:
+        """Raises if cu_seqlens are missing for varlen sequences, or passed for dense ones."""
         if (cum_seqlen_q is not None, cum_seqlen_k is not None) != (self.packed, self.packed):
-            allowed = "given, for packed sequences" if self.packed else "None, for (b, h, s, d)"
+            allowed = "given, for varlen sequences" if self.packed else "None, for (b, h, s, d)"
             raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         """Raises for offsets, lengths and pages outside the tensors, and for negative descales."""
-        given = dict(zip(self.names, tensors, strict=True))
+        arguments = dict(zip(self.names, tensors, strict=True))
         for name in DESCALES:
-            if given.get(name) is not None and (given[name] < 0).any():
-                raise self.error(name, given[name].min().item(), "positive numbers, or 0")
-        k, lengths, table = given["k"], given.get("seqlen_k"), given.get("page_table")
+            if arguments.get(name) is not None and (arguments[name] < 0).any():
+                raise self.error(name, arguments[name].min().item(), "positive numbers, or 0")
+        k, lengths, table = arguments["k"], arguments.get("seqlen_k"), arguments.get("page_table")
         if self.packed:
             for name in "qk":
-                checked_ends(self, f"cum_seqlen_{name}", given[f"cum_seqlen_{name}"], given[name].shape[0])
+                checked_ends(self, f"cum_seqlen_{name}", arguments[f"cum_seqlen_{name}"], arguments[name].shape[0])
         if lengths is None:
             return
         page = k.shape[2]
@@ -265,9 +271,9 @@ class Attention(OverHeads):
         return {"varlen": self.packed, "right": right, "left": left, "top_left": self.top_left}
 
     @classmethod
-    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+    def aot_preset(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         b, h, s, d, dv = shape
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         for packed in (False, True):
             rows = b * s if packed else s
             sizes = {"packed": packed, "b": b, "bk": b, "hq": h, "hk": h, "sq": rows, "sk": rows, "d": d, "dv": dv}
@@ -275,7 +281,7 @@ class Attention(OverHeads):
                 spec.name: torch.empty_strided(
                     spec.layout.shape(sizes),
                     spec.layout.strides(sizes)[0],
-                    dtype=torch.float32 if spec.types == ("float32",) else kind,
+                    dtype=torch.float32 if spec.types == ("float32",) else torch_dtype,
                     device="cpu" if packed else "meta",
                 )
                 for spec in cls.tensors

@@ -1,4 +1,4 @@
-"""Where attention's tensors lie: matrices (b, h, s, d) in b, s, h, d order, or packed ones (t, h, d)."""
+"""Layouts of attention's tensors: (b, h, s, d) in b, s, h, d order, or varlen (t, h, d)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cudnn.lazy import torch
 class Heads(Layout):
     """The rows of every head by the names of sizes; the elements of a head have the stride 1.
 
-    Sequences of one length are (b, h, s, d), packed ones (t, h, d), with any strides as long as rows do not overlap.
-    What is made is a transposed (b, s, h, d).
+    Sequences of one length are (b, h, s, d), varlen ones (t, h, d), with any strides as long as rows do not overlap.
+    Results are allocated as a transposed (b, s, h, d).
     """
 
     rows: str
@@ -52,15 +52,15 @@ class Heads(Layout):
         cure = "" if sizes["packed"] else "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
         return f"{dense}, or others with 1 last and multiples of {self.alignment} bytes before", cure
 
-    def fitted(self, tensor: Any) -> Any:
+    def canonicalize(self, tensor: Any) -> Any:
         return tensor
 
 
 @dataclass(frozen=True)
 class RowValues(Layout):
-    """A value for every row of every head: (b, h, s) contiguous, or packed (t, h).
+    """A value for every row of every head: (b, h, s) contiguous, or varlen (t, h).
 
-    Packed ones follow each other head by head in memory, whether the strides say so, (1, t), or not, (h, 1).
+    Varlen values are stored head by head, whether the strides are (1, t) or (h, 1).
     """
 
     rank = 3
@@ -74,7 +74,7 @@ class RowValues(Layout):
         rows, heads = sizes["sq"], sizes["hq"]
         return [(heads, 1), (1, rows)] if sizes["packed"] else [(heads * rows, rows, 1)]
 
-    def fitted(self, tensor: Any) -> Any:
+    def canonicalize(self, tensor: Any) -> Any:
         return tensor.squeeze(-1) if tensor.ndim > 2 and tensor.shape[-1] == 1 else tensor
 
 
@@ -96,7 +96,7 @@ class HeadValues(Layout):
 
 
 def by_head(values: Any, packed: bool) -> Any:
-    """Row values as (b, h, s), or (h, t) where they are packed."""
+    """Row values as (b, h, s), or (h, t) for varlen."""
     if not packed:
         return values
     rows, heads = values.shape

@@ -1,4 +1,4 @@
-"""Attention in PyTorch, in float32, or float64 where that is given: sequence by sequence."""
+"""Attention in PyTorch, in float32, or float64 for float64 inputs: sequence by sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cudnn.sdpa.layouts import by_head
 
 @dataclass(frozen=True)
 class Window:
-    """The keys that a row sees: as many more and fewer than the one on its diagonal; None: all on that side.
+    """The keys that a row attends to: ``right`` and ``left`` of its diagonal; None: all on that side.
 
     The diagonal begins in the upper left corner or, else, ends in the lower right one.
     """
@@ -38,7 +38,7 @@ class Window:
 
 
 def cached(x: Any, index: int, lengths: Any, table: Any) -> Any:
-    """K or V of a sequence, (h, s, d), of which it has so many rows, in pages where there is a table of them."""
+    """K or V of a sequence, (h, s, d), with its ``lengths`` rows; gathered from pages if there is a page table."""
     length = int(lengths[index])
     if table is None:
         return x[index, :, :length]
@@ -74,13 +74,13 @@ def forward(
     """
     sink, lift = tensors.get("sink"), 256 if tensors["v"].dtype.itemsize == 1 else 1
     for index, x in enumerate(sequences(tensors, packed)):
-        share = x["q"].shape[0] // max(x["k"].shape[0], 1)
-        factors = {name: given[index] for name in "qkv" if (given := tensors.get(f"descale_{name}")) is not None}
+        qhead_per_kvhead = x["q"].shape[0] // max(x["k"].shape[0], 1)
+        descales = {name: descale[index] for name in "qkv" if (descale := tensors.get(f"descale_{name}")) is not None}
         q, k, v = (wide(x[name]) for name in "qkv")
-        k, v = (value.repeat_interleave(share, 0) for value in (k, v))
-        if factors:
+        k, v = (value.repeat_interleave(qhead_per_kvhead, 0) for value in (k, v))
+        if descales:
             q, k, v = (
-                value * factors[name].repeat_interleave(share)[:, None, None]
+                value * descales[name].repeat_interleave(qhead_per_kvhead)[:, None, None]
                 for name, value in zip("qkv", (q, k, v), strict=True)
             )
         hidden = window.hidden(x["q"].shape[1], k.shape[1], k.device)
@@ -98,11 +98,11 @@ def forward(
 
 
 def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: bool, softcap: float = 0.0) -> None:
-    """Writes dQ, dK and dV from the LSE that is given. P and dS are rounded to the inputs' type."""
+    """Writes dQ, dK and dV from the LSE. P and dS are rounded to the inputs' type."""
     for x in sequences(tensors, packed):
-        dtype, share = x["q"].dtype, x["q"].shape[0] // max(x["k"].shape[0], 1)
+        dtype, qhead_per_kvhead = x["q"].dtype, x["q"].shape[0] // max(x["k"].shape[0], 1)
         q, o, do = (wide(x[name]) for name in ("q", "o", "do"))
-        k, v = (wide(x[name]).repeat_interleave(share, 0) for name in "kv")
+        k, v = (wide(x[name]).repeat_interleave(qhead_per_kvhead, 0) for name in "kv")
         hidden = window.hidden(q.shape[1], k.shape[1], k.device)
         scores = scale * q @ k.mT
         if softcap:
@@ -112,7 +112,7 @@ def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: b
         if softcap:
             gradients *= 1 - (scores / softcap).square()
         gradients = wide(gradients.masked_fill(hidden, 0).to(dtype))
-        heads = (x["k"].shape[0], share)
+        heads = (x["k"].shape[0], qhead_per_kvhead)
         x["dv"].copy_((wide(weights.to(dtype)).mT @ do).unflatten(0, heads).sum(1))
         x["dk"].copy_(scale * (gradients.mT @ q).unflatten(0, heads).sum(1))
         x["dq"].copy_(scale * gradients @ k)

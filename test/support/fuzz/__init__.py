@@ -1,4 +1,4 @@
-"""Random graphs of several families, each a pure-data case drawn from a seed, run against formulas of their own."""
+"""Random graphs of several families, each a pure-data case sampled from a seed, checked by an independent formula."""
 
 from support.fuzz.attention import AttentionCase
 from support.fuzz.attention_fp8 import AttentionFp8Case

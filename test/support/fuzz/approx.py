@@ -29,7 +29,7 @@ TINY = {
     torch.float8_e5m2: 2**-16,
 }
 SATURATION = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-TF32 = 2**-9  # both factors of a product of tensor cores rounded, or cut, to ten bits
+TF32 = 2**-9  # both operands of a tensor core MMA rounded, or cut, to ten bits
 # Relative to the sum of absolute products. fp8 tensor cores of Hopper align to the largest product and keep 13 bits.
 ACCUMULATION = {torch.float8_e4m3fn: 2**-11, torch.float8_e5m2: 2**-11, torch.float32: TF32, torch.int8: 0.0}
 SUM = 2**-18  # of sums in float32, relative to the sum of absolute terms

@@ -16,7 +16,7 @@ from support.fuzz.attention_formula import Problem
 from support.fuzz.case import Case, Spec, View, literal, packed, pick
 
 _LARGEST = 3 << 20  # scores
-_DEVIATIONS = 16  # standard ones of dropout's rate: 12 were seen, and why is not known
+_DEVIATIONS = 16  # standard ones of dropout's rate: 12 were observed, cause unknown
 _ORDERS = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (2, 0, 1, 3)}
 ALIGNMENT = cudnn.diagonal_alignment
 
@@ -49,7 +49,7 @@ class Mask:
     Attributes:
         causal: ``""``, ``top_left`` or ``bottom_right``: the flags of a causal mask.
         left, right: Bounds of the band; ``old_left`` gives the left one its older name.
-        bottom_right: The alignment, where no flag says it.
+        bottom_right: The alignment, if no flag sets it.
         lengths_q, lengths_kv: Of a padding mask.
     """
 
@@ -62,16 +62,16 @@ class Mask:
     lengths_kv: tuple[int, ...] = ()
 
     def options(self) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.causal:
-            made["use_causal_mask" if self.causal == "top_left" else "use_causal_mask_bottom_right"] = True
+            arguments["use_causal_mask" if self.causal == "top_left" else "use_causal_mask_bottom_right"] = True
         elif self.right is not None:
-            made["diagonal_band_right_bound"] = self.right
+            arguments["diagonal_band_right_bound"] = self.right
         if self.left is not None:
-            made["sliding_window_length" if self.old_left else "diagonal_band_left_bound"] = self.left
+            arguments["sliding_window_length" if self.old_left else "diagonal_band_left_bound"] = self.left
         if not self.causal and (self.left is not None or self.right is not None):
-            made["diagonal_alignment"] = ALIGNMENT.BOTTOM_RIGHT if self.bottom_right else ALIGNMENT.TOP_LEFT
-        return made
+            arguments["diagonal_alignment"] = ALIGNMENT.BOTTOM_RIGHT if self.bottom_right else ALIGNMENT.TOP_LEFT
+        return arguments
 
     @property
     def right_bound(self) -> int | None:
@@ -93,7 +93,7 @@ class AttentionCase(Case):
         page: Tokens of a page, where K and V are paged; else 0.
         scale: Number, and how it is passed: ``number``, ``host``, ``memory``, or ``""`` for no scale.
         dropout: Probability; None for no dropout, 1 for a mask of the user's.
-        statistics: Outputs beside O: ``Stats``, ``Max``, ``Sum_exp``.
+        statistics: Outputs other than O: ``Stats``, ``Max``, ``Sum_exp``.
         implementation: ``AUTO`` or ``COMPOSITE``.
         d_bias: Shape of dBias.
     """
@@ -258,10 +258,10 @@ class AttentionCase(Case):
         if name not in self.starts:
             return data[name].double()
         spec = self.inputs[name]
-        made = torch.zeros(spec.dims, dtype=torch.float64, device=data[name].device)
-        for place, view in self.views(spec, data[name], name):
-            made[place] = view.double()
-        return made
+        dense = torch.zeros(spec.dims, dtype=torch.float64, device=data[name].device)
+        for position, view in self.views(spec, data[name], name):
+            dense[position] = view.double()
+        return dense
 
     def _gathered(self, data: dict[str, torch.Tensor], letter: str) -> torch.Tensor:
         """K or V from its pages."""
@@ -286,7 +286,7 @@ class AttentionCase(Case):
             keep = keep.nan_to_num(nan=0.0)  # where no score takes part
         return Problem(
             **{name: self._dense(data, name) for name in "qkv"},
-            kind=getattr(torch, self.io),
+            dtype=getattr(torch, self.io),
             scale=self.score_scale,
             bias=data["bias"].double() if "bias" in data else None,
             alibi=self.alibi,
@@ -302,46 +302,46 @@ class AttentionCase(Case):
 
     @property
     def score_scale(self) -> float:
-        """Factor on the product of Q and K as they are stored."""
+        """Scale of ``Q K^T`` of the stored values."""
         return self.scale[0]
 
     def derived(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self.backward:
             return {}
-        found = self._problem(data, {}).forward()
-        return {"o": found["O"].value, "stats": found["Stats"].value}
+        outputs = self._problem(data, {}).forward()
+        return {"o": outputs["O"].value, "stats": outputs["Stats"].value}
 
     def expected(self, data: dict[str, torch.Tensor], results: dict[str, torch.Tensor]) -> dict[str, Approx]:
         problem = self._problem(data, results)
         if self.backward:
             o, d_o, stats = (self._dense(data, name) for name in ("o", "do", "stats"))
-            found = problem.backward(o, d_o, stats, self.d_bias)
+            outputs = problem.backward(o, d_o, stats, self.d_bias)
         else:
-            found = problem.forward()
+            outputs = problem.forward()
         types = {"Stats": self.stats_dtype, "Max": "float32", "Sum_exp": "float32", "dSink": "float32"}
-        found = {name: x.stored(getattr(torch, types.get(name, self.io))) for name, x in found.items()}
+        outputs = {name: x.stored(getattr(torch, types.get(name, self.io))) for name, x in outputs.items()}
         if "rng_dump" in results:
             dump = results["rng_dump"].double()
             unseen = torch.where(problem.seen, 0.0, torch.inf)
-            found["rng_dump"] = Approx((dump > 0.5).double(), unseen)
-        return found
+            outputs["rng_dump"] = Approx((dump > 0.5).double(), unseen)
+        return outputs
 
     def objection(self, data: dict[str, torch.Tensor], results: dict[str, torch.Tensor]) -> str:
         if "rng_dump" not in results or self.dropout is None:
             return ""
-        drawn = results["rng_dump"][self._problem(data, results).seen]
-        if not drawn.numel():
+        dropout_mask = results["rng_dump"][self._problem(data, results).seen]
+        if not dropout_mask.numel():
             return ""
-        rate, wanted = drawn.mean().item(), 1 - self.dropout
-        allowed = _DEVIATIONS * (wanted * self.dropout / drawn.numel()) ** 0.5
+        rate, wanted = dropout_mask.mean().item(), 1 - self.dropout
+        allowed = _DEVIATIONS * (wanted * self.dropout / dropout_mask.numel()) ** 0.5
         return "" if abs(rate - wanted) <= allowed else f"dropout keeps {rate:.4f}, not {wanted} within {allowed:.4f}"
 
 
-_SPARE = 5  # tokens after those of a ragged tensor, which nobody may write
+_SPARE = 5  # tokens after those of a ragged tensor, which no kernel may write
 
 
 class Draw:
-    """Draws one case."""
+    """Samples one case."""
 
     types = ("float16", "bfloat16")
 
@@ -356,7 +356,7 @@ class Draw:
         return self.rng.random() < probability
 
     def rarely(self) -> bool:
-        """Whether to draw what is refused, since cuDNN 9.19 computes it wrongly."""
+        """Whether to sample refused cases, since cuDNN 9.19 computes it wrongly."""
         return self.chance(0.05)
 
     def fields(self) -> dict[str, Any]:
@@ -493,7 +493,7 @@ class Draw:
         """Q, K, V (in the backward pass O, dO and Stats too), lengths, starts and pages."""
         rng, s = self.rng, self.shape
         layout = pick(rng, {"bshd": 5, "bhsd": 3, "sbhd": 2, "packed": 2, "mixed": 1})
-        kind = pick(rng, {"int32": 3, "int64": 1})  # cuDNN wants one type for all
+        dtype = pick(rng, {"int32": 3, "int64": 1})  # cuDNN wants one type for all
         if ragged:
             layout = pick(rng, {"bshd": 3, "packed": 1})
         for letter in "qkvo":
@@ -508,10 +508,10 @@ class Draw:
             for letter in "qkvo":
                 if self.page and letter in "kv":
                     continue
-                self._ragged(letter, kind)
+                self._ragged(letter, dtype)
             if self.chance(0.3) and (s.s_q > 1 or self.rarely()):
                 self.strides["stats"] = (s.h_q * s.s_q, 1, s.h_q, 1)
-                self._ragged("stats", kind)
+                self._ragged("stats", dtype)
         if self.mask.lengths_q:
             for name, lengths in (("seq_q", self.mask.lengths_q), ("seq_kv", self.mask.lengths_kv)):
                 self.inputs[name] = literal(*lengths, dtype="int32", dims=(s.b, 1, 1, 1))
@@ -542,22 +542,22 @@ class Draw:
     def _packed(self, letter: str, dims: tuple[int, ...]) -> tuple[int, ...]:
         """Strides in memory that Q, K and V share: ``[b, s, 3, h, d]`` or with the heads of all three in a row."""
         s = self.shape
-        together = s.h_q * s.d_qk + s.h_k * s.d_qk + s.h_v * s.d_v
-        if s.s_q != s.s_kv and letter != "q":  # K and V by themselves
-            together = s.h_k * s.d_qk + s.h_v * s.d_v
+        row_size = s.h_q * s.d_qk + s.h_k * s.d_qk + s.h_v * s.d_v
+        if s.s_q != s.s_kv and letter != "q":  # K and V alone
+            row_size = s.h_k * s.d_qk + s.h_v * s.d_v
         elif s.s_q != s.s_kv:
-            together = s.h_q * s.d_qk
-        return (dims[2] * together, dims[3], together, 1)
+            row_size = s.h_q * s.d_qk
+        return (dims[2] * row_size, dims[3], row_size, 1)
 
-    def _ragged(self, letter: str, kind: str) -> None:
+    def _ragged(self, letter: str, dtype: str) -> None:
         lengths = self.mask.lengths_kv if letter in "kv" else self.mask.lengths_q
         step = self.strides[letter][2]
-        self._start(letter, ((length + self.gap) * step for length in lengths), kind)
+        self._start(letter, ((length + self.gap) * step for length in lengths), dtype)
 
-    def _start(self, name: str, sizes: Iterable[int], kind: str = "int32") -> None:
+    def _start(self, name: str, sizes: Iterable[int], dtype: str = "int32") -> None:
         """Where each batch entry begins, by the sizes of all."""
         self.starts[name] = starts = tuple(accumulate(sizes, initial=0))
-        self.inputs[f"start_{name}"] = literal(*starts, dtype=kind, dims=(self.shape.b + 1, 1, 1, 1))
+        self.inputs[f"start_{name}"] = literal(*starts, dtype=dtype, dims=(self.shape.b + 1, 1, 1, 1))
 
     def _dense(self, name: str, letter: str) -> None:
         self.inputs[name] = Spec(self.shape.dims(letter), self.strides[letter], self.io, span=self._span(letter))
@@ -592,14 +592,14 @@ class Draw:
 
     def _extras(self, features: set[str]) -> dict[str, Any]:
         rng, s = self.rng, self.shape
-        made: dict[str, Any] = {"alibi": "alibi" in features}
+        fields: dict[str, Any] = {"alibi": "alibi" in features}
         if "softcap" in features:
-            made["softcap"] = rng.choice([5.0, 20.0])
+            fields["softcap"] = rng.choice([5.0, 20.0])
         number = round(rng.uniform(0.5, 1.5) * s.d_qk**-0.5, 4)
         passed = pick(rng, {"number": 8, "host": 0.05 if self.backward else 1, "memory": 0.5, "": 0.5})
         if passed in ("host", "memory"):
             self.inputs["scale"] = literal(number, by_value=passed == "host")
-        made["scale"] = (number if passed else 1.0, passed)
+        fields["scale"] = (number if passed else 1.0, passed)
         bias_dims: tuple[int, ...] = ()
         if "bias" in features:
             bias_dims = self._bias_dims()
@@ -607,33 +607,38 @@ class Draw:
         if "sink" in features:
             self.inputs["sink"] = Spec((1, s.h_q, 1, 1), (s.h_q, 1, 1, 1), "float32")
         if "dropout" in features:
-            made["dropout"] = pick(rng, {0.1: 3, 0.2: 1, 0.5: 1, 0.75: 0.5})
+            fields["dropout"] = pick(rng, {0.1: 3, 0.2: 1, 0.5: 1, 0.75: 0.5})
             host = self.chance(0.2)
             for name in ("seed", "offset"):
                 self.inputs[name] = literal(rng.randint(0, 10**6), dtype="int64", by_value=host)
         elif "own mask" in features:
-            made["dropout"] = 1.0
+            fields["dropout"] = 1.0
             dims = (s.b, s.h_q, s.s_q, s.s_kv)
             self.inputs["keep"] = Spec(dims, packed(dims, range(4)), self.io, "mask")
             self.inputs["keep_scale"] = literal(2.0)
             if self.backward:
                 self.inputs["keep_inverse"] = literal(0.5)
         if self.backward:
-            made["deterministic"] = self.chance(0.2)
-            made["max_total"] = "q" in self.starts and self.chance(0.5)
+            fields["deterministic"] = self.chance(0.2)
+            fields["max_total"] = "q" in self.starts and self.chance(0.5)
             if bias_dims and self.chance(0.6) and (bias_dims[2:] == (s.s_q, s.s_kv) or self.rarely()):
-                made["d_bias"] = bias_dims
-            made["d_sink"] = "sink" in features and self.chance(0.7)
-            if "dropout" in made:
-                made["d_sink"] &= self.rarely()
-            made["d_sink"] &= "stats" not in self.starts  # cuDNN 9.19 reads beyond ragged statistics, into the guards
+                fields["d_bias"] = bias_dims
+            fields["d_sink"] = "sink" in features and self.chance(0.7)
+            if "dropout" in fields:
+                fields["d_sink"] &= self.rarely()
+            fields["d_sink"] &= "stats" not in self.starts  # cuDNN 9.19 reads beyond ragged statistics, into the guards
         else:
-            made["statistics"] = pick(
+            fields["statistics"] = pick(
                 rng, {("Stats",): 6, (): 4, ("Max", "Sum_exp"): 1, ("Stats", "Max", "Sum_exp"): 0.05}
             )
-            if "Stats" not in made["statistics"] and "stats" in self.starts:
+            if "Stats" not in fields["statistics"] and "stats" in self.starts:
                 del self.starts["stats"], self.inputs["start_stats"]
-            made["implementation"] = pick(rng, {"AUTO": 4, "COMPOSITE": 1})
-            if "Stats" in made["statistics"] and "q" not in self.starts and self.chance(0.02) and self.io == "bfloat16":
-                made["stats_dtype"] = "bfloat16"
-        return made
+            fields["implementation"] = pick(rng, {"AUTO": 4, "COMPOSITE": 1})
+            if (
+                "Stats" in fields["statistics"]
+                and "q" not in self.starts
+                and self.chance(0.02)
+                and self.io == "bfloat16"
+            ):
+                fields["stats_dtype"] = "bfloat16"
+        return fields

@@ -14,19 +14,19 @@ _EXP = 2**-11  # of exponentials and logarithms in hardware
 
 @dataclass
 class Problem:
-    """Dense operands in float64, of heads as many as Q's or fewer.
+    """Dense operands in float64, with at most the heads of Q.
 
     Attributes:
         rows, columns: Valid ones of each batch entry, ``[b, 1, 1, 1]``.
         softcap: Scores go through ``softcap * tanh(scores / softcap)``; None for not.
-        keep: What dropout multiplies the weights by, 1 / (1 - p) included; None for nothing.
-        kind: Type of Q, K, V and of the weights in the products with V, Q and K.
+        keep: Factor of dropout on the weights, 1 / (1 - p) included; None for nothing.
+        kind: Type of Q, K, V and of the weights as MMA operands.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    kind: torch.dtype
+    dtype: torch.dtype
     scale: float = 1.0
     bias: torch.Tensor | None = None
     alibi: bool = False
@@ -62,9 +62,9 @@ class Problem:
         self._score(column - row)
 
     def _score(self, distance: torch.Tensor) -> None:
-        k = self.spread(self.k)
+        k = self.repeat_heads(self.k)
         scores = self.q @ k.mT * self.scale
-        error = ACCUMULATION.get(self.kind, SUM) * abs(self.scale) * (self.q.abs() @ k.abs().mT)
+        error = ACCUMULATION.get(self.dtype, SUM) * abs(self.scale) * (self.q.abs() @ k.abs().mT)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
             error = error + 2 * APPROXIMATE * scores.abs()
@@ -76,7 +76,7 @@ class Problem:
         self.scores = scores.masked_fill(~self.seen, -torch.inf)
         self.score_error = torch.where(self.seen, error, 0.0).amax(-1, keepdim=True)
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Each head repeated for the heads of Q that it serves."""
         return x.repeat_interleave(self.heads // x.shape[1], 1)
 
@@ -121,10 +121,10 @@ class Problem:
     def forward(self) -> dict[str, Approx]:
         """O and the statistics. Valid rows that see nothing: O is 0."""
         weights, statistics = self.softmax()
-        v = self.spread(self.v)
+        v = self.repeat_heads(self.v)
         sized = self.dropped(weights)
-        error = (UNIT[self.kind] + self.relative) * (sized @ v.abs())
-        error = error + TINY[self.kind] * (self.dropped(self.seen.double()) @ v.abs())
+        error = (UNIT[self.dtype] + self.relative) * (sized @ v.abs())
+        error = error + TINY[self.dtype] * (self.dropped(self.seen.double()) @ v.abs())
         return {"O": Approx(sized @ v, error + self.beyond["O"]), **statistics}
 
     @property
@@ -137,12 +137,12 @@ class Problem:
         self, o: torch.Tensor, d_o: torch.Tensor, stats: torch.Tensor, bias_dims: tuple[int, ...] = ()
     ) -> dict[str, Approx]:
         """dQ, dK, dV, and dBias, dSink where they have a meaning, from given O and Stats."""
-        unit, tiny = UNIT[self.kind], TINY[self.kind]
+        unit, tiny = UNIT[self.dtype], TINY[self.dtype]
         o, d_o = (torch.where(self.valid_rows, x, 0.0) for x in (o, d_o))
         stats = torch.where(stats.isinf(), 0.0, stats)
         weights = torch.where(self.seen, torch.exp(self.scores - stats), 0.0)
         relative = self.relative
-        v, k = self.spread(self.v), self.spread(self.k)
+        v, k = self.repeat_heads(self.v), self.repeat_heads(self.k)
         sized = self.dropped(weights)
         d_v = self.gathered(sized.mT @ d_o, self.v.shape[1])
         v_error = ((2 * unit + relative) * sized + tiny).mT @ d_o.abs()
@@ -158,7 +158,7 @@ class Problem:
         )
         scale = abs(self.scale)
         rounded = s_error + 2 * unit * d_s.abs() + tiny / scale  # cuDNN rounds it times the scale
-        found = {
+        results = {
             "dV": Approx(d_v, self.gathered(v_error, self.v.shape[1])),
             "dQ": Approx(self.scale * d_s @ k, scale * rounded @ k.abs()),
             "dK": Approx(
@@ -166,15 +166,15 @@ class Problem:
                 self.gathered(scale * rounded.mT @ self.q.abs(), self.k.shape[1]),
             ),
         }
-        found = {name: Approx(x.value, x.bound + self.beyond[name]) for name, x in found.items()}
+        results = {name: Approx(x.value, x.bound + self.beyond[name]) for name, x in results.items()}
         if bias_dims:
             axes = [axis for axis, extent in enumerate(bias_dims) if extent == 1]
             # PyTorch takes an empty list of axes for all of them, so there is always one of extent 1.
             total, spent = (x.unsqueeze(-1).sum([*axes, -1], keepdim=True).squeeze(-1) for x in (d_s, rounded))
-            found["dBias"] = Approx(total, spent)
+            results["dBias"] = Approx(total, spent)
         if self.sink is not None:
-            part = torch.where(self.valid_rows, torch.exp(self.sink - stats), 0.0)
-            error = (_EXP * row.abs() + row_error) * part
-            error = error + SUM * (part * row).abs()
-            found["dSink"] = Approx(-(part * row).sum([0, 2], keepdim=True), error.sum([0, 2], keepdim=True))
-        return found
+            sink_weight = torch.where(self.valid_rows, torch.exp(self.sink - stats), 0.0)
+            error = (_EXP * row.abs() + row_error) * sink_weight
+            error = error + SUM * (sink_weight * row).abs()
+            results["dSink"] = Approx(-(sink_weight * row).sum([0, 2], keepdim=True), error.sum([0, 2], keepdim=True))
+        return results

@@ -29,22 +29,22 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class AttentionFp8Case(AttentionCase):
-    """Attention on fp8 tensors; ``factors`` are descales and scales by the names of the call's arguments."""
+    """Attention on fp8 tensors; ``scales`` are scales and descales by the names of the call's arguments."""
 
     family = "attention_fp8"
     full = 500
     most_refused = 0.06
 
-    factors: dict[str, float] = field(default_factory=dict[str, float])
+    scales: dict[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
     def draw(cls, seed: int) -> AttentionFp8Case:
         return cls(**_Draw(seed).fields())
 
     def _options(self, tensors: dict[str, cudnn.tensor], options: dict[str, Any]) -> dict[str, Any]:
-        factors = {name: tensors[name] for name in self.factors}
+        scales = {name: tensors[name] for name in self.scales}
         names = _NAMES | ({"sliding_window_length": "left_bound"} if self.backward else {})
-        return {names.get(name, name): value for name, value in options.items()} | factors
+        return {names.get(name, name): value for name, value in options.items()} | scales
 
     def _call_forward(
         self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor], options: dict[str, Any]
@@ -60,26 +60,26 @@ class AttentionFp8Case(AttentionCase):
         return dict(zip(("dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV", "Amax_dP"), results, strict=True))
 
     def derived(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = super().derived(data)
-        if "o" in found:
-            f = self.factors
+        outputs = super().derived(data)
+        if "o" in outputs:
+            f = self.scales
             limit = SATURATION[getattr(torch, self.io)]
-            found["o"] = (found["o"] * f["descale_v"] / f["descale_o"]).clamp(-limit, limit)
-        return found
+            outputs["o"] = (outputs["o"] * f["descale_v"] / f["descale_o"]).clamp(-limit, limit)
+        return outputs
 
     def expected(self, data: dict[str, torch.Tensor], results: dict[str, torch.Tensor]) -> dict[str, Approx]:
         problem = self._problem(data, results)
         io = getattr(torch, self.io)
         if self.backward:
             o, d_o, stats = (self._dense(data, name) for name in ("o", "do", "stats"))
-            found = _backward(problem, self.factors, o, d_o, stats, self.scale[0])
+            outputs = _backward(problem, self.scales, o, d_o, stats, self.scale[0])
         else:
-            found = _forward(problem, self.factors)
-        return {name: x.stored(io if name in ("O", "dQ", "dK", "dV") else torch.float32) for name, x in found.items()}
+            outputs = _forward(problem, self.scales)
+        return {name: x.stored(io if name in ("O", "dQ", "dK", "dV") else torch.float32) for name, x in outputs.items()}
 
     @property
     def score_scale(self) -> float:
-        return self.scale[0] * self.factors["descale_q"] * self.factors["descale_k"]
+        return self.scale[0] * self.scales["descale_q"] * self.scales["descale_k"]
 
 
 class _Draw(Draw):
@@ -107,30 +107,30 @@ class _Draw(Draw):
         return chosen
 
     def fields(self) -> dict[str, Any]:
-        made = super().fields()
+        case_fields = super().fields()
         rng = self.rng
         if not self.rarely():
-            made["statistics"] = tuple(name for name in made.get("statistics", ()) if name == "Stats")
-        made["implementation"], made["stats_dtype"] = "AUTO", "float32"
-        factors = dict.fromkeys(_BACKWARD if self.backward else _FORWARD, 1.0)
+            case_fields["statistics"] = tuple(name for name in case_fields.get("statistics", ()) if name == "Stats")
+        case_fields["implementation"], case_fields["stats_dtype"] = "AUTO", "float32"
+        scales = dict.fromkeys(_BACKWARD if self.backward else _FORWARD, 1.0)
         for letter in "qkv":
-            factors[f"descale_{letter}"] = round(rng.uniform(0.3, 1.5), 3)
-        factors["scale_s"] = pick(rng, {256.0: 3, 1.0: 1, 128.0: 1})
-        factors["descale_s"] = 1 / factors["scale_s"]
+            scales[f"descale_{letter}"] = round(rng.uniform(0.3, 1.5), 3)
+        scales["scale_s"] = pick(rng, {256.0: 3, 1.0: 1, 128.0: 1})
+        scales["descale_s"] = 1 / scales["scale_s"]
         if self.backward:
-            factors |= {"descale_o": 0.02, "descale_dO": round(rng.uniform(0.3, 1.0), 3), "scale_dP": 4.0}
-            factors |= {"descale_dP": 1 / 4.0, "scale_dQ": 4.0, "scale_dK": 4.0, "scale_dV": 4.0}
+            scales |= {"descale_o": 0.02, "descale_dO": round(rng.uniform(0.3, 1.0), 3), "scale_dP": 4.0}
+            scales |= {"descale_dP": 1 / 4.0, "scale_dQ": 4.0, "scale_dK": 4.0, "scale_dV": 4.0}
         else:
-            factors["scale_o"] = rng.choice([16.0, 64.0])
+            scales["scale_o"] = rng.choice([16.0, 64.0])
         # Scores of about unit variance, whatever the descales.
-        number, passed = made["scale"]
+        number, passed = case_fields["scale"]
         if passed in ("number", ""):
-            number = round(number / (factors["descale_q"] * factors["descale_k"]), 4)
-            made["scale"] = (number, "number")
-        for name, value in factors.items():
+            number = round(number / (scales["descale_q"] * scales["descale_k"]), 4)
+            case_fields["scale"] = (number, "number")
+        for name, value in scales.items():
             self.inputs[name] = literal(value)
-        made["factors"] = factors
-        return made
+        case_fields["scales"] = scales
+        return case_fields
 
 
 def _noisy(rounded: torch.Tensor, unit: float, tiny: float, product: Any) -> torch.Tensor:
@@ -150,9 +150,9 @@ def _times(x: Approx, factor: float) -> Approx:
 
 def _forward(p: Problem, f: Mapping[str, float]) -> dict[str, Approx]:
     weights, statistics = p.softmax()
-    v = p.spread(p.v)
-    error = _noisy(weights, UNIT[p.kind], TINY[p.kind] / f["scale_s"], lambda x: x @ v**2)
-    error = error + (p.relative + ACCUMULATION[p.kind]) * (weights @ v.abs())
+    v = p.repeat_heads(p.v)
+    error = _noisy(weights, UNIT[p.dtype], TINY[p.dtype] / f["scale_s"], lambda x: x @ v**2)
+    error = error + (p.relative + ACCUMULATION[p.dtype]) * (weights @ v.abs())
     total = _times(Approx(weights @ v, error), f["scale_s"] * f["descale_s"] * f["descale_v"])
     o = _times(total, f["scale_o"])
     return {
@@ -166,14 +166,14 @@ def _forward(p: Problem, f: Mapping[str, float]) -> dict[str, Approx]:
 def _backward(
     p: Problem, f: Mapping[str, float], o: torch.Tensor, d_o: torch.Tensor, stats: torch.Tensor, score_scale: float
 ) -> dict[str, Approx]:
-    unit, tiny, rough = UNIT[p.kind], TINY[p.kind], ACCUMULATION[p.kind]
+    unit, tiny, rough = UNIT[p.dtype], TINY[p.dtype], ACCUMULATION[p.dtype]
     o, d_o = (torch.where(p.valid_rows, x, 0.0) for x in (o, d_o))
     weights = torch.where(p.seen, torch.exp(p.scores - torch.where(stats.isinf(), 0.0, stats)), 0.0)
-    v, k = p.spread(p.v), p.spread(p.k)
+    v, k = p.repeat_heads(p.v), p.repeat_heads(p.k)
     heads = p.k.shape[1]
 
     def product(a: Approx, b: torch.Tensor, scale: float, factor: float, grouped: bool) -> Approx:
-        """``a b``, ``a`` in fp8 multiplied with ``scale``, the result with ``factor``."""
+        """``a b``, ``a`` in fp8 scaled by ``scale``, the result scaled by ``factor``."""
         value = a.value @ b
         noise = _noisy(a.value, unit, tiny / scale, lambda x: x @ b**2)
         error = noise + a.bound @ b.abs() + rough * (a.value.abs() @ b.abs())
@@ -181,11 +181,11 @@ def _backward(
             value, error = p.gathered(value, heads), p.gathered(error, heads)
         return _times(Approx(value, error), factor)
 
-    def turned(x: Approx) -> Approx:
+    def transposed(x: Approx) -> Approx:
         return Approx(x.value.mT, x.bound.mT)
 
     d_v = product(
-        turned(Approx(weights, p.relative * weights)),
+        transposed(Approx(weights, p.relative * weights)),
         d_o,
         f["scale_s"],
         f["scale_s"] * f["descale_s"] * f["descale_dO"],
@@ -198,10 +198,10 @@ def _backward(
     d_s = _times(Approx(weights * inner, spent), score_scale)
     joint = f["scale_dP"] * f["descale_dP"]
     d_q = product(d_s, k, f["scale_dP"], joint * f["descale_k"], False)
-    d_k = product(turned(d_s), p.q, f["scale_dP"], joint * f["descale_q"], True)
-    found = {"Amax_dP": _largest(d_s, p.seen)}
+    d_k = product(transposed(d_s), p.q, f["scale_dP"], joint * f["descale_q"], True)
+    outputs = {"Amax_dP": _largest(d_s, p.seen)}
     for name, x, valid in (("dQ", d_q, p.valid_rows), ("dK", d_k, p.valid_columns), ("dV", d_v, p.valid_columns)):
-        found[f"Amax_{name}"] = _largest(x, valid)
+        outputs[f"Amax_{name}"] = _largest(x, valid)
         scaled = _times(x, f[f"scale_{name}"])
-        found[name] = Approx(scaled.value, scaled.bound + p.beyond[name])
-    return found
+        outputs[name] = Approx(scaled.value, scaled.bound + p.beyond[name])
+    return outputs

@@ -23,9 +23,9 @@ View = tuple[tuple[Any, ...], torch.Tensor]
 def packed(dims: Sequence[int], order: Iterable[int], gap: int = 0) -> tuple[int, ...]:
     """Strides with the dimensions in ``order``, slowest first, and ``gap`` elements after each fastest row."""
     strides, step = [1] * len(dims), 1
-    for place, axis in enumerate(reversed(list(order))):
+    for position, axis in enumerate(reversed(list(order))):
         strides[axis] = step
-        step = step * dims[axis] + (gap if place == 0 else 0)
+        step = step * dims[axis] + (gap if position == 0 else 0)
     return tuple(strides)
 
 
@@ -63,15 +63,15 @@ class Spec:
         """``count`` values in ``torch_dtype``, on the generator's device."""
         device = generator.device
         if self.fill == "normal":
-            made = torch.randn(count, generator=generator, device=device) * self.scale
+            data = torch.randn(count, generator=generator, device=device) * self.scale
         elif self.fill == "positive":
-            made = torch.rand(count, generator=generator, device=device) + 0.5
+            data = torch.rand(count, generator=generator, device=device) + 0.5
         elif self.fill in ("integers", "bytes", "mask"):
             low, high = {"integers": (-4, 5), "bytes": (-128, 128), "mask": (0, 2)}[self.fill]
-            made = torch.randint(low, high, (count,), generator=generator, device=device)
+            data = torch.randint(low, high, (count,), generator=generator, device=device)
         else:
-            made = torch.tensor(self.literal, device=device)
-        return made.to(self.torch_dtype)
+            data = torch.tensor(self.literal, device=device)
+        return data.to(self.torch_dtype)
 
 
 def literal(*values: float, dtype: str = "float32", dims: tuple[int, ...] = (1, 1, 1, 1), **more: Any) -> Spec:
@@ -117,7 +117,7 @@ class Case(ABC):
         return {}
 
     def objection(self, data: dict[str, torch.Tensor], results: dict[str, torch.Tensor]) -> str:
-        """What is wrong with the results beside what ``expected`` says; the empty string for nothing."""
+        """What is wrong with the results in addition to ``expected``; the empty string for nothing."""
         return ""
 
     def views(self, spec: Spec, memory: torch.Tensor, name: str) -> list[View]:
@@ -125,7 +125,7 @@ class Case(ABC):
         return [((...,), memory.as_strided(spec.dims, spec.strides))]
 
     def span(self, name: str) -> int:
-        """Elements of memory of an output whose shape and strides do not say so; else 0."""
+        """Elements of memory of an output whose shape and strides do not determine it; else 0."""
         return 0
 
     def lead(self, name: str) -> int:

@@ -46,13 +46,13 @@ class Op:
         if self.method.startswith("cmp"):
             return [x.round_() for x in arguments]
         masks = range(2, 3) if self.method == "binary_select" else range(3 * self.method.startswith("logical"))
-        return [x > 0 if place in masks else x for place, x in enumerate(arguments)]
+        return [x > 0 if position in masks else x for position, x in enumerate(arguments)]
 
     def approx(self, *arguments: Approx) -> Approx:
         if self.result == "bool":
             return apply(self.function, *arguments)
-        own = APPROXIMATE if self.approximate else 0.0
-        return apply(self.function, *arguments, relative=max(own, 2**-22), absolute=own)
+        error = APPROXIMATE if self.approximate else 0.0
+        return apply(self.function, *arguments, relative=max(error, 2**-22), absolute=error)
 
 
 class Remainder(Op):
@@ -60,8 +60,8 @@ class Remainder(Op):
 
     def approx(self, *arguments: Approx) -> Approx:
         count = apply(torch.trunc, apply(torch.div, *arguments, relative=2**-20))
-        own = APPROXIMATE
-        return apply(lambda a, b, n: a - b * n, *arguments, count, relative=own, absolute=own)
+        error = APPROXIMATE
+        return apply(lambda a, b, n: a - b * n, *arguments, count, relative=error, absolute=error)
 
 
 def _derivative(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -166,7 +166,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions, the result of the last one being the program's; ``taps`` are outputs beside it."""
+    """Instructions, the result of the last one being the program's; ``taps`` are further outputs."""
 
     instructions: tuple[Instruction, ...] = ()
     taps: tuple[int, ...] = ()
@@ -177,10 +177,10 @@ class Program:
         for step in self.instructions:
             op = OPS[step.op]
             arguments = [results[int(a[1:])] if a[0] == "x" else tensors[a] for a in step.arguments]
-            made = op.add(graph, *arguments)
+            computed = op.add(graph, *arguments)
             if step.dtype is not None:
-                made.set_data_type(getattr(torch, step.dtype))
-            results.append(made)
+                computed.set_data_type(getattr(torch, step.dtype))
+            results.append(computed)
         return results
 
     def formula(self, x: Approx, data: dict[str, torch.Tensor], output: torch.dtype) -> list[Approx]:
@@ -189,10 +189,10 @@ class Program:
         for index, step in enumerate(self.instructions, start=1):
             op = OPS[step.op]
             arguments = [results[int(a[1:])] if a[0] == "x" else Approx(data[a].double()) for a in step.arguments]
-            made = op.approx(*arguments)
+            computed = op.approx(*arguments)
             if op.result != "bool" and (step.dtype is not None or index in self.taps):
-                made = made.stored(getattr(torch, step.dtype) if step.dtype else output)
-            results.append(made)
+                computed = computed.stored(getattr(torch, step.dtype) if step.dtype else output)
+            results.append(computed)
         return results
 
 
@@ -209,7 +209,7 @@ def _reach(op: Op, ranges: Sequence[tuple[float, float]]) -> tuple[float, float]
 
 
 class Drawing:
-    """Draws a program for a value of shape ``dims`` in memory order ``order``, and the tensors that it reads."""
+    """Samples a program for a value of shape ``dims`` in memory order ``order``, and the tensors that it reads."""
 
     _FILLS = {"normal": (-5.0, 5.0), "positive": (0.5, 1.5)}  # noqa: RUF012
 
@@ -275,8 +275,8 @@ class Drawing:
         """Appends an operation on ``x`` where that suits it."""
         op = OPS[name]
         before = dict(self.specs)
-        place = self.rng.randrange(len(op.domains)) if op.method not in ("bias", "scale") else 0
-        arguments = [x if i == place else self._operand(domain) for i, domain in enumerate(op.domains)]
+        position = self.rng.randrange(len(op.domains)) if op.method not in ("bias", "scale") else 0
+        arguments = [x if i == position else self._operand(domain) for i, domain in enumerate(op.domains)]
         reach = _reach(op, [self._range(a) for a in arguments])
         # cuDNN refuses a graph whose first tensor is broadcast to the result of an operation.
         if reach is None:

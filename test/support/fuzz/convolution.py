@@ -1,4 +1,4 @@
-"""Convolutions in one to three dimensions, their gradients, what comes before them and what follows them."""
+"""Convolutions in one to three dimensions, their gradients, their prologues and epilogues."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class ConvolutionCase(Case):
         if fuses and method != "conv_dgrad" and io in ("float16", "bfloat16") and rng.random() < 0.1:
             before = cls._before(rng, inputs, x, order, io)
         if fuses and method == "conv_fprop":
-            spread = (-300.0, 300.0) if io == "int8" else (-7.0, 7.0)
-            after = cls._after(rng, inputs, y, order, output, spread)
+            value_range = (-300.0, 300.0) if io == "int8" else (-7.0, 7.0)
+            after = cls._after(rng, inputs, y, order, output, value_range)
             plain = not after.instructions and io == "float16"
             statistics = pick(rng, {"": 10, "genstats": 5 if plain else 0.2, "ADD": 0.5, "MAX": 0.3})
         elif fuses and method == "conv_dgrad":
@@ -169,11 +169,11 @@ class ConvolutionCase(Case):
         dims: tuple[int, ...],
         order: tuple[int, ...],
         output: str,
-        spread: tuple[float, float],
+        value_range: tuple[float, float],
     ) -> Program:
         vector = (1, dims[1], *[1] * (len(dims) - 2))
         shapes = {dims: 3, vector: 6, (1,) * len(dims): 0.5}
-        drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), spread)
+        drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), value_range)
         program = drawing.program(pick(rng, {0: 3, 1: 3, 2: 3, 3: 2, 4: 1, 5: 1, 6: 0.5}))
         inputs |= drawing.specs
         return program
@@ -223,27 +223,27 @@ class ConvolutionCase(Case):
         if self.io != "int8":  # Winograd's and Fourier's transforms spread errors over the tile
             result = Approx(result.value, result.bound + UNIT[io] * result.value.abs().max())
         values = self.after.formula(result, data, output)
-        found = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"Y": values[-1].stored(output)}
+        outputs = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"Y": values[-1].stored(output)}
         # Statistics read what is stored, or what has not been rounded yet: the bound of the former covers both.
-        stored = found["Y"]
+        stored = outputs["Y"]
         axes = [axis for axis in range(len(self.y)) if axis != 1]
         if self.statistics == "genstats":
             square = Approx(stored.value**2, 2 * stored.size * stored.bound)
             for name, x in (("SUM", stored), ("SQ_SUM", square)):
-                found[name] = reduce(x, cudnn.reduction_mode.ADD, axes).stored(torch.float32)
+                outputs[name] = reduce(x, cudnn.reduction_mode.ADD, axes).stored(torch.float32)
         elif self.statistics:
             mode = getattr(cudnn.reduction_mode, self.statistics)
-            found["R"] = reduce(stored, mode, axes).stored(torch.float32)
-        return found
+            outputs["R"] = reduce(stored, mode, axes).stored(torch.float32)
+        return outputs
 
     def _taps(self):
         """For every place in the window: its index, and the slices of the padded image that it meets."""
-        for place in itertools.product(*(range(extent) for extent in self.w[2:])):
+        for tap in itertools.product(*(range(extent) for extent in self.w[2:])):
             cuts = tuple(
                 slice(p * d, p * d + s * (extent - 1) + 1, s)
-                for p, d, s, extent in zip(place, self.dilation, self.stride, self.y[2:], strict=True)
+                for p, d, s, extent in zip(tap, self.dilation, self.stride, self.y[2:], strict=True)
             )
-            index = tuple(e - 1 - p for e, p in zip(self.w[2:], place, strict=True)) if self.mirrored else place
+            index = tuple(e - 1 - p for e, p in zip(self.w[2:], tap, strict=True)) if self.mirrored else tap
             yield (slice(None), slice(None), *index), (slice(None), slice(None), *cuts)
 
     @property
@@ -258,24 +258,24 @@ class ConvolutionCase(Case):
         """One matrix product for every place in the window."""
         padded = self._padded(x)
         y = x.new_zeros(self.y[0], self._groups, self.w[0] // self._groups, *self.y[2:])
-        for place, cuts in self._taps():
-            part = padded[cuts].unflatten(1, (self._groups, -1))
-            y += torch.einsum("ngc...,gkc->ngk...", part, w[place].unflatten(0, (self._groups, -1)))
+        for tap, cuts in self._taps():
+            windowed = padded[cuts].unflatten(1, (self._groups, -1))
+            y += torch.einsum("ngc...,gkc->ngk...", windowed, w[tap].unflatten(0, (self._groups, -1)))
         return y.flatten(1, 2)
 
     def _data(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         dx = torch.zeros_like(self._padded(dy.new_zeros(self.x)))
         grouped = dy.unflatten(1, (self._groups, -1))
-        for place, cuts in self._taps():
-            part = torch.einsum("ngk...,gkc->ngc...", grouped, w[place].unflatten(0, (self._groups, -1)))
-            dx[cuts] += part.flatten(1, 2)
+        for tap, cuts in self._taps():
+            windowed = torch.einsum("ngk...,gkc->ngc...", grouped, w[tap].unflatten(0, (self._groups, -1)))
+            dx[cuts] += windowed.flatten(1, 2)
         inner = tuple(slice(a, a + extent) for a, extent in zip(self.pre, self.x[2:], strict=True))
         return dx[(slice(None), slice(None), *inner)]
 
     def _filter(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         padded, dw = self._padded(x), dy.new_zeros(self.w)
         grouped = dy.unflatten(1, (self._groups, -1))
-        for place, cuts in self._taps():
-            part = padded[cuts].unflatten(1, (self._groups, -1))
-            dw[place] = torch.einsum("ngc...,ngk...->gkc", part, grouped).flatten(0, 1)
+        for tap, cuts in self._taps():
+            windowed = padded[cuts].unflatten(1, (self._groups, -1))
+            dw[tap] = torch.einsum("ngc...,ngk...->gkc", windowed, grouped).flatten(0, 1)
         return dw

@@ -15,13 +15,13 @@ from support.fuzz.approx import compare
 from support.fuzz.case import Case, Spec
 from support.graphs import MODES
 
-_GUARD = 256  # bytes before and after, and the alignment of what lies between
+_GUARD = 256  # bytes before and after, and the alignment of the data between them
 _POISON = 255  # NaN in every floating-point type
 
 
 @dataclass
 class Outcome:
-    """What became of a case: ``passed``, ``refused`` (no engine, or not supported), or ``failed``."""
+    """Outcome of a case: ``passed``, ``refused`` (no engine, or not supported), or ``failed``."""
 
     case: Case
     status: str
@@ -31,8 +31,8 @@ class Outcome:
     @property
     def reason(self) -> str:
         """The message without its numbers and names, the same for all cases that fail alike."""
-        said = re.search(r"CUDNN_STATUS_[A-Z_]+[:;] .*?(?=;|$)", self.message)
-        line = f"no engine: {said[0]}" if said else (self.message.splitlines() or [""])[0]
+        match = re.search(r"CUDNN_STATUS_[A-Z_]+[:;] .*?(?=;|$)", self.message)
+        line = f"no engine: {match[0]}" if match else (self.message.splitlines() or [""])[0]
         return re.sub(r"'[^']*'|-?\d[\d.e+-]*", "#", line)[:160]
 
 
@@ -51,19 +51,19 @@ class Memory:
         """Whether a byte changed that belongs to no element of the output."""
         for _, view in case.views(spec, self._written, name):
             view.fill_(True)
-        mine = torch.zeros_like(self._all, dtype=torch.bool)
+        written = torch.zeros_like(self._all, dtype=torch.bool)
         inner = self._written.repeat_interleave(self.elements.element_size())
-        mine[self._start : self._start + len(inner)] = inner
-        return bool(((self._all != _POISON) & ~mine).any())
+        written[self._start : self._start + len(inner)] = inner
+        return bool(((self._all != _POISON) & ~written).any())
 
     def guards_hold(self) -> bool:
         return bool((self._all[: self._start] == _POISON).all() and (self._all[-_GUARD:] == _POISON).all())
 
 
 def new_graph(case: Case, **options: Any) -> tuple[cudnn.pygraph, dict[str, cudnn.tensor], dict[str, cudnn.tensor]]:
-    """The case's graph, its inputs and its outputs. ``options`` say where it is to run."""
-    kinds = {f"{name}_data_type": getattr(torch, getattr(case, name)) for name in ("io", "intermediate", "compute")}
-    graph = cudnn.pygraph(**kinds, **options)
+    """The case's graph, its inputs and its outputs. ``options`` select where it runs."""
+    dtypes = {f"{name}_data_type": getattr(torch, getattr(case, name)) for name in ("io", "intermediate", "compute")}
+    graph = cudnn.pygraph(**dtypes, **options)
     tensors = {
         name: graph.tensor(spec.dims, spec.strides, spec.torch_dtype, is_pass_by_value=spec.by_value, name=name)
         for name, spec in case.inputs.items()
@@ -114,8 +114,8 @@ def _check(case: Case, device: torch.device, backend: str) -> tuple[str, str]:
         for name, memory in inputs.items()
     }
     for name, value in case.derived(data).items():
-        for place, view in case.views(case.inputs[name], inputs[name].elements, name):
-            view.copy_(value[place])
+        for position, view in case.views(case.inputs[name], inputs[name].elements, name):
+            view.copy_(value[position])
     before = {name: memory.bytes.clone() for name, memory in inputs.items()}
     specs, results = {}, {}
     for name, tensor in outputs.items():
@@ -147,14 +147,14 @@ def _check(case: Case, device: torch.device, backend: str) -> tuple[str, str]:
     data = {name: x.to(device) for name, x in data.items()}
     expected = case.expected(data, dense)
     for name, memory in results.items():
-        for place, view in case.views(specs[name], memory.elements, name):
+        for position, view in case.views(specs[name], memory.elements, name):
             wanted = expected[name]
-            part = dataclasses.replace(
+            entry = dataclasses.replace(
                 wanted,
-                value=wanted.value.expand(specs[name].dims)[place],
-                error=None if wanted.error is None else wanted.error.expand(specs[name].dims)[place],
+                value=wanted.value.expand(specs[name].dims)[position],
+                error=None if wanted.error is None else wanted.error.expand(specs[name].dims)[position],
             )
-            wrong = compare(view, part)
+            wrong = compare(view, entry)
             if wrong:
                 return f"{name}: {wrong}", plan
     return case.objection(data, dense), plan

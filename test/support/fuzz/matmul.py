@@ -1,4 +1,4 @@
-"""Matrix products: types, batches, layouts, what comes before the product and what follows it."""
+"""Matmuls: types, batches, layouts, prologues and epilogues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.fuzz.chain import Drawing, Instruction, Program, most_types
 
 # cuDNN 9.19 has no engine for the last three.
 _REDUCTIONS = {"ADD": 4, "MAX": 2, "MIN": 2, "AMAX": 2, "AVG": 0.1, "NORM1": 0.1, "NORM2": 0.1}
-# Type of A, of B, of the product's operands once they are cast, and of the output.
+# Type of A, of B, of the MMA operands after casts, and of the output.
 _TYPES: dict[tuple[str, str, str, str], float] = {
     ("float16", "float16", "float16", "float16"): 8,
     ("bfloat16", "bfloat16", "bfloat16", "bfloat16"): 8,
@@ -39,14 +39,14 @@ _PARTIAL = ("float16", "bfloat16")  # cuBLASLt may round the parts of a split su
 
 @dataclass(frozen=True)
 class MatmulCase(Case):
-    """``C = after(before_a(A) before_b(B))``, reduced where ``reduction`` says so.
+    """``C = after(before_a(A) before_b(B))``, reduced as ``reduction`` asks.
 
     Attributes:
-        operand: What the product's operands are cast to, where an input has another type.
+        operand: Type to which the MMA operands are cast, where an input has another type.
         output: Type of what the graph writes.
         before_a, before_b: Programs on A and B; casts are among them.
-        slices: By ``A`` or ``B``: the part of the input that takes part, as (axis, start, stop).
-        after: Program on the product.
+        slices: By ``A`` or ``B``: the slice of the input that is read, as (axis, start, stop).
+        after: Program on the result of the matmul.
         reduction: Mode and the axes that it removes.
         whole: Whether what is reduced is an output too.
     """
@@ -62,47 +62,47 @@ class MatmulCase(Case):
     slices: dict[str, tuple[int, int, int]]
     after: Program
     reduction: tuple[str, tuple[int, ...]] | None
-    whole: bool
+    product_is_output: bool
 
     @classmethod
     def draw(cls, seed: int) -> MatmulCase:
         rng = random.Random(seed)
         types = pick(rng, _TYPES)
         operand, output = types[2:]
-        narrow = operand in FP8 or "int8" in types[:2]
+        eight_bits = operand in FP8 or "int8" in types[:2]
         rank = pick(rng, {3: 0.98, 4: 0.02})  # cuDNN 9.19 multiplies tensors of three dimensions only
         largest = pick(rng, {64: 2, 256: 4, 768: 1})
         m, n, k = (extent(rng, largest) for _ in range(3))
-        if narrow:  # sixteen bytes a row
+        if eight_bits:  # sixteen bytes a row
             m, n, k = (max(16, extent // 16 * 16) for extent in (m, n, k))
         batch = [pick(rng, {1: 3, 2: 1, 3: 1, 8: 1, 5: 0.5}) for _ in range(rank - 2)]
         shared = pick(rng, {"": 6, "A": 0.2, "B": 2})
         slices: dict[str, tuple[int, int, int]] = {}
-        sliced = () if narrow else pick(rng, {(): 30, ("A",): 1, ("B",): 1, ("A", "B"): 1})
+        sliced = () if eight_bits else pick(rng, {(): 30, ("A",): 1, ("B",): 1, ("A", "B"): 1})
         inputs: dict[str, Spec] = {}
         for name, dims in (("A", [m, k]), ("B", [k, n])):
             ones = [1] * len(batch) if shared == name else batch
-            whole = [*ones, *dims]
+            padded = [*ones, *dims]
             if name in sliced:
                 axis = rng.choice([rank - 2, rank - 1])
                 cut = 8 * rng.randint(1, 4)
-                whole[axis] += 2 * cut
+                padded[axis] += 2 * cut
                 slices[name] = (axis, cut, cut + [*ones, *dims][axis])
             order = [*range(rank)]
             # fp8 and int8 products want K fastest in both.
-            if (name == "B") if narrow else rng.random() < 0.4:
+            if (name == "B") if eight_bits else rng.random() < 0.4:
                 order[-2:] = [rank - 1, rank - 2]
-            if len(batch) == 1 and not narrow and rng.random() < 0.05:
+            if len(batch) == 1 and not eight_bits and rng.random() < 0.05:
                 order = [order[1], 0, order[2]]  # entries of the batch interleaved, as heads often are
             gap = 0 if rng.random() < 0.85 else 8 * rng.randint(1, 3)
             dtype = types[0 if name == "A" else 1]
             fill = "integers" if "int8" in dtype else "normal"
             scale = k**-0.5 if name == "A" else 1.0
-            inputs[name] = Spec(tuple(whole), packed(whole, order, gap), dtype, fill, scale)
+            inputs[name] = Spec(tuple(padded), packed(padded, order, gap), dtype, fill, scale)
         integers = operand == "int8"
-        spread = (-100.0, 100.0) if integers else (-16.0 * k**0.5, 16.0 * k**0.5) if narrow else (-7.0, 7.0)
+        value_range = (-100.0, 100.0) if integers else (-16.0 * k**0.5, 16.0 * k**0.5) if eight_bits else (-7.0, 7.0)
         before_a, before_b = (
-            cls._before(rng, inputs, name, dtype, operand, 0.0 if narrow or name in slices else 0.06)
+            cls._before(rng, inputs, name, dtype, operand, 0.0 if eight_bits or name in slices else 0.06)
             for name, dtype in zip("AB", types[:2], strict=True)
         )
         dims = [*batch, m, n]
@@ -120,11 +120,11 @@ class MatmulCase(Case):
         }
         length = 0 if integers and output == "int32" else pick(rng, {0: 2, 1: 3, 2: 3, 3: 2, 4: 1, 5: 1, 6: 1})
         order = [*range(rank)]
-        drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), spread)
+        drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), value_range)
         after = drawing.program(length)
         inputs |= drawing.specs
         reduction = None
-        if not narrow and rng.random() < 0.08:
+        if not eight_bits and rng.random() < 0.08:
             axes = pick(rng, {(rank - 1,): 2, (rank - 2,): 2, (rank - 2, rank - 1): 1, tuple(range(rank)): 1})
             reduction = (pick(rng, _REDUCTIONS), axes)
         return cls(
@@ -168,25 +168,25 @@ class MatmulCase(Case):
         return cuts
 
     def build(self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor]) -> dict[str, cudnn.tensor]:
-        sides = []
+        operands = []
         for name, before in (("A", self.before_a), ("B", self.before_b)):
-            side = tensors[name]
+            operand_ = tensors[name]
             if name in self.slices:
                 cut = [
                     slice(0, d) if s == slice(None) else s
-                    for d, s in zip(side.get_dim(), self._slice(name), strict=True)
+                    for d, s in zip(operand_.get_dim(), self._slice(name), strict=True)
                 ]
-                side = graph.slice(side, cut).set_data_type(side.get_data_type())
-            sides.append(before.build(graph, side, tensors)[-1])
+                operand_ = graph.slice(operand_, cut).set_data_type(operand_.get_data_type())
+            operands.append(before.build(graph, operand_, tensors)[-1])
         integers = self.operand == "int8"
-        product = graph.matmul(*sides, compute_data_type=torch.int32 if integers else torch.float32)
+        product = graph.matmul(*operands, compute_data_type=torch.int32 if integers else torch.float32)
         if integers:
             product.set_data_type(torch.int32)
         results = self.after.build(graph, product, tensors)
         output = getattr(torch, self.output)
         outputs = {f"tap{i}": results[i] for i in self.after.taps}
         last = results[-1]
-        if self.reduction is None or self.whole:
+        if self.reduction is None or self.product_is_output:
             outputs["C"] = last
         if self.reduction is not None:
             mode, axes = self.reduction
@@ -216,9 +216,11 @@ class MatmulCase(Case):
             product = Approx(product.value, product.bound + 4 * UNIT[output] * parts)
         values = self.after.formula(product, data, output)
         # The reduction reads what is stored, or what has not been rounded yet.
-        found = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"C": values[-1].stored(output)}
+        outputs = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"C": values[-1].stored(output)}
         if self.reduction is not None:
             mode, axes = self.reduction
-            reduced = reduce(found["C"] if self.whole else values[-1], getattr(cudnn.reduction_mode, mode), axes)
-            found["R"] = reduced.stored(torch.float32)
-        return found
+            reduced = reduce(
+                outputs["C"] if self.product_is_output else values[-1], getattr(cudnn.reduction_mode, mode), axes
+            )
+            outputs["R"] = reduced.stored(torch.float32)
+        return outputs

@@ -13,7 +13,7 @@ from support.fuzz.matmul import FP8, MatmulCase
 
 _LARGEST = 4096
 _MOST = _LARGEST**2  # elements of a tensor: one matrix of the largest extents, or a batch of smaller ones
-# Type of A, of B, of the product's operands once they are cast, and of the output.
+# Type of A, of B, of the MMA operands after casts, and of the output.
 _TYPES: dict[tuple[str, str, str, str], float] = {
     ("float16", "float16", "float16", "float16"): 6,
     ("bfloat16", "bfloat16", "bfloat16", "bfloat16"): 6,
@@ -37,9 +37,9 @@ _EPILOGUES = {(): 5, ("bias",): 2, ("gelu",): 2, ("bias", "gelu"): 1, ("relu",):
 
 def _extent(rng: random.Random) -> int:
     """From 1 to ``_LARGEST``, half of them small; some multiples of 8 or 2, so that some rows are aligned."""
-    drawn = rng.randint(1, _LARGEST) if rng.random() < 0.5 else int(_LARGEST ** rng.random())
+    extent = rng.randint(1, _LARGEST) if rng.random() < 0.5 else int(_LARGEST ** rng.random())
     unit = pick(rng, {1: 10, 2: 1, 4: 1, 8: 2, 16: 2})
-    return max(1, drawn // unit * unit)
+    return max(1, extent // unit * unit)
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ class UnalignedMatmulCase(MatmulCase):
         inputs: dict[str, Spec] = {}
         slices: dict[str, tuple[int, int, int]] = {}
         for name, dims, transposed in (("A", (m, k), 0.3), ("B", (k, n), 0.5)):
-            whole = [1 if shared == name else batch, *dims]
+            padded = [1 if shared == name else batch, *dims]
             if name in sliced:
                 axis, start = rng.choice([1, 2]), rng.randint(0, 9)
-                slices[name] = (axis, start, start + whole[axis])
-                whole[axis] += start + rng.randint(0, 9)
+                slices[name] = (axis, start, start + padded[axis])
+                padded[axis] += start + rng.randint(0, 9)
             order = [0, 2, 1] if rng.random() < transposed else [0, 1, 2]
             dtype = types["AB".index(name)]
             fill = "normal" if dtype != "int8" else "bytes" if types[:2] == ("int8", "int8") else "integers"
-            inputs[name] = Spec(tuple(whole), packed(whole, order), dtype, fill, k**-0.5 if name == "A" else 1.0)
-        narrow = operand == "int8" or operand in FP8
+            inputs[name] = Spec(tuple(padded), packed(padded, order), dtype, fill, k**-0.5 if name == "A" else 1.0)
+        eight_bits = operand == "int8" or operand in FP8
         before = [
-            cls._before(rng, inputs, name, dtype, operand, 0.0 if narrow or name in slices else 0.06)
+            cls._before(rng, inputs, name, dtype, operand, 0.0 if eight_bits or name in slices else 0.06)
             for name, dtype in zip("AB", types[:2], strict=True)
         ]
         dims = (batch, m, n)
@@ -158,8 +158,8 @@ class UnalignedMatmulCase(MatmulCase):
         for name, lead in self.leads.items() if self.says_so else ():
             tensor, spec = (outputs["C"], self.product) if name == "C" else (tensors[name], self.inputs[name])
             tensor.set_alignment(gcd(16, lead * spec.torch_dtype.itemsize))
-        products = [node.tag for node in graph.nodes].index("MATMUL")
-        for node in graph.nodes[products:]:  # cuDNN wants one order of memory behind the product
+        matmul_index = [node.tag for node in graph.nodes].index("MATMUL")
+        for node in graph.nodes[matmul_index:]:  # cuDNN wants one memory order after the matmul
             for tensor in node.outputs.values():
                 tensor.set_stride(self.c_strides)
         return outputs

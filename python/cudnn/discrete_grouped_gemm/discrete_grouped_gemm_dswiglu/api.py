@@ -1,11 +1,11 @@
-"""Grouped GEMM with weights behind addresses + backward pass of a gated activation."""
+"""Grouped GEMM with pointers to weights (ptr-array) + backward pass of a gated activation."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
-from cudnn.fused.grouped import ExpertsGemm, behind_addresses, bias_gradient
+from cudnn.fused.grouped import ExpertsGemm, bias_gradient, with_pointers
 from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class DiscreteGroupedGemmDswiglu(GatedExpertsBackward):
-    """:class:`cudnn.GroupedGemmDglu` of weights behind addresses only, in the order of arguments of a class of its own.
+    """:class:`cudnn.GroupedGemmDglu` for weights passed as device pointers only, with another order of arguments.
 
     Args:
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get.
@@ -35,10 +35,10 @@ class DiscreteGroupedGemmDswiglu(GatedExpertsBackward):
     """
 
     title = "Discrete grouped GEMM + dSwiGLU"
-    tensors = (*behind_addresses(GatedExpertsBackward.tensors), bias_gradient("columns"))
+    tensors = (*with_pointers(GatedExpertsBackward.tensors), bias_gradient("columns"))
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
     hints = tuple(name for name in ExpertsGemm.hints if not name.endswith("_ptrs"))
-    multiplied = ()  # b_dtype says what they are
+    autocast_inputs = ()  # b_dtype is the type of the weights
     older_offset = 0.0
 
     def __init__(
@@ -158,7 +158,7 @@ def discrete_grouped_gemm_dswiglu_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
-    :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``n``: columns of the product; k is that of a.
+    :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``n``: columns of the GEMM; k is that of a.
     """
     return call(DiscreteGroupedGemmDswigluSm100, locals())
 

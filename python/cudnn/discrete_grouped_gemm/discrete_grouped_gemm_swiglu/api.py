@@ -1,11 +1,11 @@
-"""Grouped GEMM with weights behind addresses + gated activation."""
+"""Grouped GEMM with pointers to weights (ptr-array) + gated activation."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExperts
-from cudnn.fused.grouped import ExpertsGemm, behind_addresses
+from cudnn.fused.grouped import ExpertsGemm, with_pointers
 from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class DiscreteGroupedGemmSwiglu(GatedExperts):
-    """:class:`cudnn.GroupedGemmGlu` of weights behind addresses only, in the order of arguments of a class of its own.
+    """:class:`cudnn.GroupedGemmGlu` for weights passed as device pointers only, with another order of arguments.
 
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
@@ -35,9 +35,9 @@ class DiscreteGroupedGemmSwiglu(GatedExperts):
     """
 
     title = "Discrete grouped GEMM + SwiGLU"
-    tensors = behind_addresses(GatedExperts.tensors)
+    tensors = with_pointers(GatedExperts.tensors)
     hints = tuple(name for name in ExpertsGemm.hints if not name.endswith("_ptrs"))
-    multiplied = ()  # b_dtype says what they are
+    autocast_inputs = ()  # b_dtype is the type of the weights
     older_offset = 0.0
 
     def __init__(
@@ -148,7 +148,7 @@ def discrete_grouped_gemm_swiglu_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
-    :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always. ``n``: columns of the product; k is that of a.
+    :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always. ``n``: columns of the GEMM; k is that of a.
     """
     return call(DiscreteGroupedGemmSwigluSm100, locals())
 

@@ -47,7 +47,7 @@ class GroupedGemm(ExpertsGemm):
     )
     returns = ("d", "c")
     buffers = ("c_tensor", "d_tensor")
-    usual_types = ("bf16", "fp16", "fp8")
+    aot_dtypes = ("bf16", "fp16", "fp8")
     result = ("d", "")
     sf_vec_size = 16
     generate_c: bool
@@ -96,23 +96,23 @@ class GroupedGemm(ExpertsGemm):
         *,
         a_index: Tensor | None = None,
     ) -> None:
-        """Writes ``d_tensor``, and ``c_tensor`` where there is one. See :attr:`FusedAPI.run`."""
+        """Writes ``d_tensor``, and ``c_tensor``, if passed. See :attr:`FusedAPI.run`."""
 
     def operations(self) -> tuple[Any, ...]:
-        stored = (self.store("c"),) if self.given("c") else ()
-        weighted = () if self.given("bias") else self.multiplied_by("prob")
+        stored = (self.store("c"),) if self.has("c") else ()
+        weighted = () if self.has("bias") else self.multiplied_by("prob")
         return (*self.scaled_product(), *self.biased("prob"), *stored, *weighted, self.store("d"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        found = {"d": (cls.given_or(given["d_dtype"]), "n")}
-        if given["generate_c"]:
-            found["c"] = (cls.given_or(given["c_dtype"]), "n")
-        return found
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        types = {"d": (cls.dtype_or_default(arguments["d_dtype"]), "n")}
+        if arguments["generate_c"]:
+            types["c"] = (cls.dtype_or_default(arguments["c_dtype"]), "n")
+        return types
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if self.given("c") != bool(self.generate_c):
-            got = "a tensor" if self.given("c") else "None"
+        if self.has("c") != bool(self.generate_c):
+            got = "a tensor" if self.has("c") else "None"
             raise self.error("c tensor", got, "a tensor with generate_c=True, else None")
 
 

@@ -213,7 +213,7 @@ def grouped_gemm_dglu_wrapper(
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``.
     ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For
-    others: d_col; amax for a d of 16 bits; factors for operands of 8 bits, which need ``norm_const_tensor``.
+    others: d_col; amax for a d of 16 bits; scale factors for operands of 8 bits, which need ``norm_const_tensor``.
     ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor``: written and returned, last,
     where it is given. Other arguments and errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its
     ``_deterministic``.

@@ -217,8 +217,8 @@ def grouped_gemm_dsrelu_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, d_srelu_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor,
-    sfd_col_tensor, sfd_col_d_srelu_tensor``: the factors, and d_col, for 8-bit operands and an 8-bit d, which need
-    ``norm_const_tensor``; amax for a d of 16 bits; dbias with ``generate_dbias``. ``dprob_tensor`` is added to and
+    sfd_col_tensor, sfd_col_d_srelu_tensor``: the scale factors, and d_col, for 8-bit operands and an 8-bit d, which
+    need ``norm_const_tensor``; amax for a d of 16 bits; dbias with ``generate_dbias``. ``dprob_tensor`` is added to and
     returned, where it is given. With ``semantics="1.23"`` the two of d_srelu are not among them.
     ``deterministic=None``: what ``torch.use_deterministic_algorithms`` said. Other arguments and errors as those of
     :class:`GroupedGemmDsrelu`.
@@ -226,7 +226,7 @@ def grouped_gemm_dsrelu_wrapper(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     results = call(GroupedGemmDsreluSm100, locals())
-    if GroupedGemmDsrelu.follows_older(locals()):
+    if GroupedGemmDsrelu.older_semantics(locals()):
         for name in ("d_srelu_tensor", "sfd_col_d_srelu_tensor"):
             results.pop(name)
     return results

@@ -98,8 +98,8 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        return {**super().results(given), "dprob": (torch.float32, "")}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {**super().results(arguments), "dprob": (torch.float32, "")}
 
 
 class GroupedGemmDswigluSm100(GroupedGemmDswiglu):
@@ -137,7 +137,7 @@ def grouped_gemm_dswiglu_wrapper(
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``dprob_tensor_buf`` and ``amax_tensor_buf``: dprob and amax, where
-    the caller has them; else they are zeros, and -inf, of this call. Without tokens there are no factors.
+    the caller has them; else they are zeros, and -inf, of this call. Without tokens there are no scale factors.
     """
     dprob_tensor, amax_tensor = dprob_tensor_buf, amax_tensor_buf
     results = call(GroupedGemmDswigluSm100, locals())

@@ -22,7 +22,7 @@ class GroupedGemmGlu(GatedExperts):
     """A GEMM of the tokens of each expert with the expert's weights, and a gated activation of its columns, weighted.
 
         c    = alpha[e] * acc + bias[n, e]                       acc = (a * sfa) (b[e] * sfb[e])^T, in float32
-        d    = y * prob[m]                                       of c unrounded; prob: 1 where there is none
+        d    = y * prob[m]                                       of c unrounded; prob: 1 by default
         amax = max(amax, max |d|) of each expert                 before d is rounded
 
     Of every 64 columns of c, the first 32 are gates g, the others u:
@@ -35,11 +35,11 @@ class GroupedGemmGlu(GatedExperts):
     With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out. With ``sfd_row`` of float32, (m, n / 256,
     1), and ``sf_vec_size=128``, ``d`` alone is quantised, by 128 columns of a row; ``norm_const`` is 1 where it is not
-    given. Operands have 16 bits then, or float32 factors on sm_90a.
+    given. Operands have 16 bits then, or float32 scale factors on sm_90a.
 
     With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
-    multiplied as they lie. A number that a has not stands for a row of zeros. Float32 ``sfa`` has the factors of a's
-    rows, (rows of a, k / 128, 1); other factors of operands do not go with numbers.
+    multiplied as they lie. Out-of-range indices read as zero. Float32 ``sfa`` has the scales of a's
+    rows, (rows of a, k / 128, 1); other scale factors cannot be combined with ``a_index``.
 
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
@@ -47,7 +47,7 @@ class GroupedGemmGlu(GatedExperts):
             arguments of calls: None there is 1.0 for linear_offset, 1.702 for geglu_alpha, 7.0 and -7.0 for the clamps,
             4.0 and 25.0 for those of situglu, which are positive.
         situ_beta1: what None is for it in calls.
-        glu_layout: ``"interleaved"``: gates and others take turns in blocks of 32 columns of c, rows of b and elements
+        glu_layout: ``"interleaved"``: alternating blocks of 32 gates and 32 ups in columns of c, rows of b and elements
             of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is a
             tensor, k-major, without scale factors.
         generate_c: for the wrapper, whether c is stored for operands without scale factors.
@@ -199,8 +199,8 @@ def grouped_gemm_glu_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``. For operands without
-    scale factors: c with ``generate_c`` only, and d. For others: c, d, d_col; amax for a d of 16 bits; factors for
-    operands of 8 bits, which need ``norm_const_tensor``. Other arguments and errors as those of the class.
+    scale factors: c with ``generate_c`` only, and d. For others: c, d, d_col; amax for a d of 16 bits; scale factors
+    for operands of 8 bits, which need ``norm_const_tensor``. Other arguments and errors as those of the class.
     """
     return call(GroupedGemmGluSm100, locals())
 

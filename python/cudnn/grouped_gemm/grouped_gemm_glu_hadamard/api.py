@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
-from cudnn.fused.grouped import BIAS, FLOATS, PROB, ExpertsGemm, largest, operands, output, unseen
+from cudnn.fused.grouped import BIAS, FLOATS, PROB, ExpertsGemm, amax_scratch, largest, operands, output
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
@@ -73,11 +73,11 @@ class GroupedGemmGluHadamard(GatedExperts):
     scalars = SITU
     activations = tuple(ACTIVATIONS)
     group_rows, tile_m = HADAMARD_SIZE, (256,)
-    single_bytes = True
+    unpacked_fp4 = True
     hints = (*ExpertsGemm.hints, "use_tmem_post_rht_amax")
 
     use_tmem_post_rht_amax: bool
-    _unseen: Any = None  # where a call's largest magnitudes go that nobody asks for
+    _amax_scratch: Any = None  # sink of amax outputs that a call does not pass
 
     @older_order(
         "self sample_a sample_b sample_c sample_d sample_sfa sample_sfb sample_padded_offsets sample_alpha sample_prob "
@@ -118,24 +118,24 @@ class GroupedGemmGluHadamard(GatedExperts):
         semantics: str | None = None,
         arch: str | None = None,
     ) -> None:
-        given = {**locals()}
-        for name in self.magnitudes(given):
-            if given[f"sample_{name}"] is None:
-                given[f"sample_{name}"] = sample_a.new_empty(sample_padded_offsets.numel(), 1, dtype=torch.float32)
-        super().__init__(given)
+        arguments = {**locals()}
+        for name in self.magnitudes(arguments):
+            if arguments[f"sample_{name}"] is None:
+                arguments[f"sample_{name}"] = sample_a.new_empty(sample_padded_offsets.numel(), 1, dtype=torch.float32)
+        super().__init__(arguments)
         step = HADAMARD_SIZE if act_func == "srelu" else 64
         self.columns_in = step, str(step)
         self._other_matrix = sample_hadamard is not None and is_other(sample_hadamard)
 
     @classmethod
-    def magnitudes(cls, given: Mapping[str, Any]) -> tuple[str, ...]:
+    def magnitudes(cls, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """The largest magnitudes that there are."""
-        return ("amax",) if cls.follows_older(given) else ("amax", "post_rht_amax")
+        return ("amax",) if cls.older_semantics(arguments) else ("amax", "post_rht_amax")
 
     def compile(self) -> None:
         super().compile()
-        if self._unseen is None:
-            self._unseen = unseen(self._device)
+        if self._amax_scratch is None:
+            self._amax_scratch = amax_scratch(self._device)
 
     @older_order(
         "self a_tensor b_tensor c_tensor d_tensor sfa_tensor sfb_tensor padded_offsets alpha_tensor prob_tensor "
@@ -165,10 +165,10 @@ class GroupedGemmGluHadamard(GatedExperts):
         workspace_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``c_tensor``, ``d_tensor`` and largest magnitudes. See :attr:`FusedAPI.run`."""
-        if amax_tensor is None and self._unseen is not None:
-            amax_tensor = self._unseen[0, : padded_offsets.shape[0]]
-        if post_rht_amax_tensor is None and self._unseen is not None and self.given("post_rht_amax"):
-            post_rht_amax_tensor = self._unseen[1, : padded_offsets.shape[0]]
+        if amax_tensor is None and self._amax_scratch is not None:
+            amax_tensor = self._amax_scratch[0, : padded_offsets.shape[0]]
+        if post_rht_amax_tensor is None and self._amax_scratch is not None and self.has("post_rht_amax"):
+            post_rht_amax_tensor = self._amax_scratch[1, : padded_offsets.shape[0]]
         self.run(
             (
                 a_tensor,
@@ -208,14 +208,14 @@ class GroupedGemmGluHadamard(GatedExperts):
         return (*product, ACTIVATIONS[self.act_func], *self.multiplied_by("prob"), *rotated, self.store("d"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        found = {name: (cls.given_or(given[f"{name}_dtype"]), "n") for name in ("c", "d")}
-        return {**found, **dict.fromkeys(cls.magnitudes(given), (torch.float32, ""))}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        types = {name: (cls.dtype_or_default(arguments[f"{name}_dtype"]), "n") for name in ("c", "d")}
+        return {**types, **dict.fromkeys(cls.magnitudes(arguments), (torch.float32, ""))}
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if not self.given("prob"):
+        if not self.has("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
-        if self.semantics == "1.23" and self.given("post_rht_amax"):
+        if self.semantics == "1.23" and self.has("post_rht_amax"):
             raise self.error("post_rht_amax tensor", "a tensor", "None, with the semantics 1.23")
         if self._other_matrix and (self.use_tmem_post_rht_amax or self.semantics == "1.23"):
             raise self.unsupported("hadamard tensor", "another matrix", "that of hadamard_utils.hadamard_matrix(16)")
@@ -269,7 +269,7 @@ def grouped_gemm_glu_hadamard_wrapper(
     without tokens have 0 in amax, in the older version -inf. Other arguments and errors as those of
     :class:`GroupedGemmGluHadamard`.
     """
-    older = GroupedGemmGluHadamard.follows_older(locals())
+    older = GroupedGemmGluHadamard.older_semantics(locals())
     if older:
         amax_tensor = torch.full((alpha_tensor.numel(), 1), -math.inf, dtype=torch.float32, device=a_tensor.device)
     results = call(GroupedGemmGluHadamardSm100, locals())

@@ -36,9 +36,9 @@ class GroupedGemmGluHadamardQuant(TransformedExperts):
     256 rows.
 
     ``rht_colwise`` holds the tokens of each expert for one column after the other: row j of column i of an expert with
-    the rows from o to before o + t is element columns * o + i * t + j. Its factors in ``sfrht_colwise`` begin with
-    number columns / 16 * o, and that of rows 16 j ... of column i is number ((i % 32 * 4 + i // 32 % 4) * columns / 128
-    + i // 128) * t / 16 + j % 4 * t / 64 + j // 4 of the expert.
+    the rows from o to before o + t is element columns * o + i * t + j. Its scale factors in ``sfrht_colwise`` begin
+    with number columns / 16 * o, and that of rows 16 j ... of column i is number ((i % 32 * 4 + i // 32 % 4) * columns
+    / 128 + i // 128) * t / 16 + j % 4 * t / 64 + j // 4 of the expert.
 
     Args:
         sample_a ... sample_bias: tensors like those that ``execute`` will get. ``prob`` may not be left out.
@@ -159,8 +159,8 @@ def grouped_gemm_glu_hadamard_quant_wrapper(
 
     Returns ``c_tensor, d_tensor, sfd_tensor, rht_rowwise_tensor, sfrht_rowwise_tensor, rht_colwise_tensor,
     sfrht_colwise_tensor``; None where no type asks for it. ``d_dtype``, ``rht_rowwise_dtype``: bfloat16, or
-    float4_e2m1fn_x2 with factors. ``rht_colwise_dtype``: None or float4_e2m1fn_x2. Other arguments and errors as those
-    of :class:`GroupedGemmGluHadamardQuant`.
+    float4_e2m1fn_x2 with scale factors. ``rht_colwise_dtype``: None or float4_e2m1fn_x2. Other arguments and errors as
+    those of :class:`GroupedGemmGluHadamardQuant`.
     """
     return call(GroupedGemmGluHadamardQuantSm100, locals())
 

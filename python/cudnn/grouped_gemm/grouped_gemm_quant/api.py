@@ -28,7 +28,7 @@ __all__ = [
 class GroupedGemmQuant(ExpertsGemm):
     """A GEMM of the tokens of each expert with the expert's weights, weighted and biased, rounded or quantised.
 
-        w    = alpha[e] * row_scale[m]                           row_scale, prob: 1 where there are none
+        w    = alpha[e] * row_scale[m]                           row_scale, prob: 1 by default
         d    = w * acc * prob[m]                                 acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         d    = w * acc + prob[m] * bias[n, e]                    with a bias: prob weights nothing else
         amax = max(amax, max |d|) of each expert                 before d is rounded
@@ -38,11 +38,11 @@ class GroupedGemmQuant(ExpertsGemm):
 
     Args:
         sample_a ... sample_row_scale: tensors like those that ``execute`` will get.
-        num_experts, b_shape, b_dtype: of weights behind addresses.
+        num_experts, b_shape, b_dtype: for pointer arrays of weights.
         acc_dtype: float32.
         mma_tiler_mn, cluster_shape_mn: checked; sm_100a follows them.
         sf_vec_size: elements that share a scale factor: 16 or 32.
-        discrete_col_sfd: the factors of ``sfd_col`` are those of one matrix for each expert.
+        discrete_col_sfd: ``sfd_col`` has a separate matrix of scale factors for each expert.
         m_aligned: 256. vector_f32, use_dynamic_sched, sample_scheduler_counter: hints of other kernels.
         use_single_group_runtime_offsets: one expert has all rows; ``padded_offsets`` is not read.
         semantics: ``"1.32"`` or ``"1.23"``, where prob may not be left out; default: ``CUDNN_FRONTEND_SEMANTICS``.
@@ -55,7 +55,7 @@ class GroupedGemmQuant(ExpertsGemm):
         *quantized("d", "n"),
         PROB,
         BIAS,
-        TensorSpec("row_scale", TokenColumn("m"), ("float32",), optional=True, draw="uniform"),
+        TensorSpec("row_scale", TokenColumn("m"), ("float32",), optional=True, init="uniform"),
         COUNTER,
     )
     returns = ("d", "d_col", "amax", "sfd_row", "sfd_col")
@@ -133,18 +133,18 @@ class GroupedGemmQuant(ExpertsGemm):
 
     def operations(self) -> tuple[Any, ...]:
         weighted = (*self.scaled_product(), *self.multiplied_by("row_scale"))
-        rest = self.biased("prob") if self.given("bias") else self.multiplied_by("prob")
+        rest = self.biased("prob") if self.has("bias") else self.multiplied_by("prob")
         return (*weighted, *rest, *self.result_epilogue("d"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        d_dtype = cls.given_or(given["d_dtype"])
-        narrow = cls.in_blocks(given) and name_of(d_dtype) in FLOAT8
-        found = cls.quantized_results(given, "d", d_dtype, narrow)
-        return found if given["generate_amax"] else {name: made for name, made in found.items() if name != "amax"}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype = cls.dtype_or_default(arguments["d_dtype"])
+        fp8 = cls.has_block_scales(arguments) and name_of(d_dtype) in FLOAT8
+        types = cls.quantized_results(arguments, "d", d_dtype, fp8)
+        return types if arguments["generate_amax"] else {name: spec for name, spec in types.items() if name != "amax"}
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if self.semantics == "1.23" and not self.given("prob"):
+        if self.semantics == "1.23" and not self.has("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor, with the semantics 1.23")
 
 
@@ -195,9 +195,10 @@ def grouped_gemm_quant_wrapper(
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
-    Returns ``d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the factors, and d_col, for 8-bit
-    operands and an 8-bit d, which need ``norm_const_tensor``; amax, which ``generate_amax=False`` leaves out, with 16
-    bits. ``d_tensor``: written and returned, where it is given. Other arguments and errors as those of the class.
+    Returns ``d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the scale factors, and d_col, for
+    8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax, which ``generate_amax=False`` leaves out,
+    with 16 bits. ``d_tensor``: written and returned, where it is given. Other arguments and errors as those of the
+    class.
     """
     return call(GroupedGemmQuantSm100, locals())
 

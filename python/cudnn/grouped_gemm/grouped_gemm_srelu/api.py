@@ -45,7 +45,7 @@ class GroupedGemmSrelu(ExpertsGemm):
     title = "Grouped GEMM + squared ReLU"
     tensors = indexed((*operands(), output("c", "n"), *quantized("d", "n"), PROB, BIAS))
     returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
-    single_bytes = True
+    unpacked_fp4 = True
     tanh_clamp_scale: float | None
 
     def __init__(
@@ -116,17 +116,20 @@ class GroupedGemmSrelu(ExpertsGemm):
         return (*self.scaled_product(), *self.biased(), self.store("c"), *activation, *self.result_epilogue("d"))
 
     @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        d_dtype = cls.given_or(given["d_dtype"])
-        narrow = cls.in_blocks(given) and name_of(d_dtype) in FLOAT8
-        return {"c": (cls.given_or(given["c_dtype"]), "n"), **cls.quantized_results(given, "d", d_dtype, narrow)}
+    def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype = cls.dtype_or_default(arguments["d_dtype"])
+        fp8 = cls.has_block_scales(arguments) and name_of(d_dtype) in FLOAT8
+        return {
+            "c": (cls.dtype_or_default(arguments["c_dtype"]), "n"),
+            **cls.quantized_results(arguments, "d", d_dtype, fp8),
+        }
 
     def check_options(self) -> None:
         super().check_options()
         self.check_clamp(self.tanh_clamp_scale)
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if not self.given("prob"):
+        if not self.has("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
 
 
@@ -172,9 +175,9 @@ def grouped_gemm_srelu_wrapper(
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
-    Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the factors, and d_col,
-    for 8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax for a d of 16 bits. Other arguments and
-    errors as those of :class:`GroupedGemmSrelu`.
+    Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the scale factors, and
+    d_col, for 8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax for a d of 16 bits. Other arguments
+    and errors as those of :class:`GroupedGemmSrelu`.
     """
     return call(GroupedGemmSreluSm100, locals())
 

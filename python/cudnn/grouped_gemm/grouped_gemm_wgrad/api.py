@@ -34,12 +34,13 @@ class GroupedGemmWgrad(ExpertGradients):
     ``offsets[e - 1]`` to before ``offsets[e]``, multiples of 16 bytes for an operand whose tokens are contiguous.
     Tokens beyond the last one's end are not read.
 
-    With ``a_index``, token i of the product is number ``a_index[i]`` of ``a``: tokens of any order, each for several
+    With ``a_index``, token i of the GEMM is token ``a_index[i]`` of ``a``: tokens of any order, each for several
     experts. A number that a has not stands for zeros. ``b_index`` is the same of ``b``.
 
     Args:
         sample_a ... sample_global_scale_b: tensors like those that ``execute`` will get.
-        num_experts, wgrad_shape, wgrad_dtype, sample_wgrad_expert: of gradients behind addresses, ``wgrad_ptrs``, each
+        num_experts, wgrad_shape, wgrad_dtype, sample_wgrad_expert: for pointer arrays of gradients, ``wgrad_ptrs``,
+        each
             contiguous, as the sample of one is.
         accumulate_on_output: the gradients are added to.
         input_order: ``"tensor2d"``, or ``"tensor_ragged"``, which is the same unless tokens are contiguous.
@@ -100,7 +101,7 @@ class GroupedGemmWgrad(ExpertGradients):
         a_index: Tensor | None = None,
         b_index: Tensor | None = None,
     ) -> None:
-        """Writes the gradients. An object for gradients behind addresses takes ``wgrad_ptrs`` or, packed, one
+        """Writes the gradients. An object for pointer arrays takes ``wgrad_ptrs`` or, packed, one
         ``wgrad_tensor`` (experts, hidden, inter) of ``wgrad_dtype``. See :attr:`FusedAPI.run`.
         """
 
@@ -141,7 +142,7 @@ def grouped_gemm_wgrad_wrapper(
 ) -> TupleDict:
     """Allocates the gradients, compiles where that was not done yet, and executes: ``wgrad_tensor``.
 
-    ``wgrad_tensor``: written, or added to, and returned, where it is given. With ``output_mode="discrete"``, instead of
+    ``wgrad_tensor``: written, or added to, and returned, if passed. With ``output_mode="discrete"``, instead of
     ``"dense"``, the gradients are those at the addresses ``wgrad_ptrs`` or, without these, in ``wgrad_tensor``. Other
     arguments and errors as those of :class:`GroupedGemmWgrad`.
     """

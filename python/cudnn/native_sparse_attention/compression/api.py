@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, TYPES, checked_scale, keys, queries
 from cudnn_kernels.attention import ForwardConfiguration
 
@@ -55,8 +55,8 @@ class CompressionAttention(Compressed):
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
         qk_acc_dtype, pv_acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its tiles.
         is_persistent: changes nothing.
-        scale_q, scale_k, scale_v, inv_scale_o: factors as above. scale_softmax: None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+        scale_q, scale_k, scale_v, inv_scale_o: scales as above. scale_softmax: None or 0: 1 / sqrt(d).
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile without a GPU; default: that of the tensors'
             device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
             kernel itself.
     """
@@ -67,7 +67,7 @@ class CompressionAttention(Compressed):
         queries("q", "d", types=_TYPES),
         keys("k", "d", types=_TYPES),
         keys("v", "dv", types=_TYPES),
-        queries("o", "dv", written=True, types=_TYPES, same=""),
+        queries("o", "dv", written=True, types=_TYPES, same_dtype=""),
         TensorSpec("lse", AnyRowValues(), ("float32",), optional=True, written=True),
         *(replace(spec, types=("int32", "int64")) for spec in OFFSETS),
     )
@@ -75,7 +75,7 @@ class CompressionAttention(Compressed):
     scalars = ("scale_softmax", "scale_output", "right", "left")
     integers = ("right", "left")
     head_sizes = HEADS
-    usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
+    aot_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class CompressionAttention(Compressed):
         scale_softmax: float | None = None,
         arch: str | None = None,
     ) -> None:
-        given = dict(locals())
-        given["scale_softmax"] = checked_scale(self, scale_softmax, positive=False) or sample_q.shape[-1] ** -0.5
-        self.scales = {name: self.checked_number(name, given[name]) for name in _SCALES}
+        arguments = dict(locals())
+        arguments["scale_softmax"] = checked_scale(self, scale_softmax, positive=False) or sample_q.shape[-1] ** -0.5
+        self.scales = {name: self.checked_number(name, arguments[name]) for name in _SCALES}
         scale, scale_output = self.products()
-        super().__init__({**given, "scale_softmax": scale, "scale_output": scale_output, "right": 0, "left": 0})
+        super().__init__({**arguments, "scale_softmax": scale, "scale_output": scale_output, "right": 0, "left": 0})
 
-    def products(self, **given: float | None) -> tuple[float, float]:
-        """What scores and results are multiplied by, with some factors in place of the constructor's."""
-        x = {**self.scales, **{n: self.checked_number(n, value) for n, value in given.items() if value is not None}}
+    def products(self, **arguments: float | None) -> tuple[float, float]:
+        """The scales of scores and results; a call's replace the constructor's."""
+        x = {**self.scales, **{n: self.checked_number(n, value) for n, value in arguments.items() if value is not None}}
         scale = x["scale_q"] * x["scale_k"] * x["scale_softmax"]
         if not scale > 0:
             raise self.error("scale_q * scale_k * scale_softmax", scale, "numbers above 0")
@@ -147,11 +147,11 @@ class CompressionAttention(Compressed):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        kinds = {name: self.dtype(name) for name in ("cum_seqlen_q", "cum_seqlen_k")}
-        if len(set(kinds.values())) > 1:
-            raise self.error("cum_seqlen_q and cum_seqlen_k", tuple(kinds.values()), "one type for both")
+        dtypes = {name: self.dtype(name) for name in ("cum_seqlen_q", "cum_seqlen_k")}
+        if len(set(dtypes.values())) > 1:
+            raise self.error("cum_seqlen_q and cum_seqlen_k", tuple(dtypes.values()), "one type for both")
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         heads = (sizes["d"], sizes["dv"])
         ends = self.dtype("cum_seqlen_q")
         converted = arch == "sm_90a" and self.dtype("o") != self.dtype("q")  # three warpgroups lack registers then
@@ -163,7 +163,7 @@ class CompressionAttention(Compressed):
             varlen=self.packed,
             right=True,
             compressed=True,
-            lse="by strides" if self.given("lse") else "",
+            lse="by strides" if self.has("lse") else "",
             cu_seqlens_dtype=name_of(ends) if ends is not None else "int32",
             dynamic_scheduler=arch == "sm_90a" and self.packed,
             out_dtype=name_of(self.dtype("o")),
@@ -195,10 +195,10 @@ def compression_attention_wrapper(
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
 
-    ``lse_tensor`` is None unless ``enable_lse``; of packed sequences it is (t, hq, 1), one head after the other in
+    ``lse_tensor`` is None unless ``enable_lse``; for varlen sequences it is (t, hq, 1), one head after the other in
     memory. Arguments and errors as those of :class:`CompressionAttention`. o has ``o_dtype``, or the type of q.
     """
-    CompressionAttention.check_needed(q=q_tensor)
+    CompressionAttention.check_required(q=q_tensor)
     o, lse = torch.empty_like(q_tensor, dtype=o_dtype or q_tensor.dtype), None
     if enable_lse:
         shape = q_tensor.shape[:-1] if q_tensor.ndim == 4 else (1, q_tensor.shape[1], q_tensor.shape[0])

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
 from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention import GradientsConfiguration
@@ -26,10 +26,10 @@ HEADS = ((64, 64), (128, 128))
 
 
 class CompressionAttentionBackward(Gradients, Compressed):
-    """The gradients of :class:`CompressionAttention`, where its factors are 1 but for ``scale_softmax``.
+    """The gradients of :class:`CompressionAttention`, whose scales other than ``scale_softmax`` are 1.
 
         p  = exp(scale_softmax * q k^T - lse)    over the keys that row i sees; d[i] = the sum of o do over row i
-        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
+        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the GEMMs
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
     dk and dv are summed over the heads of q that share one of k. On Hopper (sm_90a) each head's are rounded before, and
@@ -62,7 +62,7 @@ class CompressionAttentionBackward(Gradients, Compressed):
     scalars = ("scale_softmax", "right", "left")
     integers = ("right", "left")
     head_sizes = HEADS
-    usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
+    aot_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
         self,
@@ -114,13 +114,13 @@ class CompressionAttentionBackward(Gradients, Compressed):
         )
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True), None, None), current_stream, None)
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
-        given = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
+        configuration_arguments = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
         if arch == "sm_100a":
             options = {"varlen": self.packed, "compressed": True, "lse": "by strides"}
-            return kernel_plan(arch, GradientsConfiguration(*given, **options))
-        options = {**TILES[given[1:]], "varlen": self.packed}
-        return kernel_plan(arch, CompressionBackwardConfiguration(*given, **options))
+            return kernel_plan(arch, GradientsConfiguration(*configuration_arguments, **options))
+        options = {**TILES[configuration_arguments[1:]], "varlen": self.packed}
+        return kernel_plan(arch, CompressionBackwardConfiguration(*configuration_arguments, **options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.compression_backward(tensors, tensors["scale_softmax"], self.packed)
@@ -142,6 +142,6 @@ def compression_attention_backward_wrapper(
 
     Arguments and errors as those of :class:`CompressionAttentionBackward`.
     """
-    CompressionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
+    CompressionAttentionBackward.check_required(q=q_tensor, k=k_tensor, v=v_tensor)
     dq, dk, dv = map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
     return written(CompressionAttentionBackward, locals(), dq=dq, dk=dk, dv=dv)

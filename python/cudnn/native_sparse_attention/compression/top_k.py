@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.native_sparse_attention.top_k.api import check_lists
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
 from cudnn_kernels.attention.sparse import ALWAYS, CompressionTopKConfiguration
@@ -71,7 +71,7 @@ class CompressionTopK(Compressed):
     fixed = ("hq", "hk", "d", "dv")
     most_heads = MOST_HEADS
     head_sizes = HEADS
-    usual_shapes = tuple((rows, 64, 4, d) for rows in (4096, 8192) for d, _ in HEADS)
+    aot_shapes = tuple((rows, 64, 4, d) for rows in (4096, 8192) for d, _ in HEADS)
 
     k_value: int
     selection_block_size: int
@@ -127,7 +127,7 @@ class CompressionTopK(Compressed):
 
     def check_options(self) -> None:
         if not self.packed:
-            raise self.error("q tensor", "four dimensions", "packed sequences: (t, h, d) and offsets")
+            raise self.error("q tensor", "four dimensions", "varlen sequences: (t, h, d) and cu_seqlens")
         super().check_options()
         check_lists(self)
 
@@ -158,7 +158,7 @@ class CompressionTopK(Compressed):
             got, cure = self.most_keys(sizes), "use CompressionAttention and TopKReduction"
             raise self.unsupported("compressed keys of a sequence", got, f"at most {KEYS[-1]}", cure)
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         tile = (ROWS, _tile(self.most_keys(sizes)))
         configuration = CompressionTopKConfiguration(
             name_of(self.dtype("q")),
@@ -186,7 +186,7 @@ class CompressionTopK(Compressed):
 
 
 def _tile(keys: int) -> int:
-    """The keys of the tile that takes so many; the largest, if none does."""
+    """The smallest tile with at least this many keys, else the largest."""
     return next((x for x in KEYS if x >= keys), KEYS[-1])
 
 
@@ -208,7 +208,7 @@ def compression_top_k_wrapper(
 
     Arguments and errors as those of :class:`CompressionTopK`.
     """
-    CompressionTopK.check_needed(q=q_tensor, k=k_tensor)
+    CompressionTopK.check_required(q=q_tensor, k=k_tensor)
     rows, device = q_tensor.shape[0], q_tensor.device
     o, lse = torch.empty_like(q_tensor), torch.empty(q_tensor.shape[:2], dtype=torch.float32, device=device)
     listed = torch.empty((rows, k_tensor.shape[1], ALWAYS + k_value), dtype=torch.int32, device=device)

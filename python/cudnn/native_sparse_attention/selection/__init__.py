@@ -1,4 +1,4 @@
-"""Attention of each row to blocks of keys of its own choice."""
+"""Selection attention: block-sparse attention with a KV-block list for each row."""
 
 from cudnn.native_sparse_attention.selection.api import SelectionAttention, selection_attention_wrapper
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.errors import refused
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.objects import keep, written
+from cudnn.fused.object_cache import cache_object, written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.selection import by_blocks
+from cudnn.native_sparse_attention.selection import kv_outer
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import SINGLE_QUERY, SelectionConfiguration
 
@@ -31,17 +31,17 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 
 
 def single_query_threshold(rows: int, heads: tuple[int, int], block: int) -> int:
-    """``single_query_threshold`` of the kernel's configuration for so many rows: where it was timed, and faster."""
+    """``single_query_threshold`` of the kernel's configuration for a number of rows, where measured as faster."""
     limit, first = SINGLE_QUERY
     return limit if rows >= first and heads == (128, 128) and block == 64 else 0
 
 
 class SelectionAttention(Selected):
-    """Attention of each row to the keys of blocks that it chooses, for packed sequences.
+    """Block-sparse attention: each row attends to the keys of its block list; varlen sequences.
 
         s = scale_softmax * q k^T         in float32, over the keys of the row's blocks
         m = max s                         l = sum exp(s - m)
-        o = sum exp(s - m) v / l          the exponentials are rounded to the type of v before the product
+        o = sum exp(s - m) v / l          the exponentials are rounded to the type of v before the PV GEMM
 
     Row i of a head of k attends to the blocks ``block_indices[i, h, :block_counts[i, h]]`` of its sequence: block b has
     the keys from ``b * block_size`` on, as far as the sequence goes, or, with ``is_causal``, as far as the row itself.
@@ -52,10 +52,10 @@ class SelectionAttention(Selected):
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get. q and k have the same sequences:
             cum_seqlen_k is None, or equal to cum_seqlen_q.
-        max_s_q, max_s_k: the same number; the kernel finds lengths by itself.
+        max_s_q, max_s_k: the same number; the kernel reads lengths from cum_seqlen.
         acc_dtype: torch.float32. block_size: 16, 32, 64 or 128 keys.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile without a GPU; default: that of the tensors'
             device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
             kernel itself.
         is_causal: rows see no key behind their own place. Existing programs leave such blocks out of the lists.
@@ -66,7 +66,7 @@ class SelectionAttention(Selected):
         queries("q", "d"),
         keys("k", "d"),
         keys("v", "dv"),
-        queries("o", "dv", written=True, same=""),
+        queries("o", "dv", written=True, same_dtype=""),
         TensorSpec("l", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
         TensorSpec("m", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
         *LISTS,
@@ -96,7 +96,7 @@ class SelectionAttention(Selected):
         is_causal: bool = False,
     ) -> None:
         if getattr(sample_q, "ndim", 3) == 4:
-            got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), packed sequences, with cum_seqlen_q"
+            got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), varlen sequences, with cum_seqlen_q"
             cure = "pass q.transpose(1, 2).flatten(0, 1), or call the wrapper"
             raise refused(NotImplementedError, self._title(), "q tensor", got, allowed, cure)
         super().__init__(locals())
@@ -140,7 +140,7 @@ class SelectionAttention(Selected):
         )
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True),), current_stream, None)
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionConfiguration(
             name_of(self.dtype("q")),
@@ -186,21 +186,21 @@ def selection_attention_wrapper(
     """
     max_s_q = max_s_q if max_s_q is not None else max_s_k
     max_s_k = max_s_k if max_s_k is not None else max_s_q
-    SelectionAttention.check_needed(q=q_tensor, v=v_tensor)
+    SelectionAttention.check_required(q=q_tensor, v=v_tensor)
     rows = q_tensor.shape[:-1]
     o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     sums, maxima = (torch.empty((*rows, 1), dtype=torch.float32, device=q_tensor.device) for _ in range(2))
-    given, lists = (q_tensor, k_tensor, v_tensor), (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
-    if stream is None and o.dtype == q_tensor.dtype and by_blocks.is_faster(*given, block_indices_tensor, block_size):
-        tensors, objects = (*given, o, sums, maxima, *lists, cum_seqlen_k_tensor), SelectionAttention.objects
+    qkv, lists = (q_tensor, k_tensor, v_tensor), (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
+    if stream is None and o.dtype == q_tensor.dtype and kv_outer.is_faster(*qkv, block_indices_tensor, block_size):
+        tensors, objects = (*qkv, o, sums, maxima, *lists, cum_seqlen_k_tensor), SelectionAttention.objects
         options = (max_s_q, max_s_k, acc_dtype, block_size, scale_softmax)
         named = dict(zip(SelectionAttention.names, tensors, strict=True))
-        key = ("by blocks", SelectionAttention.kinds_of(named), options)
+        key = ("by blocks", SelectionAttention.tensor_key(named), options)
         if key not in objects:
             checked = SelectionAttention(*tensors, *options)
             checked.check_support()
-            keep(objects, key, checked)
+            cache_object(objects, key, checked)
         results, scale = (o, sums.squeeze(-1), maxima.squeeze(-1)), objects[key].scale_softmax
-        by_blocks.attend(given, results, lists, block_size, scale, is_causal)
+        kv_outer.attend(qkv, results, lists, block_size, scale, is_causal)
         return TupleDict(o_tensor=o, l_tensor=sums, m_tensor=maxima)
     return written(SelectionAttention, locals(), o=o, l=sums, m=maxima)

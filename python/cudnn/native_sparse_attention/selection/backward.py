@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
-from cudnn.native_sparse_attention.selection.inverse import choosing_rows
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import LIST_CHUNK, SelectionBackwardConfiguration
 
@@ -27,34 +27,33 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
     (192, 128): {"tile": (128, 64), "stages": 3},
     (256, 256): {"tile": (64, 64), "stages": 2},
 }
-"""Rows and keys of a step, and buffers, for dq by head sizes."""
+"""Rows and keys of a step, and pipeline stages, of the dQ kernel by head dimensions."""
 MOST_HEADS = 64
-LEAST_PART, PARTS = 512, 1024
-"""Rows of a list that are worth a CTA, and into so many parts the wrapper divides lists where there are enough rows."""
+MIN_CHUNK, NUM_CHUNKS = 512, 1024
+"""The least rows of a list for a CTA, and the number of chunks that the wrapper aims at."""
 
 
 class SelectionAttentionBackward(Selected):
     """The gradients of :class:`SelectionAttention`.
 
         p  = exp(scale_softmax * q k^T - lse)    over the keys of a row's blocks; d[i] = the sum of o do over row i
-        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
+        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the GEMMs
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
-    dk and dv are summed over the heads of q that share one of k and over the rows that chose a block, in one order:
-    results do not change from call to call. Rows behind the last sequence are left as they are. The kernels for
-    Blackwell (sm_100a) have run in the emulator only. A call needs a workspace of 8 bytes for every row of every head
-    of q, and 512 (d + dv) / part for every entry of the lists, twice that for blocks of 128, which PyTorch's allocator
-    provides on the stream of the call.
+    dk and dv are summed over the heads of q that share one of k and over the rows whose lists have a block, in a fixed
+    order (deterministic). Rows after the last sequence are not written. The kernels for Blackwell (sm_100a) have run in
+    the emulator only. A call allocates a workspace of 8 bytes for every row of every head of q, and 512 (d + dv) / part
+    bytes for every list entry, twice that for blocks of 128, on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_q: tensors like those that ``execute`` will get. o, do and dq are like q, dk and
             dv like k and v. lse is (t, hq), ``m + l.log()`` of the forward pass.
-        sample_choosing, sample_choosing_ends: the rows that chose each block, from
+        sample_choosing, sample_choosing_ends: the CSR transpose of the lists (block to rows), from
             :func:`cudnn.NSA.choosing_rows` with the same lists.
         block_size, scale_softmax, is_causal, arch: as those of :class:`SelectionAttention`.
-        part: rows of a block's list that the kernel takes at a time: that of ``choosing_rows``. Small ones spread short
-            sequences over the multiprocessors; they take more workspace.
-        adds: gradients are added to what their tensors have.
+        part: rows of a block's list that a CTA processes: that of ``choosing_rows``. Small chunks spread short
+            sequences over more SMs and take more workspace.
+        adds: accumulates into the gradients' tensors.
     """
 
     title = "selection attention, backward"
@@ -70,7 +69,7 @@ class SelectionAttentionBackward(Selected):
         keys("dv", "dv", written=True),
         *LISTS,
         TensorSpec("choosing", Contiguous("choices", alignment=4), ("int32",)),
-        TensorSpec("choosing_ends", Contiguous("numbered", "columns", alignment=4), ("int32",)),
+        TensorSpec("choosing_ends", Contiguous("block_ends", "columns", alignment=4), ("int32",)),
     )
     returns = ("dq", "dk", "dv")
     most_heads = MOST_HEADS
@@ -144,12 +143,12 @@ class SelectionAttentionBackward(Selected):
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
-        found = super().sizes_of(shapes, options)
-        rows, heads = found["sq"], found["hk"]
-        numbered = heads * (rows // options["block_size"] + found["ends"] - 1) + 1
-        return {**found, "numbered": numbered, "s": rows, "columns": 3, "choices": rows * heads * found["chosen"]}
+        sizes = super().sizes_of(shapes, options)
+        rows, heads = sizes["sq"], sizes["hk"]
+        blocks = heads * (rows // options["block_size"] + sizes["ends"] - 1) + 1
+        return {**sizes, "block_ends": blocks, "s": rows, "columns": 3, "choices": rows * heads * sizes["chosen"]}
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionBackwardConfiguration(
             name_of(self.dtype("q")),
@@ -166,14 +165,14 @@ class SelectionAttentionBackward(Selected):
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         rest = tensors["scale_softmax"], self.block_size, self.is_causal
-        with reference.added(tensors, self.returns if self.adds else ()) as own:
-            reference.selection_backward(own, *rest)
+        with reference.added(tensors, self.returns if self.adds else ()) as targets:
+            reference.selection_backward(targets, *rest)
 
 
-def turned_around(indices: Any, counts: Any, ends: Any, block_size: int, is_causal: bool) -> tuple[int, Any, Any]:
-    """A number of rows of a part that fills the GPU, and what ``choosing_rows`` makes of lists with it."""
+def csr_transpose(indices: Any, counts: Any, ends: Any, block_size: int, is_causal: bool) -> tuple[int, Any, Any]:
+    """The chunk size that fills the GPU, and the results of ``choosing_rows`` for it."""
     part = LIST_CHUNK
-    while part > LEAST_PART and part * PARTS > indices.numel():
+    while part > MIN_CHUNK and part * NUM_CHUNKS > indices.numel():
         part //= 2
     return part, *choosing_rows(indices, counts, ends, block_size, is_causal, part)
 
@@ -196,16 +195,15 @@ def selection_attention_backward_wrapper(
     added_to: tuple[Tensor, Tensor, Tensor] | None = None,
     chosen_by: tuple[int, Tensor, Tensor] | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
-    Returns ``dq_tensor, dk_tensor, dv_tensor``: those that they are ``added_to``, if given. ``chosen_by``: what
-    :func:`turned_around` returned for the lists, unless that is to be called here; both are of packed tensors.
-    Arguments and errors as those of :class:`SelectionAttentionBackward`, but that tensors may be (b, h, s, d) too,
-    without offsets.
+    Returns ``dq_tensor, dk_tensor, dv_tensor``; ``added_to``: tensors to accumulate into instead. ``chosen_by``: the
+    result of :func:`csr_transpose` for the lists, computed here if None; both are for varlen tensors. Arguments and
+    errors as those of :class:`SelectionAttentionBackward`; tensors may also be (b, h, s, d), without cu_seqlens.
     """
-    SelectionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
+    SelectionAttentionBackward.check_required(q=q_tensor, k=k_tensor, v=v_tensor)
     dq, dk, dv = added_to or map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
     lists = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
-    part, choosing_tensor, choosing_ends_tensor = chosen_by or turned_around(*lists, block_size, is_causal)
+    part, choosing_tensor, choosing_ends_tensor = chosen_by or csr_transpose(*lists, block_size, is_causal)
     adds = added_to is not None
     return written(SelectionAttentionBackward, locals(), dq=dq, dk=dk, dv=dv)

@@ -1,4 +1,4 @@
-"""What selection attention and its gradients share: lists of blocks, packed sequences, sizes."""
+"""Common to selection attention and its backward: block lists, varlen sequences, sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cudnn.errors import refused
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention.base import Sparse
-from cudnn.runtime.call import say
+from cudnn.runtime.call import warn_once
 from cudnn.sdpa.layouts import Heads
 
 BLOCKS = (16, 32, 64, 128)
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 
 
 def of_one_length(wrapper: Callable[P, TupleDict]) -> Callable[P, TupleDict]:
-    """Lets a wrapper that takes packed sequences take some of one length too, (b, h, s, ..), without offsets.
+    """Lets a wrapper for varlen sequences also take sequences of one length, (b, h, s, ..), without cu_seqlens.
 
     Tensors in the memory order (b, s, h, ..) are not copied; results have it.
     """
@@ -39,34 +39,34 @@ def of_one_length(wrapper: Callable[P, TupleDict]) -> Callable[P, TupleDict]:
         q: Any = args[0] if args else kwargs.get("q_tensor")
         if not isinstance(q, torch.Tensor) or q.ndim != 4:
             return wrapper(*args, **kwargs)
-        given: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
-        offsets = [given.pop(f"cum_seqlen_{x}_tensor", None) for x in "qk"]
+        arguments: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
+        offsets = [arguments.pop(f"cum_seqlen_{x}_tensor", None) for x in "qk"]
         if any(x is not None for x in offsets):
-            say(title, "the offsets are ignored: tensors (b, h, s, d) have sequences of one length")
+            warn_once(title, "cu_seqlens are ignored: tensors (b, h, s, d) have sequences of one length")
         batch, _, rows, _ = q.shape
-        for name, x in given.items():
+        for name, x in arguments.items():
             if isinstance(x, torch.Tensor):
                 least = 3 if name in ("block_counts_tensor", "lse_tensor") else 4
                 if not least <= x.ndim <= 4 or (x.shape[0], x.shape[2]) != (batch, rows):
                     got = f"the shape {tuple(x.shape)}"
                     allowed = f"(b, h, s{', d' * (least == 4)}), of {batch} sequences of {rows} rows, as q"
                     raise refused(ValueError, title, name.replace("_", " "), got, allowed)
-                given[name] = x.transpose(1, 2).flatten(0, 1)
-        given["cum_seqlen_q_tensor"] = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
-        found = wrapper(**given)  # pyright: ignore[reportCallIssue]
-        return TupleDict({x: y.unflatten(0, (batch, rows)).transpose(1, 2) for x, y in found.items()})
+                arguments[name] = x.transpose(1, 2).flatten(0, 1)
+        arguments["cum_seqlen_q_tensor"] = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+        results = wrapper(**arguments)  # pyright: ignore[reportCallIssue]
+        return TupleDict({x: y.unflatten(0, (batch, rows)).transpose(1, 2) for x, y in results.items()})
 
     return call
 
 
 class Selected(Sparse):
-    """Attention of each row to the keys of blocks that it chooses, for packed sequences."""
+    """Block-sparse attention of each row to the keys of its block list, for varlen sequences."""
 
     scalars = ("scale_softmax",)
     fixed = ("hq", "hk", "d", "dv")
     sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
     example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
-    usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
+    aot_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
 
     block_size: int
     is_causal: bool
@@ -74,8 +74,8 @@ class Selected(Sparse):
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         more = {"dv": shapes["v"][-1], "chosen": shapes["block_indices"][-1], "ends": shapes["cum_seqlen_q"][0]}
-        found = super().sizes_of(shapes, options)
-        return {**found, **more, "sk": found["sq"]}
+        sizes = super().sizes_of(shapes, options)
+        return {**sizes, **more, "sk": sizes["sq"]}
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)

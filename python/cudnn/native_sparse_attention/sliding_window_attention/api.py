@@ -11,7 +11,7 @@ from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
 from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
 from cudnn.fused.host import with_resolved_inputs
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.lazy import torch
 from cudnn.runtime import launch
 
@@ -43,7 +43,7 @@ class SlidingWindowAttention(APIBase):
     | ..._ragged_offset | None                 | (b + 1,), or all None | int64: the first element of each sequence     |
 
     Without ragged offsets, sequences follow each other: their first elements are found from the lengths, in every call.
-    With one, all of them must be there, that of stats where there are stats.
+    With one, all of them are required, that of stats if stats are returned.
 
     Args:
         sample_q ... sample_stats_ragged_offset: tensors like those that ``execute`` will get.
@@ -83,12 +83,14 @@ class SlidingWindowAttention(APIBase):
         cudnn_handle: Any = None,
     ) -> None:
         super().__init__()
-        given = dict(locals())
+        arguments = dict(locals())
         names = (*_RAGGED, *_LENGTHS, *_OFFSETS)
-        self.descs = {name: self._describe(given[f"sample_{name}"], name) for name in names}
+        self.descs = {name: self._describe(arguments[f"sample_{name}"], name) for name in names}
         self.packed = getattr(sample_q, "ndim", 0) == 3
-        self.left_bound, self.right_bound = (self._count(name, given[name]) for name in ("left_bound", "right_bound"))
-        self.longest = {x: self._count(f"max_seq_len_{x}", given[f"max_seq_len_{x}"]) for x in ("q", "kv")}
+        self.left_bound, self.right_bound = (
+            self._count(name, arguments[name]) for name in ("left_bound", "right_bound")
+        )
+        self.longest = {x: self._count(f"max_seq_len_{x}", arguments[f"max_seq_len_{x}"]) for x in ("q", "kv")}
         self.attn_scale = None if attn_scale is None else checked_number(self._title(), "attn_scale", attn_scale)
         self.types = {"intermediate_data_type": intermediate_data_type, "compute_data_type": compute_data_type}
         self.handle = cudnn_handle
@@ -167,22 +169,22 @@ class SlidingWindowAttention(APIBase):
             ValueError: not compiled yet, or a tensor is not like its sample.
             NotImplementedError: ``skip_compile``.
         """
-        given = dict(locals())
+        arguments = dict(locals())
         if skip_compile:
             raise refused(NotImplementedError, self._title(), "skip_compile", True, "False", "call compile() first")
         if self._compiled_kernel is None:
             raise self._not_compiled()
-        tensors = {name: given[f"{name}_tensor"] for name in self.descs}
+        tensors = {name: arguments[f"{name}_tensor"] for name in self.descs}
         for name, tensor in tensors.items():
             self._check_like_sample(name, tensor)
-        graph, places = self._compiled_kernel
+        graph, ports = self._compiled_kernel
         handle = cudnn_handle if cudnn_handle is not None else self.handle
         with _ordered(q_tensor.device, current_stream, handle):
             if o_tensor.dtype != q_tensor.dtype:
                 strided = o_tensor.shape, o_tensor.stride()
                 empty = torch.empty_strided(*strided, dtype=q_tensor.dtype, device=q_tensor.device)
                 tensors["o"] = empty.copy_(o_tensor)  # what no sequence has stays
-            data = {places[name]: tensor for name, tensor in self._arguments(tensors).items()}
+            data = {ports[name]: tensor for name, tensor in self._arguments(tensors).items()}
             workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q_tensor.device)
             graph.execute(data, workspace, handle=handle)
             if tensors["o"] is not o_tensor:
@@ -272,7 +274,7 @@ class SlidingWindowAttention(APIBase):
             return build(describe_forward, inputs, outputs, options, graph_options)
 
     def _stand_in(self, name: str) -> Any:
-        """A matrix as the graph has it: (b, h, s, d), of packed ones the longest sequence's rows."""
+        """A matrix as the graph has it: (b, h, s, d), for varlen sequences the rows of the longest."""
         desc = self._of(name)
         shape, stride = desc.shape, desc.stride
         if self.packed:
@@ -285,18 +287,18 @@ class SlidingWindowAttention(APIBase):
 
     def _arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """What the graph takes, by name."""
-        found = {name: tensors[name] for name in _RAGGED if tensors[name] is not None}
+        ragged = {name: tensors[name] for name in _RAGGED if tensors[name] is not None}
         if not self.packed:
-            return found
+            return ragged
         lengths = {name: tensors[name].flatten().int() for name in _LENGTHS}
         starts = {name: torch.nn.functional.pad(x.long().cumsum(0), (1, 0)) for name, x in lengths.items()}
-        for name in tuple(found):
-            given = tensors[f"{name}_ragged_offset"]
-            if given is None:
+        for name in tuple(ragged):
+            offset = tensors[f"{name}_ragged_offset"]
+            if offset is None:
                 first_rows = starts["seq_len_kv" if name in ("k", "v") else "seq_len_q"]
-                given = first_rows * tensors[name].stride(0)
-            found[f"offset_{name}"] = given.flatten().long().view(-1, 1, 1, 1)
-        return {**found, **{name: x.view(-1, 1, 1, 1) for name, x in lengths.items()}}
+                offset = first_rows * tensors[name].stride(0)
+            ragged[f"offset_{name}"] = offset.flatten().long().view(-1, 1, 1, 1)
+        return {**ragged, **{name: x.view(-1, 1, 1, 1) for name, x in lengths.items()}}
 
     def _check_like_sample(self, name: str, tensor: Any) -> None:
         desc = self.descs[name]
@@ -306,12 +308,12 @@ class SlidingWindowAttention(APIBase):
         if desc is None:
             return
         check_tensor(self._title(), name, tensor)
-        found = self._describe(tensor, name)
+        actual = self._describe(tensor, name)
         rows = desc.shape[:1] if not self.packed else tensor.shape[:1]
-        self._check_shape(found, (*rows, *desc.shape[1:]))
+        self._check_shape(actual, (*rows, *desc.shape[1:]))
         if name in _RAGGED:
-            self._check_stride(found, desc.stride)
-            self._check_dtype(found, desc.dtype)
+            self._check_stride(actual, desc.stride)
+            self._check_dtype(actual, desc.dtype)
 
 
 @contextlib.contextmanager
@@ -366,7 +368,7 @@ def sliding_window_attention_wrapper(
     ``stats_tensor`` is None with ``is_infer``. The host reads the lengths of sequences, to find the longest. Arguments
     and errors as those of :class:`SlidingWindowAttention`. o has ``o_dtype``, or q's type, and q's order of strides.
     """
-    SlidingWindowAttention.check_needed(q=q_tensor, v=v_tensor)
+    SlidingWindowAttention.check_required(q=q_tensor, v=v_tensor)
     packed = q_tensor.ndim == 3
     o = torch.empty((*q_tensor.shape[:-1], v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     if not packed and q_tensor.stride(1) < q_tensor.stride(2):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from cudnn.api_base import TupleDict
 from cudnn.errors import checked_number, refused
 from cudnn.fused.layouts import Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
 from cudnn_kernels.attention.sparse import ALWAYS, TopKConfiguration
@@ -46,10 +46,10 @@ def check_choice(
     has_lists: bool = False,
 ) -> None:
     """Raises for what operators do not take of blocks, of which ``most`` fit into a list, and of the window. Where a
-    call ``has_lists`` of its own, none are chosen.
+    call with its own lists, none are chosen.
     """
-    given = {"block_size": block_size, "compress_stride": compress_stride, "selected_blocks": selected_blocks}
-    for name, value in {**given, "window_size": window_size}.items():
+    arguments = {"block_size": block_size, "compress_stride": compress_stride, "selected_blocks": selected_blocks}
+    for name, value in {**arguments, "window_size": window_size}.items():
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):  # torch.compile traces this
             checked_number(where, name, value, integer=True)
     if window_size < 1:
@@ -71,7 +71,7 @@ class TopKReduction(Compressed):
     ``lse`` is minus the log-sum-exp of compression attention, times log2(e). Candidates of row i are the blocks
     ``0 < b < (i + 1) // selection_block_size - 2`` that have a key: the first block, and the newest, are always
     attended to. ``topk_scores`` are the ``k_value`` largest scores, in descending order, of equal ones the lower block;
-    ``topk_indices`` are their blocks. Where there are fewer candidates: -inf and -1. All keys of a candidate lie before
+    ``topk_indices`` are their blocks. Missing candidates: -inf and -1. All keys of a candidate lie before
     the row, so ``is_causal`` changes nothing. The kernel for Blackwell (sm_100a) has run in the emulator only; its
     products are those of warps.
 
@@ -96,7 +96,7 @@ class TopKReduction(Compressed):
         k_value: 1 to 64. selection_block_size: rows of a block, a multiple of compress_stride.
         compress_stride: rows for each compressed key.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile without a GPU; default: that of the tensors'
             device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
             kernel itself.
     """
@@ -117,7 +117,7 @@ class TopKReduction(Compressed):
     aliases = {"cumulative_s_q_tensor": "cum_seqlen_q", "cumulative_s_k_tensor": "cum_seqlen_k"}  # noqa: RUF012
     most_heads = 128
     head_sizes = tuple((d,) for d in TILES)
-    usual_shapes = ((512, 64, 4, 128), (512, 16, 1, 128))
+    aot_shapes = ((512, 64, 4, 128), (512, 16, 1, 128))
 
     k_value: int
     selection_block_size: int
@@ -179,11 +179,11 @@ class TopKReduction(Compressed):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        share, most = self.selection_block_size // self.compress_stride, TILES[sizes["d"]][1]
-        if share > most:
-            raise self.unsupported("selection_block_size / compress_stride", share, f"at most {most}")
+        ratio, most = self.selection_block_size // self.compress_stride, TILES[sizes["d"]][1]
+        if ratio > most:
+            raise self.unsupported("selection_block_size / compress_stride", ratio, f"at most {most}")
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         hq, hk, d = (sizes[x] for x in ("hq", "hk", "d"))
         two = d <= 128 and hq // hk >= 8 and self.k_value <= 32  # then memory and registers suffice for two CTAs
         configuration = TopKConfiguration(
@@ -229,7 +229,7 @@ def topk_reduction_wrapper(
 
     Returns ``topk_scores_tensor, topk_indices_tensor``. Arguments and errors as those of :class:`TopKReduction`.
     """
-    TopKReduction.check_needed(q=q_tensor, k=k_tensor)
+    TopKReduction.check_required(q=q_tensor, k=k_tensor)
     packed, heads = q_tensor.ndim == 3, k_tensor.shape[1]
     rows = (q_tensor.shape[0],) if packed else (q_tensor.shape[0], q_tensor.shape[2])
     scores = torch.empty((*rows, heads, k_value), dtype=torch.float32, device=q_tensor.device)

@@ -41,7 +41,7 @@ class AttentionBackward(Attention):
     """dQ, dK, dV (and dBias, dSink) from the forward pass's inputs, O, Stats ``[b, h_q, s_q, 1]``, and the gradient dO.
 
     ``max_total_seq_len_q`` bounds the rows of Q of all entries of ragged tensors together, so that scratch memory is
-    not as long as the padded tensors. There is none for K and V: ``max_total_seq_len_kv`` has no effect.
+    not as long as the padded tensors. K and V have no such bound: ``max_total_seq_len_kv`` has no effect.
     """
 
     tag = "SDPA_BWD"
@@ -115,16 +115,16 @@ class AttentionBackward(Attention):
         if q[3] % 16 or (lowering.version >= 91801 and family in (8, 12)):
             total = None  # the engines know no bound
 
-        def place(dims: list[int], like: Tensor) -> Tensor:
-            made = Tensor(dims, row_major(dims), data_type.FLOAT)
+        def scratch_like(dims: list[int], like: Tensor) -> Tensor:
+            buffer = Tensor(dims, row_major(dims), data_type.FLOAT)
             if total is None or like.ragged_offset is None:
-                return lowering.scratch(made, 4 * prod(dims))
-            made.set_stride(like.stride).set_ragged_offset(like.ragged_offset)
-            return lowering.scratch(made, 4 * total * like.stride[2])
+                return lowering.scratch(buffer, 4 * prod(dims))
+            buffer.set_stride(like.stride).set_ragged_offset(like.ragged_offset)
+            return lowering.scratch(buffer, 4 * total * like.stride[2])
 
-        # Several blocks of keys add to one dQ, in any order; without an accumulator they take turns.
+        # Several blocks of keys add to one dQ, in any order; without an accumulator they add in order.
         direct = "dBias" in self.outputs or self.use_deterministic_algorithm
-        return place([*q[:3], 1], stats), None if direct else place(q, d_q)
+        return scratch_like([*q[:3], 1], stats), None if direct else scratch_like(q, d_q)
 
     def compose(
         self, graph: ScoreGraph, key: Tensor, value: Tensor, row_sums: Tensor, accumulator: Tensor | None
@@ -172,7 +172,7 @@ class AttentionBackward(Attention):
             graph.into(self.outputs["dQ"])
 
     def dropout_factors(self, graph: ScoreGraph) -> DropoutFactors:
-        """What the weights and their gradients are multiplied with."""
+        """Factor on the weights and their gradients."""
         if self.dropout_probability:
             keep = 1 - self.dropout_probability
             return DropoutFactors(graph, graph.random_mask(keep), graph.number(1 / keep), graph.number(keep))
@@ -191,8 +191,8 @@ class AttentionBackward(Attention):
     def sink_gradient(self, graph: ScoreGraph, sums: Tensor) -> None:
         """dSink, where it is wanted, without its sign, which cuDNN adds."""
         if "dSink" in self.outputs:
-            share = graph.exp(graph.sub(self.inputs["Sink"], self.inputs["Stats"]))
-            graph.reduction(graph.mul(share, sums), reduction_mode.ADD)
+            sink_weight = graph.exp(graph.sub(self.inputs["Sink"], self.inputs["Stats"]))
+            graph.reduction(graph.mul(sink_weight, sums), reduction_mode.ADD)
             graph.into(self.outputs["dSink"])
 
     def key_again(self, graph: ScoreGraph, key: Tensor) -> Tensor:
@@ -204,27 +204,27 @@ class AttentionBackward(Attention):
         return again
 
     @staticmethod
-    def turned(graph: ScoreGraph, scores: Tensor, kind: data_type) -> Tensor:
+    def transposed_scores(graph: ScoreGraph, scores: Tensor, dtype: data_type) -> Tensor:
         """The transposed scores, rounded to a type."""
         view = swapped(scores)
-        return graph.reshape(scores).set_dim(view.dim).set_stride(view.stride).set_data_type(kind)
+        return graph.reshape(scores).set_dim(view.dim).set_stride(view.stride).set_data_type(dtype)
 
     def _key_gradient(self, graph: ScoreGraph, scores: Tensor, other: Tensor, port: str) -> None:
         """dV from the softmax's weights and dO, or dK from the gradient of the scores and Q: ``scores^T other``."""
         seq_len_q, seq_len_kv = graph.lengths
-        kind = self.inputs["Q"].data_type
-        product = graph.product(self.turned(graph, scores, kind), other, m=seq_len_kv, k=seq_len_q)
+        dtype = self.inputs["Q"].data_type
+        product = graph.product(self.transposed_scores(graph, scores, dtype), other, m=seq_len_kv, k=seq_len_q)
         gradient = self.outputs[f"d{port}"]
         if gradient.dim[1] == other.dim[1]:
             graph.into(gradient)
         else:
-            graph.heads_summed(product.set_data_type(kind), gradient.dim)
+            graph.heads_summed(product.set_data_type(dtype), gradient.dim)
             graph.into(gradient)
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         q, k, v, o, d_o, stats = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
         masks = self.masks(values)
-        found = attention_gradients(q, k, v, o, d_o, stats, masks)
+        gradients = attention_gradients(q, k, v, o, d_o, stats, masks)
         if "dBias" in self.outputs:
-            found["dBias"] = found["dS"].sum_to_size(self.outputs["dBias"].dim)
-        return self.with_mask(found, masks)
+            gradients["dBias"] = gradients["dS"].sum_to_size(self.outputs["dBias"].dim)
+        return self.with_mask(gradients, masks)

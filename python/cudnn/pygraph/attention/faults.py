@@ -2,7 +2,7 @@
 
 A graph in this list is refused up to ``known_faults.SEEN_IN``, or a warning says what may be wrong, since a wrong
 result without a word is worse. Where one more operation makes it right, the graph gets that. The table in
-docs/compatibility.md says what was seen.
+docs/compatibility.md lists what was observed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refuse_backward(node: AttentionBackward, version: int) -> None:
 def weights_overflow(node: AttentionBackward) -> bool:
     """Whether cuDNN may compute weights outside the scores, which overflow and make gradients NaN.
 
-    A tile has 128 keys and as many rows. cuDNN 9.19 masks the keys beyond ``s_kv`` in the last tile, but not where that
+    A tile has 128 keys and 128 rows. cuDNN 9.19 masks the keys beyond ``s_kv`` in the last tile, but not where that
     tile is half full. There the score is 0 and the weight ``exp(0 - LSE)``: it overflows for an LSE below -88.7, or
     about -12 in fp16, and infinity times the zeros of K is NaN in dQ. With one row of Q, its LSE is read for all rows
     of the tile, and dK and dV become NaN. A bound of 1 on the weights, which no weight inside the scores exceeds, makes
@@ -71,7 +71,7 @@ def refuse_fp8_forward(node: AttentionFp8Forward, version: int) -> None:
         Fault(node.has_dropout, "dropout", "fp8 tensors", "which accesses memory out of bounds", "no dropout",
               "use fp16 or bf16 tensors"),
         Fault(unbounded and s_q > s_kv, "padding mask", f"s_q={s_q} > s_kv={s_kv} without another mask in fp8",
-              "whose Amax_S is too large", "s_q up to s_kv", "pad K and V to as many rows as Q has", refused=False),
+              "whose Amax_S is too large", "s_q up to s_kv", "pad K and V to the number of rows of Q", refused=False),
         Fault("Max" in node.outputs, "score_max", "fp8 tensors", "which writes it times log2(e)",
               "fp16 or bf16 tensors", "leave it out"),
     ])  # fmt: skip
@@ -91,13 +91,13 @@ def _refuse(node: Attention, version: int, faults: Iterable[Fault]) -> None:
         return
     for fault in faults:
         if fault.present:
-            said = refusal(
+            message = refusal(
                 node.where, fault.what, f"{fault.got} with cuDNN {format_version(version)}, {fault.effect}",
                 f"{fault.allowed}, or a cuDNN newer than {format_version(SEEN_IN)}", fault.cure
             )  # fmt: skip
             if fault.refused:
-                raise cudnnGraphNotSupportedError(said)
-            _log.warning("%s", said)
+                raise cudnnGraphNotSupportedError(message)
+            _log.warning("%s", message)
 
 
 def _scores(node: Attention) -> Iterator[Fault]:
@@ -147,6 +147,6 @@ def _gradients(node: AttentionBackward) -> Iterator[Fault]:
         "which reads beyond them", "Stats that are not ragged", "let the forward pass write them padded", refused=False
     )  # fmt: skip
     yield Fault(
-        sink and node.has_dropout, "dSink_token", "dropout beside it", "which scales it wrongly", "no dropout",
+        sink and node.has_dropout, "dSink_token", "dropout in the same node", "which scales it wrongly", "no dropout",
         "leave dropout out"
     )  # fmt: skip

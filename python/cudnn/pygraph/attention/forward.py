@@ -72,7 +72,7 @@ class AttentionForward(Attention):
         self.record(context)
 
     def infer_statistics(self, dims: list[int]) -> None:
-        """Shapes and types of the outputs that describe the softmax, and of those beside it."""
+        """Shapes and types of the outputs that describe the softmax, and of the other outputs."""
         for port in self.STATISTICS:
             if port in self.outputs:
                 tensor = self.outputs[port]
@@ -85,7 +85,7 @@ class AttentionForward(Attention):
     def check(self, context: Context) -> None:
         version = support.loaded_version()
         support.check_forward(self, context, version)
-        self.check_implementation(support.unified_obstacle(self, version))
+        self.check_implementation(support.unified_unsupported_reason(self, version))
         if self.implementation == COMPOSITE:
             support.refuse_composite(self)
 
@@ -114,7 +114,7 @@ class AttentionForward(Attention):
             return ""
         if self.unified_refused:
             return "cuDNN has no engine for the UNIFIED one"
-        return support.unified_obstacle(self, version)
+        return support.unified_unsupported_reason(self, version)
 
     def fall_back(self) -> bool:
         if self.implementation == AUTO and not self.unified_refused and "Block_mask" not in self.inputs:
@@ -168,7 +168,7 @@ class AttentionForward(Attention):
 
     @staticmethod
     def _subgraph(lowering: Lowering, graph: ScoreGraph) -> Descriptor:
-        """The masks as an operation graph of their own, which becomes an attribute of the attention operation."""
+        """The masks as a separate operation graph, which becomes an attribute of the attention operation."""
         outer, lowering.operations = lowering.operations, []
         lowering.expand(graph)
         inner, lowering.operations = lowering.operations, outer
@@ -211,5 +211,5 @@ class AttentionForward(Attention):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         masks = self.masks(values)
         masks.block_mask = values.get("Block_mask")
-        found = attention_forward(values["Q"], self.dense(values, "K"), self.dense(values, "V"), masks)
-        return self.with_mask(found, masks)
+        results = attention_forward(values["Q"], self.dense(values, "K"), self.dense(values, "V"), masks)
+        return self.with_mask(results, masks)

@@ -1,6 +1,6 @@
 """Scaled dot-product attention on fp8 tensors, forward and backward, each with its scales.
 
-An fp8 tensor represents its elements times a *descale*; what is written in fp8 is first multiplied by a *scale*. Both
+An fp8 tensor represents its elements times a *descale*; a value is scaled by a *scale* before rounding to fp8. Both
 are FLOAT tensors of one element, as are the largest absolute values (amax) that the next step's scales come from.
 """
 
@@ -63,8 +63,8 @@ class AttentionFp8Forward(AttentionForward):
         weights, statistics = attention_weights(values["Q"], self.dense(values, "K"), masks)
         stored = rounded(weights * values["Scale_s"], self.inputs["Q"].data_type, self.where).to(weights.dtype)
         total = weighted_sum(stored, self.dense(values, "V"), masks) * values["Descale_s"] * values["Descale_v"]
-        found = {"O": total * values["Scale_o"], "Amax_S": largest(weights), "Amax_O": largest(total), **statistics}
-        return self.with_mask(found, masks)
+        results = {"O": total * values["Scale_o"], "Amax_S": largest(weights), "Amax_O": largest(total), **statistics}
+        return self.with_mask(results, masks)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -107,7 +107,7 @@ class AttentionFp8Backward(AttentionBackward):
         weights = graph.scores(graph.exp(scores))
         stored = graph.times(dropout.rescaled(dropout.dropped(weights)), "Scale_s")
         stored.set_data_type(q.data_type)
-        self._gradient(graph, self.turned(graph, stored, q.data_type), d_o, "V", "s", "dO")
+        self._gradient(graph, self.transposed_scores(graph, stored, q.data_type), d_o, "V", "s", "dO")
 
         d_weights = graph.scores(graph.product(d_o, value, m=seq_len_q, n=seq_len_kv))
         d_weights = dropout.dropped(graph.times(d_weights, "Descale_dO", "Descale_v"))
@@ -116,7 +116,7 @@ class AttentionFp8Backward(AttentionBackward):
         graph.amax(d_scores, "Amax_dP")
         d_scores = graph.times(d_scores, "Scale_dP").set_data_type(d_o.data_type)
         self._gradient(graph, d_scores, self.key_again(graph, key), "Q", "dP", "k")
-        self._gradient(graph, self.turned(graph, d_scores, d_o.data_type), q, "K", "dP", "q")
+        self._gradient(graph, self.transposed_scores(graph, d_scores, d_o.data_type), q, "K", "dP", "q")
 
     def _gradient(self, graph: ScoreGraph, a: Tensor, b: Tensor, port: str, a_name: str, b_name: str) -> None:
         """One gradient: ``a b`` with the scales of both, its amax, and rounded with its own scale."""
@@ -145,7 +145,7 @@ class AttentionFp8Backward(AttentionBackward):
             return stored(x, "Scale_dP", "dO")
 
         q, k, v, o, d_o, stats = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
-        found = attention_gradients(
+        gradients = attention_gradients(
             q,
             k,
             v,
@@ -160,11 +160,11 @@ class AttentionFp8Backward(AttentionBackward):
             store_scores=store_scores,
         )
         for port, a, b in (("dQ", "dP", "k"), ("dK", "dP", "q"), ("dV", "s", "dO")):
-            total = found[port] * values[f"Descale_{a}"] * values[f"Descale_{b}"]
+            total = gradients[port] * values[f"Descale_{a}"] * values[f"Descale_{b}"]
             results[f"Amax_{port}"] = largest(total)
             results[port] = total * values[f"Scale_{port}"]
         if "dSink" in self.outputs:
-            results["dSink"] = found["dSink"]
+            results["dSink"] = gradients["dSink"]
         return results
 
 
@@ -213,8 +213,8 @@ class Fp8AttentionMethods(AttentionNodes[Operand]):
         Args:
             q, k, v: As for ``sdpa``, FP8_E4M3 or FP8_E5M2, compute capability 9.0 or newer.
             descale_q, descale_k, descale_v, descale_s: FLOAT ``[1, 1, 1, 1]``: what the stored values of q, k, v and of
-                the softmax's weights are multiplied with.
-            scale_s, scale_o: FLOAT ``[1, 1, 1, 1]``: what the weights, and O, are multiplied with before they are
+                the factor on the softmax's weights.
+            scale_s, scale_o: FLOAT ``[1, 1, 1, 1]``: factors on the weights, and on O, before they are
                 rounded.
             sliding_window, left_bound, right_bound, fn: ``sliding_window_length``, ``diagonal_band_left_bound``,
                 ``diagonal_band_right_bound`` and ``score_mod`` of ``sdpa``; all others are called the same there.
@@ -270,9 +270,9 @@ class Fp8AttentionMethods(AttentionNodes[Operand]):
         Args:
             q, k, v, o, stats: Inputs and results of ``sdpa_fp8`` with ``generate_stats=True``.
             dO: Gradient of O, fp8.
-            descale_q ... descale_dP: FLOAT ``[1, 1, 1, 1]``: what the stored values of the tensor of that name are
-                multiplied with; s are the weights, dP the gradients of the scores.
-            scale_s ... scale_dP: FLOAT ``[1, 1, 1, 1]``: what the tensor is multiplied with before it is rounded.
+            descale_q ... descale_dP: FLOAT ``[1, 1, 1, 1]``: the factor on the stored values of the tensor of that
+                name; s are the weights, dP the gradients of the scores.
+            scale_s ... scale_dP: FLOAT ``[1, 1, 1, 1]``: factor on the tensor before it is rounded.
             left_bound, right_bound: As for ``sdpa_fp8``; all others as for ``sdpa_backward``.
 
         Returns:

@@ -50,22 +50,22 @@ class AttentionNodes(NodeList[Operand]):
     """What the methods that add attention share."""
 
     def _attend(
-        self, kind: type[Attention], given: Mapping[str, Any], ports: Sequence[str], **attributes: Any
+        self, node_type: type[Attention], arguments: Mapping[str, Any], ports: Sequence[str], **attributes: Any
     ) -> list[Any]:
         """Adds a node by a method's arguments. Its outputs ``ports``; None for Stats that are not wanted."""
-        given = {OTHER_NAMES.get(name, name): value for name, value in given.items()}
-        where = where_of(given["name"], kind.method)
-        inputs, found = _described(where, given)
-        attributes |= found | {name: bool(given[name]) for name in FLAGS if name in given}
-        attributes |= {name: given[name] for name in AS_GIVEN if name in given}
-        stats = "Stats" not in ports or _wants_stats(where, given.get("is_inference"), given["generate_stats"])
-        if "implementation" in given:
-            value = given["implementation"]
+        arguments = {OTHER_NAMES.get(name, name): value for name, value in arguments.items()}
+        where = where_of(arguments["name"], node_type.method)
+        inputs, mask_attributes = _described(where, arguments)
+        attributes |= mask_attributes | {name: bool(arguments[name]) for name in FLAGS if name in arguments}
+        attributes |= {name: arguments[name] for name in AS_GIVEN if name in arguments}
+        stats = "Stats" not in ports or _wants_stats(where, arguments.get("is_inference"), arguments["generate_stats"])
+        if "implementation" in arguments:
+            value = arguments["implementation"]
             attributes["implementation"] = _member(where, "implementation", value, attention_implementation)
         outputs = [port for port in ports if port != "Stats" or stats]
-        node = self._add(kind, given["name"], given["compute_data_type"], inputs, outputs, **attributes)
+        node = self._add(node_type, arguments["name"], arguments["compute_data_type"], inputs, outputs, **attributes)
         for name, port in MADE.items():
-            tensor = given.get(name)
+            tensor = arguments.get(name)
             if tensor is None or (port == "RNG_DUMP" and not node.dropout_probability):
                 continue
             if not isinstance(tensor, Tensor):
@@ -143,7 +143,7 @@ class AttentionMethods(AttentionNodes[Operand]):
             use_alibi_mask: Adds ``slope * (column - row)`` with a slope for each head (Press et al., 2022); with
                 ``diagonal_band_right_bound=0``.
             dropout: ``(probability, seed, offset)``, seed and offset INT64 tensors of one element, on the device or
-                passed by value; or ``(mask, scale)``, where mask broadcasts to the scores; or a probability beside
+                passed by value; or ``(mask, scale)``, where mask broadcasts to the scores; or a probability with
                 ``dropout_seed`` and ``dropout_offset``, each a tensor or a number.
             rng_dump: A tensor ``[b, h_q, s_q, s_kv]`` that gets the random mask: 1 kept, 0 dropped.
             paged_attention_k_table, paged_attention_v_table: INT32 ``[b, 1, pages of an entry, 1]``. ``k`` and ``v``
@@ -220,7 +220,7 @@ class AttentionMethods(AttentionNodes[Operand]):
             attn_scale ... diagonal_band_right_bound, dropout, score_mod, sink_token: As given to ``sdpa``; the second
                 form of dropout is ``(mask, scale, inverse of scale)``.
             rng_dump: As for ``sdpa``.
-            max_total_seq_len_q: At most so many rows of Q in all entries of ragged tensors together: less scratch
+            max_total_seq_len_q: The largest number of rows of Q in all entries of ragged tensors together: less scratch
                 memory.
             max_total_seq_len_kv: Has no effect: there is no scratch memory for K and V.
             use_deterministic_algorithm: Adds in a fixed order: the same bits every time, more slowly.
@@ -252,10 +252,10 @@ def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bo
     for argument, value in (("is_inference", is_inference), ("generate_stats", generate_stats)):
         if value is not None and not isinstance(value, bool):
             raise refused(RuntimeError, where, argument, repr(value), "True, False or None", "pass a bool")
-    both = is_inference is not None and generate_stats is not None
+    both_set = is_inference is not None and generate_stats is not None
     _conflict(
         where,
-        both and is_inference == generate_stats,
+        both_set and is_inference == generate_stats,
         "is_inference and generate_stats",
         f"both {is_inference}",
         "one of them, since one is the negation of the other",
@@ -268,10 +268,10 @@ def _port(argument: str) -> str:
     return PORTS.get(argument) or (argument if argument.startswith("dO") else argument[0].upper() + argument[1:])
 
 
-def _described(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _described(where: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The inputs of a node and the attributes that are not as they were given."""
-    causal, bottom_right = given["use_causal_mask"], given["use_causal_mask_bottom_right"]
-    alignment, left, right = given["diagonal_alignment"], given["left_bound"], given["right_bound"]
+    causal, bottom_right = arguments["use_causal_mask"], arguments["use_causal_mask_bottom_right"]
+    alignment, left, right = arguments["diagonal_alignment"], arguments["left_bound"], arguments["right_bound"]
     _conflict(where, causal and bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them")
     if causal or bottom_right:
         flag = "use_causal_mask" if causal else "use_causal_mask_bottom_right"
@@ -284,7 +284,7 @@ def _described(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], di
         )
         right = 0
         alignment = diagonal_alignment.TOP_LEFT if causal else diagonal_alignment.BOTTOM_RIGHT
-    window = given.get("sliding_window_length")
+    window = arguments.get("sliding_window_length")
     if window is not None:
         _conflict(
             where,
@@ -294,15 +294,15 @@ def _described(where: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], di
             "one of them, they are the same",
         )
         left = window
-    scale = given["attn_scale"]
+    scale = arguments["attn_scale"]
     if scale is not None and not isinstance(scale, (int, float, Tensor)):
         raise refused(
             TypeError, where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)"
         )
     tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
-    dropout, probability = _dropout(where, given.get("dropout"))
-    inputs: dict[str, Any] = {_port(name): given.get(name) for name in FIRST} | {"Attn_scale": tensor} | dropout
-    inputs |= {_port(name): value for name, value in given.items() if LATER.fullmatch(name)}
+    dropout, probability = _dropout(where, arguments.get("dropout"))
+    inputs: dict[str, Any] = {_port(name): arguments.get(name) for name in FIRST} | {"Attn_scale": tensor} | dropout
+    inputs |= {_port(name): value for name, value in arguments.items() if LATER.fullmatch(name)}
     attributes = {
         "dropout_probability": probability,
         "attn_scale": None if number is None else float(number),
@@ -322,12 +322,12 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
     """The inputs and the probability of dropout, in any of its forms. A probability of 0 alone asks for none."""
     if dropout is None or (isinstance(dropout, (int, float)) and dropout == 0):
         return {}, 0.0
-    parts = dropout if isinstance(dropout, tuple) else (dropout,)
-    tensors = [isinstance(part, Tensor) for part in parts]
-    if len(parts) in (2, 3) and all(tensors):
-        return {port: part for port, part in zip(CUSTOM_DROPOUT, parts, strict=False) if isinstance(part, Tensor)}, 0.0
-    if len(parts) == 3 and isinstance(parts[0], (int, float)):
-        probability = float(parts[0])
+    items = dropout if isinstance(dropout, tuple) else (dropout,)
+    tensors = [isinstance(item, Tensor) for item in items]
+    if len(items) in (2, 3) and all(tensors):
+        return {port: item for port, item in zip(CUSTOM_DROPOUT, items, strict=False) if isinstance(item, Tensor)}, 0.0
+    if len(items) == 3 and isinstance(items[0], (int, float)):
+        probability = float(items[0])
         if not 0 <= probability < 1:
             raise refused(
                 ValueError,
@@ -340,8 +340,8 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
         if probability == 0:
             return {}, 0.0
         if all(tensors[1:]):
-            return {"Dropout_seed": parts[1], "Dropout_offset": parts[2]}, probability
-    got = ", ".join(type(part).__name__ for part in parts)
+            return {"Dropout_seed": items[1], "Dropout_offset": items[2]}, probability
+    got = ", ".join(type(item).__name__ for item in items)
     raise refused(
         TypeError,
         where,
@@ -355,12 +355,12 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
 E = TypeVar("E", bound=Enumeration)
 
 
-def _member(where: str, argument: str, value: object, kind: type[E]) -> E:
+def _member(where: str, argument: str, value: object, enum: type[E]) -> E:
     """A member of an enumeration, which may be given by its number."""
-    if value not in [*kind]:
-        allowed = f"a cudnn.{kind.__name__}: {', '.join(member.name for member in kind)}"
+    if value not in [*enum]:
+        allowed = f"a cudnn.{enum.__name__}: {', '.join(member.name for member in enum)}"
         raise refused(ValueError, where, argument, repr(value), allowed, "pass one of them")
-    return kind(value)
+    return enum(value)
 
 
 def _bound(where: str, argument: str, value: object) -> int | None:

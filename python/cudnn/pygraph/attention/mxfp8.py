@@ -58,8 +58,8 @@ class AttentionMxfp8Forward(AttentionForward):
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         q, k, v = (_dequantize(values, port, axis) for port, axis in self.BLOCKS.items())
-        found = attention_forward(q, k, v, self.masks(values))
-        return {**found, "Amax_O": largest(found["O"])}
+        results = attention_forward(q, k, v, self.masks(values))
+        return {**results, "Amax_O": largest(results["O"])}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -88,7 +88,7 @@ class AttentionMxfp8Backward(AttentionBackward):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         exact = {port: _dequantize(values, port, axis) for port, axis in self.BLOCKS.items()}
         q, k, v, d_o = (exact[port] for port in ("Q", "K", "V", "dO"))
-        found = attention_gradients(
+        gradients = attention_gradients(
             q,
             k,
             v,
@@ -99,7 +99,7 @@ class AttentionMxfp8Backward(AttentionBackward):
             d_o_of_rows=values["dO_f16"],
             again=[exact[port] for port in ("Q_T", "K_T", "dO_T")],
         )
-        return {**found, **{f"Amax_{port}": largest(found[port]) for port in ("dQ", "dK", "dV")}}
+        return {**gradients, **{f"Amax_{port}": largest(gradients[port]) for port in ("dQ", "dK", "dV")}}
 
 
 def _dequantize(values: Mapping[str, Any], port: str, axis: int) -> Any:
@@ -136,7 +136,7 @@ class Mxfp8AttentionMethods(AttentionNodes[Operand]):
         Args:
             q, k, v: As for ``sdpa``, FP8_E4M3 or FP8_E5M2.
             descale_q, descale_k: FP8_E8M0 ``[b, h, s, d / 32]``, the last two extents rounded up to 128 and 4,
-                reordering F8_128x4: what every 32 elements along the head size are multiplied with.
+                reordering F8_128x4: the scale of every 32 elements along the head size.
             descale_v: The same ``[b, h_v, s_kv / 32, d_v]`` for 32 elements along the sequence.
             generate_stats: Whether Stats are wanted; to be given.
             attn_scale ... diagonal_band_right_bound, sink_token, unfuse_fma: As for ``sdpa``.

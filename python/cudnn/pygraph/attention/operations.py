@@ -133,8 +133,8 @@ class PagedCacheLoad(Node):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         y = self.outputs["Y"]
         exchanged = y.stride[2] == 1
-        found = gathered(values["Container"], values["Page_table"], y.dim[3 if exchanged else 2])
-        return {"Y": found.transpose(2, 3) if exchanged else found}
+        rows = gathered(values["Container"], values["Page_table"], y.dim[3 if exchanged else 2])
+        return {"Y": rows.transpose(2, 3) if exchanged else rows}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

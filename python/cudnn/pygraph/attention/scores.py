@@ -60,8 +60,8 @@ class Recording:
             for node in self.nodes:
                 ready = all(t.value is not None or id(t) in values for t in node.inputs.values())
                 if id(node) not in done and ready:
-                    found = run_node(node, lambda tensor: values[id(tensor)], scores.device)
-                    values.update({id(tensor): found[port] for port, tensor in node.outputs.items()})
+                    results = run_node(node, lambda tensor: values[id(tensor)], scores.device)
+                    values.update({id(tensor): results[port] for port, tensor in node.outputs.items()})
                     done.add(id(node))
             return values[id(end)].to(scores.dtype)
 
@@ -166,7 +166,7 @@ class Attention(Node):
                 "Q, K and V",
                 f"dim={q}, dim={k} and dim={v}",
                 "[b, h_q, s_q, d_qk], [b, h_k, s_kv, d_qk] and [b, h_v, s_kv, d_v]",
-                "give the logical shape batch, heads, sequence, head size; strides say how it lies in memory",
+                "give the logical shape batch, heads, sequence, head size; strides describe its layout in memory",
             )
         scores = self.score_dim
         for port in ("Bias", "Dropout_mask"):
@@ -210,16 +210,16 @@ class Attention(Node):
                 "pass the start of every entry in elements, and the end of the last one",
             )
 
-    def check_integers(self, port: str, *kinds: data_type) -> None:
+    def check_integers(self, port: str, *dtypes: data_type) -> None:
         """Refuses an input of another type than the integers allowed."""
         tensor = self.inputs[port]
-        if tensor.data_type not in (*kinds, data_type.NOT_SET):
+        if tensor.data_type not in (*dtypes, data_type.NOT_SET):
             raise refused(
                 ValueError,
                 self.where,
                 f"{port} (tensor {tensor.name!r})",
                 tensor.data_type.name,
-                " or ".join(kind.name for kind in kinds),
+                " or ".join(dtype.name for dtype in dtypes),
                 "convert it",
             )
 
@@ -236,14 +236,14 @@ class Attention(Node):
                 "correct its shape",
             )
 
-    def check_implementation(self, unified_obstacle: str) -> None:
+    def check_implementation(self, unsupported_reason: str) -> None:
         """Refuses an implementation that was asked for but cannot be used, cuDNN's one operation for a reason given."""
-        if self.implementation is attention_implementation.UNIFIED and unified_obstacle:
+        if self.implementation is attention_implementation.UNIFIED and unsupported_reason:
             raise refused(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "implementation",
-                f"UNIFIED, but {unified_obstacle}",
+                f"UNIFIED, but {unsupported_reason}",
                 "AUTO or COMPOSITE",
                 "leave it out",
             )
@@ -254,9 +254,9 @@ class Attention(Node):
 
     def attributes(self) -> dict[str, Any]:
         """As any node's; a function becomes its name, by which a restored graph can refuse to run without it."""
-        found = super().attributes()
+        fields = super().attributes()
         return {
-            key: getattr(value, "__name__", repr(value)) if callable(value) else value for key, value in found.items()
+            key: getattr(value, "__name__", repr(value)) if callable(value) else value for key, value in fields.items()
         }
 
     def check_functions(self) -> None:
@@ -269,7 +269,7 @@ class Attention(Node):
                     "score modifier",
                     f"the name of a Python function, {function!r}, from a serialised graph",
                     "the function",
-                    "build the graph anew with it, or restore its plan",
+                    "build the graph again with it, or restore its plan",
                 )
 
     def record(self, context: Context) -> None:
@@ -339,11 +339,11 @@ class Attention(Node):
                 if tensor.data_type is data_type.NOT_SET:
                     tensor.data_type = data_type.FLOAT
 
-    def with_mask(self, found: dict[str, Any], masks: Masks) -> dict[str, Any]:
+    def with_mask(self, results: dict[str, Any], masks: Masks) -> dict[str, Any]:
         """The results with the dropout mask, where it is wanted."""
         if "RNG_DUMP" in self.outputs and masks.dropout is not None:
-            found["RNG_DUMP"] = masks.dropout[0]
-        return found
+            results["RNG_DUMP"] = masks.dropout[0]
+        return results
 
     def dense(self, values: Mapping[str, Any], port: str) -> Any:
         """K or V ``[b, h, s_kv, d]`` for the reference formulas, gathered from its pages where it is paged."""
@@ -368,7 +368,7 @@ class Attention(Node):
         raise NotImplementedError
 
     def apart(self: A, lowering: Lowering) -> A:
-        """The node with a tensor for every input, where one tensor came in twice: the same memory under several uids.
+        """The node with a tensor for every input, where one tensor is passed twice: the same memory under several uids.
 
         Plans of cuDNN 9.19 with one uid for Q and V stop with a misaligned address on an H200.
         """
@@ -385,7 +385,7 @@ class Attention(Node):
         return node
 
     def transposed(self, lowering: Lowering, port: str) -> Tensor:
-        """K or V described as ``[b, h, d, s]``, as cuDNN's patterns want it: the same memory under a uid of its own.
+        """K or V described as ``[b, h, d, s]``, as cuDNN's patterns want it: the same memory under another uid.
 
         The user's tensor stays as it is, since it may appear again in the graph (as V, in another node).
         """
@@ -397,7 +397,7 @@ class Attention(Node):
                 f"input {port} (tensor {tensor.name!r})",
                 "a virtual tensor",
                 "a tensor in memory",
-                "call set_output(True) on it and run attention as a graph of its own",
+                "call set_output(True) on it and run attention as a separate graph",
             )
         view = swapped(tensor)
         lowering.alias(view, tensor, axes=[0, 1, 3, 2])
@@ -454,7 +454,7 @@ class ScoreGraph(SubGraph[Tensor]):
         self.nodes[-1].outputs[port] = tensor
 
     def written(self, result: Tensor, target: Tensor | None) -> Tensor:
-        """The result of the last operation, in ``target`` where there is one."""
+        """The result of the last operation, in ``target`` if it is passed."""
         if target is None:
             return result
         self.into(target)
@@ -465,17 +465,17 @@ class ScoreGraph(SubGraph[Tensor]):
         if not callable(modifier):
             allowed = "a function (graph, scores) that returns a cudnn.tensor"
             raise refused(TypeError, self.node.where, "score_mod", repr(modifier), allowed)
-        found = modifier(self, scores)
-        if not isinstance(found, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        modified = modifier(self, scores)
+        if not isinstance(modified, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise refused(
                 TypeError,
                 self.node.where,
                 "score_mod",
-                f"a function that returned {type(found).__name__}",
+                f"a function that returned {type(modified).__name__}",
                 "one that returns a cudnn.tensor",
                 "return the result of its last operation",
             )
-        return found if found is scores else self.scores(found)
+        return modified if modified is scores else self.scores(modified)
 
     @staticmethod
     def number(value: float) -> Tensor:
@@ -518,7 +518,7 @@ class ScoreGraph(SubGraph[Tensor]):
             total = self.add(total, self.exp(self.sub(sink, largest)))
         total = self.written(total, outputs.get("Sum_exp"))
         if not ("Max" in outputs or "Sum_exp" in outputs) or "Stats" in outputs:
-            # Also where nobody reads them: the engines match a softmax with statistics only.
+            # Also where no operation reads them: the engines match a softmax with statistics only.
             self.written(self.add(self.log(total), largest), outputs.get("Stats"))
         return self.scores(self.div(powers, total))
 
@@ -660,6 +660,6 @@ class ScoreGraph(SubGraph[Tensor]):
 
     def integers(self, mode: str, index: Tensor, other: Tensor) -> Tensor:
         """Index arithmetic, in the type of a constant operand."""
-        kind = other.data_type if other.value is not None else data_type.INT32
+        dtype = other.data_type if other.value is not None else data_type.INT32
         operation = self.add if mode == "ADD" else self.sub
-        return self.scores(operation(index, other, kind)).set_data_type(kind)
+        return self.scores(operation(index, other, dtype)).set_data_type(dtype)

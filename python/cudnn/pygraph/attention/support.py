@@ -35,7 +35,7 @@ FP8 = data_type.FP8_E4M3, data_type.FP8_E5M2
 
 
 def loaded_version() -> int:
-    """cuDNN's version; where there is none, one that no check refuses."""
+    """cuDNN's version; without cuDNN, a version that no check refuses."""
     return library.version() if library.is_available() else NEWEST
 
 
@@ -92,11 +92,11 @@ def _several(node: Attention) -> Iterator[Rule]:
 
 def _statistics(node: Attention, version: int) -> Iterator[Rule]:
     """Older engines, seen on an H200 with cuDNN 9.19, write Stats alone."""
-    others = [
+    combined_with = [
         argument for port, argument in (("Max", "score_max"), ("Sum_exp", "score_sum_exp")) if port in node.outputs
     ]
     yield Rule(
-        version < 92100 and "Stats" in node.outputs and bool(others), UNSUPPORTED, " and ".join(others),
+        version < 92100 and "Stats" in node.outputs and bool(combined_with), UNSUPPORTED, " and ".join(combined_with),
         f"with generate_stats=True and cuDNN {format_version(version)}", "one or the other before cuDNN 9.21",
         "leave generate_stats out: Stats is the largest score plus the logarithm of the sum"
     )  # fmt: skip
@@ -143,14 +143,14 @@ def _masks(node: Attention) -> Iterator[Rule]:
         bottom_right and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED, "bottom-right causal mask",
         f"s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding", "use the top-left alignment"
     )  # fmt: skip
-    beside = [
+    combined = [
         name
         for name, used in (("bias", bias is not None), ("ALiBi", node.use_alibi_mask), ("dropout", node.has_dropout))
         if used
     ]
     yield Rule(
-        bottom_right and bool(beside), UNSUPPORTED, "bottom-right causal mask", f"with {', '.join(beside)}",
-        "neither bias, ALiBi nor dropout beside it", "add the mask to a bias, and use the top-left alignment"
+        bottom_right and bool(combined), UNSUPPORTED, "bottom-right causal mask", f"with {', '.join(combined)}",
+        "neither bias, ALiBi nor dropout with it", "add the mask to a bias, and use the top-left alignment"
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _versions(node: Attention, version: int) -> Iterator[Rule]:
 
 
 def _modifiers(node: Attention) -> Iterator[Rule]:
-    beside = [
+    combined = [
         name
         for name, used in (
             ("ALiBi", node.use_alibi_mask), ("a right bound", node.right_bound is not None),
@@ -194,7 +194,7 @@ def _modifiers(node: Attention) -> Iterator[Rule]:
         if used
     ]  # fmt: skip
     yield Rule(
-        node.score_mod is not None and bool(beside), UNSUPPORTED, "score_mod", f"with {', '.join(beside)}",
+        node.score_mod is not None and bool(combined), UNSUPPORTED, "score_mod", f"with {', '.join(combined)}",
         "alone", "apply the mask in score_mod"
     )  # fmt: skip
 
@@ -273,7 +273,7 @@ def _backward_heads(node: Attention, version: int, sm: int | None) -> Iterator[R
     if sm // 10 == 9:
         limit, fits = "up to 256", max(d_qk, d_v) <= 256
     elif sm // 10 == 10 and d_qk == 192 and version >= 91100:
-        limit, fits = "d_v=128 beside d_qk=192", d_v == 128
+        limit, fits = "d_v=128 with d_qk=192", d_v == 128
     elif sm // 10 == 10 and version >= 92300:
         limit, fits = "up to 128, both 256, or 192 and 128", max(d_qk, d_v) <= 128 or d_qk == d_v == 256
     else:
@@ -293,10 +293,10 @@ def _deterministic(node: AttentionBackward, version: int, sm: int | None) -> Ite
     if sm is None:
         return
     asked = node.use_deterministic_algorithm
-    beside = "dBias" in node.outputs or node.has_dropout or node.use_alibi_mask
+    combined = "dBias" in node.outputs or node.has_dropout or node.use_alibi_mask
     yield Rule(
-        asked and sm // 10 == 10 and (version < 91800 or beside), UNSUPPORTED, "use_deterministic_algorithm",
-        f"compute capability {sm} with cuDNN {format_version(version)}" + (" and dBias, dropout or ALiBi" * beside),
+        asked and sm // 10 == 10 and (version < 91800 or combined), UNSUPPORTED, "use_deterministic_algorithm",
+        f"compute capability {sm} with cuDNN {format_version(version)}" + (" and dBias, dropout or ALiBi" * combined),
         "cuDNN 9.18 or newer, and none of these", "leave it out"
     )  # fmt: skip
     ragged_stats = node.inputs["Stats"].ragged_offset is not None
@@ -407,7 +407,7 @@ def _check_block_scales(node: Attention, blocks: Mapping[str, int]) -> None:
             Rule(scale.data_type is not data_type.FP8_E8M0, ValueError, what, scale.data_type.name, "FP8_E8M0",
                  "convert the scales"),
             Rule(scale.reordering_type is not tensor_reordering.F8_128x4, ValueError, what,
-                 f"reordering {scale.reordering_type.name}", "F8_128x4", "store the scales so, and say so"),
+                 f"reordering {scale.reordering_type.name}", "F8_128x4", "store them so, and set reordering_type"),
             Rule(scale.dim[:2] != dims[:2] or any(have < need for have, need in zip(scale.dim, dims, strict=True)),
                  ValueError, what, f"dim={scale.dim}", f"dim={dims}, or more in the last two as padding",
                  "pass a scale for every 32 elements"),
@@ -439,9 +439,9 @@ def _fp8_bottom_right(node: Attention, version: int, sm: int | None) -> Iterator
 
 def _fp8_outputs(node: Attention, version: int, sm: int | None, ports: Iterable[str]) -> Iterator[Rule]:
     for port in ports:
-        kind = node.outputs[port].data_type
-        yield Rule(kind in (data_type.HALF, data_type.BFLOAT16) and (version < 91300 or _is_hopper(sm)), UNSUPPORTED,
-                   f"data type of {port}", f"{kind.name} with cuDNN {format_version(version)} on compute capability "
+        dtype = node.outputs[port].data_type
+        yield Rule(dtype in (data_type.HALF, data_type.BFLOAT16) and (version < 91300 or _is_hopper(sm)), UNSUPPORTED,
+                   f"data type of {port}", f"{dtype.name} with cuDNN {format_version(version)} on compute capability "
                    f"{sm}", "FP8_E4M3 or FP8_E5M2 before cuDNN 9.13 and compute capability 100",
                    "write fp8")  # fmt: skip
 
@@ -474,8 +474,8 @@ def check_types(node: Attention, *fp8_ports: str) -> None:
     Its engines (9.19 on an H200) read and write every tensor as if it had Q's type, and statistics as FLOAT.
     """
     for port in fp8_ports:
-        kind = node.inputs[port].data_type
-        _apply(node, [Rule(kind not in FP8, UNSUPPORTED, f"data type of {port}", kind.name, "FP8_E4M3 or FP8_E5M2",
+        dtype = node.inputs[port].data_type
+        _apply(node, [Rule(dtype not in FP8, UNSUPPORTED, f"data type of {port}", dtype.name, "FP8_E4M3 or FP8_E5M2",
                            "convert it, or use sdpa()")])  # fmt: skip
     if fp8_ports:
         return
@@ -486,9 +486,9 @@ def check_types(node: Attention, *fp8_ports: str) -> None:
              "convert it, or build the graph with backend='reference'")
     ]  # fmt: skip
     for port in ("K", "V", "O", "dO", "dQ", "dK", "dV", "dBias"):
-        kind = tensors[port].data_type if port in tensors else q
+        dtype = tensors[port].data_type if port in tensors else q
         rules.append(
-            Rule(kind is not q, UNSUPPORTED, f"data type of {port}", f"{kind.name} beside {q.name} of Q", "the same",
+            Rule(dtype is not q, UNSUPPORTED, f"data type of {port}", f"{dtype.name} with {q.name} of Q", "the same",
                  "convert it")
         )  # fmt: skip
     stats = node.inputs.get("Stats")
@@ -510,7 +510,7 @@ def check_narrow_stats(node: AttentionForward, stats: Tensor) -> None:
     ])  # fmt: skip
 
 
-def unified_obstacle(node: AttentionForward, version: int) -> str:
+def unified_unsupported_reason(node: AttentionForward, version: int) -> str:
     """Why cuDNN's one attention operation cannot be used; empty where it can. Minima as measured and documented."""
     inputs, outputs = node.inputs, node.outputs
     since = {

@@ -1,7 +1,7 @@
 """What a graph is, what runs it and why not: ``graph.explain()`` and ``cudnn explain``.
 
 An ``Explanation`` holds nodes, tensors, the plan, the plans that were refused and the reasons; it prints itself,
-draws itself as SVG, and shows itself in a notebook.
+renders itself as SVG, and shows itself in a notebook.
 """
 
 from cudnn.pygraph.explain.collect import explain

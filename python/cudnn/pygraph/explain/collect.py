@@ -17,7 +17,9 @@ from cudnn.backend.enums import KnobType
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.enums import data_type, heur_mode, tensor_reordering
 from cudnn.errors import CudnnError, CudnnLibraryError, cudnnGraphNotSupportedError
+from cudnn.pygraph.explain.dry_run import REFUSALS, dry_run_copy
 from cudnn.pygraph.explain.layouts import layout
+from cudnn.pygraph.explain.minimize import minimal_failures
 from cudnn.pygraph.explain.model import (
     ExplainedNode,
     ExplainedPlan,
@@ -27,8 +29,6 @@ from cudnn.pygraph.explain.model import (
     Reason,
     RefusedPlan,
 )
-from cudnn.pygraph.explain.narrow import narrowed
-from cudnn.pygraph.explain.twins import REFUSALS, twin_of
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import Node, NodeList
 from cudnn.pygraph.program import CudnnProgram
@@ -41,7 +41,7 @@ MODES = (heur_mode.A, heur_mode.FALLBACK)
 _KNOB = re.compile(r"_k(\d+)=(-?\d+)")
 
 
-def explain(graph: pygraph, narrow: bool = True) -> Explanation:
+def explain(graph: pygraph, minimize: bool = True) -> Explanation:
     """Explains a graph in any state: described, validated, built, or refused by whichever step.
 
     Where the graph has no plans yet, cuDNN is asked for configurations, as ``create_execution_plans`` would, on a copy.
@@ -50,15 +50,15 @@ def explain(graph: pygraph, narrow: bool = True) -> Explanation:
         narrow: Where cuDNN refuses the graph, look for the smallest sets of nodes that it refuses, and for a change
             that it accepts: asks it about parts of the graph, and builds them where a build failed.
     """
-    twin = twin_of(graph)
-    reasons = faults(twin)
+    dry_run = dry_run_copy(graph)
+    reasons = faults(dry_run)
     planned = _Planned()
     operations: dict[int, tuple[Operation, ...]] = {}
-    if not reasons and not twin._runs_on_reference():
-        with _kept_uids(twin.nodes):
-            operations, reasons = _lowered(twin)
+    if not reasons and not dry_run._runs_on_reference():
+        with _kept_uids(dry_run.nodes):
+            operations, reasons = _lowered(dry_run)
             if not reasons:
-                planned = _ask(graph, twin, narrow)
+                planned = _ask(graph, dry_run, minimize)
                 reasons = planned.reasons
     elif not reasons and graph.get_execution_plan_count():
         planned = _Planned(ExplainedPlan("reference"))
@@ -68,11 +68,11 @@ def explain(graph: pygraph, narrow: bool = True) -> Explanation:
         state = "built"
     else:
         state = "planned" if planned.candidates else "described"
-    tensors = _Tensors(twin.nodes, {index for index, became in operations.items() if not became})
-    context = twin.context
+    tensors = _Tensors(dry_run.nodes, {index for index, ops in operations.items() if not ops})
+    context = dry_run.context
     return Explanation(
-        name=twin.name,
-        executor=_executor(twin),
+        name=dry_run.name,
+        executor=_executor(dry_run),
         state=state,
         types=(
             _typename(context.io_data_type),
@@ -81,7 +81,7 @@ def explain(graph: pygraph, narrow: bool = True) -> Explanation:
         ),
         nodes=[
             _explained(node, tensors, operations.get(index), any(index in reason.nodes for reason in reasons))
-            for index, node in enumerate(twin.nodes)
+            for index, node in enumerate(dry_run.nodes)
         ],
         tensors=tensors.explained,
         plan=planned.plan,
@@ -150,7 +150,7 @@ class _Planned:
     reasons: list[Reason] = dataclasses.field(default_factory=list)
 
 
-def _ask(graph: pygraph, twin: pygraph, narrow: bool) -> _Planned:
+def _ask(graph: pygraph, dry_run: pygraph, minimize: bool) -> _Planned:
     """The graph's plans, or those that cuDNN proposes for its twin."""
     program = graph._program
     if isinstance(program, CudnnProgram) and program.plan is not None and program.plans is None:
@@ -159,7 +159,7 @@ def _ask(graph: pygraph, twin: pygraph, narrow: bool) -> _Planned:
     error: Exception | None = None
     asked = MODES
     if plans is None or not (plans.modes or plans.configs):
-        trial = twin_of(twin)
+        trial = dry_run_copy(dry_run)
         try:
             trial.build_operation_graph()
             trial.create_execution_plans(MODES)
@@ -169,24 +169,28 @@ def _ask(graph: pygraph, twin: pygraph, narrow: bool) -> _Planned:
         plans = program.plans if isinstance(program, CudnnProgram) else None
     else:
         asked = tuple(plans.modes)
-    found = _Planned()
+    planned = _Planned()
     if plans is not None:
-        barred = plans.refusals()
-        found.refused = [RefusedPlan(plans.configs[index].tag, why) for index, why in barred.items()]
-        found.candidates = [
-            config.tag for index, config in enumerate(plans.configs) if index not in barred and index != plans.chosen
+        refused_configs = plans.refusals()
+        planned.refused = [RefusedPlan(plans.configs[index].tag, why) for index, why in refused_configs.items()]
+        planned.candidates = [
+            config.tag
+            for index, config in enumerate(plans.configs)
+            if index not in refused_configs and index != plans.chosen
         ]
         if isinstance(program, CudnnProgram) and program.plan is not None:
-            found.plan = _plan(program, program.plan)
-            found.candidates = [tag for tag in found.candidates if tag != found.plan.tag]  # modes propose some twice
-            return found
-    if not found.candidates:
-        found.reasons = _reasons(twin, plans, error, asked, narrow)
-    return found
+            planned.plan = _plan(program, program.plan)
+            planned.candidates = [
+                tag for tag in planned.candidates if tag != planned.plan.tag
+            ]  # modes propose some twice
+            return planned
+    if not planned.candidates:
+        planned.reasons = _reasons(dry_run, plans, error, asked, minimize)
+    return planned
 
 
 def _reasons(
-    twin: pygraph, plans: PlanList | None, error: Exception | None, asked: Sequence[heur_mode], narrow: bool
+    dry_run: pygraph, plans: PlanList | None, error: Exception | None, asked: Sequence[heur_mode], minimize: bool
 ) -> list[Reason]:
     """Why no configuration may run the graph."""
     if isinstance(error, CudnnLibraryError) or (isinstance(error, CudnnError) and error.status < 2000):
@@ -196,7 +200,7 @@ def _reasons(
             Reason(
                 (),
                 f"every one of the {len(plans.configs)} engine configurations is excluded",
-                ("remove a restriction: the refused configurations say which one excludes them",),
+                ("remove a restriction: the refused configurations name the one that excludes them",),
             )
         ]
     building = plans is not None and bool(plans.failures)
@@ -204,7 +208,7 @@ def _reasons(
         what = "cuDNN builds no plan of" if building else "cuDNN has no engine configuration for"
         names = ", ".join(mode.name for mode in asked)
         error = cudnnGraphNotSupportedError(f"{what} this graph (heuristic modes {names})")
-    return narrowed(twin, error, asked, building) if narrow else [reason(error)]
+    return minimal_failures(dry_run, error, asked, building) if minimize else [reason(error)]
 
 
 def _plan(program: CudnnProgram, plan: ExecutionPlan) -> ExplainedPlan:
@@ -249,10 +253,10 @@ class _Recorder(Lowering):
             super().expand(single)
             self.step = outer
 
-    def descriptor(self, kind: Any, attributes: Any) -> Descriptor:
-        if kind.name.startswith("OPERATION_"):
-            self.recorded.append(Operation(kind.name.removeprefix("OPERATION_"), self.step))
-        return super().descriptor(kind, attributes)
+    def descriptor(self, descriptor_type: Any, attributes: Any) -> Descriptor:
+        if descriptor_type.name.startswith("OPERATION_"):
+            self.recorded.append(Operation(descriptor_type.name.removeprefix("OPERATION_"), self.step))
+        return super().descriptor(descriptor_type, attributes)
 
 
 def _lowered(graph: pygraph) -> tuple[dict[int, tuple[Operation, ...]], list[Reason]]:
@@ -260,16 +264,16 @@ def _lowered(graph: pygraph) -> tuple[dict[int, tuple[Operation, ...]], list[Rea
     if not library.is_available():
         return {}, []  # which the plans are refused for
     nodes = copy.deepcopy(graph.nodes)
-    found: dict[int, tuple[Operation, ...]] = {}
+    lowered: dict[int, tuple[Operation, ...]] = {}
     try:
         recorder = _Recorder(graph.context, nodes, library.version())
         for index, node in enumerate(nodes):
             node.lower(recorder)
-            found[index], recorder.recorded = tuple(recorder.recorded), []
+            lowered[index], recorder.recorded = tuple(recorder.recorded), []
     except REFUSALS as error:
         asked = isinstance(error, CudnnError) or isinstance(error.__cause__, CudnnError)
-        return found, [] if asked else [reason(error, [len(found)])]  # what cuDNN refuses will be narrowed down
-    return found, []
+        return lowered, [] if asked else [reason(error, [len(lowered)])]  # what cuDNN refuses will be narrowed down
+    return lowered, []
 
 
 def _executor(graph: pygraph) -> str:
@@ -280,29 +284,29 @@ def _executor(graph: pygraph) -> str:
     return cudnn if capability is None else f"{cudnn} for compute capability {capability / 10:.1f}"
 
 
-def _typename(kind: data_type) -> str:
-    return "unset" if kind is data_type.NOT_SET else kind.name
+def _typename(dtype: data_type) -> str:
+    return "unset" if dtype is data_type.NOT_SET else dtype.name
 
 
 class _Tensors:
     """The tensors of a graph, numbered in order of use."""
 
     def __init__(self, nodes: Sequence[Node], views: set[int]) -> None:
-        self._numbers: dict[Tensor, int] = {}
+        self._indices: dict[Tensor, int] = {}
         self.explained: list[ExplainedTensor] = []
         produced = {tensor: "output" for node in nodes for tensor in node.outputs.values() if not tensor.is_virtual}
         seen = {tensor: "view" for index in views for tensor in nodes[index].outputs.values()}
         for node in nodes:
             for tensor in node.tensors():
-                if tensor not in self._numbers:
-                    self._numbers[tensor] = len(self._numbers)
+                if tensor not in self._indices:
+                    self._indices[tensor] = len(self._indices)
                     role = "virtual" if tensor.is_virtual else "scalar" if tensor.is_pass_by_value else "input"
                     role = {**produced, **seen}.get(tensor, role)
                     self.explained.append(self._explained(tensor.name or self._named(node, tensor), tensor, role))
 
-    def numbers(self, ports: dict[str, Tensor]) -> dict[str, int]:
+    def indices(self, ports: dict[str, Tensor]) -> dict[str, int]:
         """Ports to indices."""
-        return {port: self._numbers[tensor] for port, tensor in ports.items()}
+        return {port: self._indices[tensor] for port, tensor in ports.items()}
 
     @staticmethod
     def _named(node: Node, tensor: Tensor) -> str:
@@ -342,8 +346,8 @@ def _explained(node: Node, tensors: _Tensors, operations: tuple[Operation, ...] 
         tag=node.tag,
         compute_data_type=_typename(node.compute_data_type),
         attributes=node.attributes(),
-        inputs=tensors.numbers(node.inputs),
-        outputs=tensors.numbers(node.outputs),
+        inputs=tensors.indices(node.inputs),
+        outputs=tensors.indices(node.outputs),
         operations=operations,
         refused=refused,
     )

@@ -12,7 +12,7 @@ _CHANNELS_LAST = {3: "NWC", 4: "NHWC", 5: "NDHWC"}
 def layout(dims: Sequence[int], strides: Sequence[int]) -> str:
     """The name of a stride order, ``""`` where it has none; where several fit, the more common one.
 
-    ``"column-major"`` is said of the last two dimensions, ``"BSHD"`` of attention's ``[b, h, s, d]`` with the heads of
+    ``"column-major"`` describes the last two dimensions, ``"BSHD"`` of attention's ``[b, h, s, d]`` with the heads of
     one token side by side. Gaps between elements are named too.
 
     >>> layout([8, 64, 28, 28], [50176, 1, 1792, 64])

@@ -74,7 +74,7 @@ class ExplainedPlan:
         knobs: Values by the knob's name.
         workspace: Bytes, the graph's own part included.
         kernels: Names of the kernels as the built plan lists them; empty for engines compiled in advance.
-        before: Labels of nodes that plans of their own compute first.
+        before: Labels of nodes that separate plans compute first.
     """
 
     tag: str

@@ -21,19 +21,19 @@ _SWEEPS = 8
 
 def render(explained: Explanation) -> str:
     """One SVG element, with a caption and a legend; readable on light and dark pages."""
-    drawn = drawing(explained)
-    layers, chains = _layers(drawn)
+    picture = drawing(explained)
+    layers, chains = _layers(picture)
     _untangle(layers, chains)
-    sizes = {box.key: _size(box, drawn.arrows) for box in drawn.boxes}
+    sizes = {box.key: _size(box, picture.arrows) for box in picture.boxes}
     across = _spread(layers, chains, sizes)
-    caption = [*drawn.caption, ""]
+    caption = [*picture.caption, ""]
     top = _PAD + _LINE * len(caption)
     heights = [max(sizes.get(key, (0.0, 0.0))[1] for key in layer) for layer in layers]
     middles: dict[str, float] = {}
     for layer, height in zip(layers, heights, strict=True):
         middles |= dict.fromkeys(layer, top + height / 2)
         top += height + _BETWEEN
-    kinds = [kind for kind in LEGEND if any(box.kind == kind for box in drawn.boxes)]
+    kinds = [kind for kind in LEGEND if any(box.kind == kind for box in picture.boxes)]
     right = [across[key] + sizes.get(key, (_BEND, 0.0))[0] / 2 for key in across]
     texts = [*caption, *(LEGEND[kind] for kind in kinds)]
     width = max([*right, *(_CHARACTER * len(text) + 3 * _PAD for text in texts)]) + _PAD
@@ -42,7 +42,7 @@ def render(explained: Explanation) -> str:
     docks = _docks(chains, across, sizes)
     for arrow, chain in chains.items():
         body += _arrow(arrow, [(across[key], middles[key]) for key in chain], docks[arrow], sizes)
-    for box in drawn.boxes:
+    for box in picture.boxes:
         body += _box(box, across[box.key], middles[box.key], *sizes[box.key])
     for line, kind in enumerate(kinds):
         y = top - _BETWEEN + 2 * _PAD + 1.4 * _LINE * line
@@ -61,25 +61,25 @@ def render(explained: Explanation) -> str:
     )
 
 
-def _layers(drawn: Drawing) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
+def _layers(picture: Drawing) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
     """Keys by layer, and the way of each arrow through them: box, bends, box."""
-    depth = {box.key: 0 for box in drawn.boxes}
+    depth = {box.key: 0 for box in picture.boxes}
     while True:  # as often as the longest path has arrows: graphs are small
-        deeper = {a.target: depth[a.source] + 1 for a in drawn.arrows if depth[a.target] <= depth[a.source]}
+        deeper = {a.target: depth[a.source] + 1 for a in picture.arrows if depth[a.target] <= depth[a.source]}
         if not deeper or max(depth.values(), default=0) > len(
             depth
         ):  # a cycle, in a graph that will be refused, ends too
             break
         depth |= deeper
-    targets = {arrow.target for arrow in drawn.arrows}
-    for box in drawn.boxes:  # what nothing computes stands right above its first reader
+    targets = {arrow.target for arrow in picture.arrows}
+    for box in picture.boxes:  # what nothing computes stands right above its first reader
         if box.key not in targets:
-            depth[box.key] = min(depth[arrow.target] for arrow in drawn.arrows if arrow.source == box.key) - 1
+            depth[box.key] = min(depth[arrow.target] for arrow in picture.arrows if arrow.source == box.key) - 1
     layers: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
-    for box in drawn.boxes:
+    for box in picture.boxes:
         layers[depth[box.key]].append(box.key)
     chains: dict[Arrow, list[str]] = {}
-    for number, arrow in enumerate(drawn.arrows):
+    for number, arrow in enumerate(picture.arrows):
         bends = [f"bend{number}.{layer}" for layer in range(depth[arrow.source] + 1, depth[arrow.target])]
         chains[arrow] = [arrow.source, *bends, arrow.target]
         for layer, bend in enumerate(bends, start=depth[arrow.source] + 1):
@@ -98,15 +98,15 @@ def _neighbours(chains: dict[Arrow, list[str]]) -> tuple[dict[str, list[str]], d
 
 
 def _untangle(layers: list[list[str]], chains: dict[Arrow, list[str]]) -> None:
-    """Sorts every layer by the mean position of its neighbours, downwards and upwards in turn."""
+    """Sorts every layer by the mean position of its neighbours, alternating downwards and upwards."""
     above, below = _neighbours(chains)
-    place = {key: position for layer in layers for position, key in enumerate(layer)}
+    positions = {key: position for layer in layers for position, key in enumerate(layer)}
     for sweep in range(_SWEEPS):
         toward, order = (above, layers) if sweep % 2 == 0 else (below, layers[::-1])
         for layer in order:
-            means = {key: fmean(place[other] for other in toward.get(key, [key])) for key in layer}
+            means = {key: fmean(positions[other] for other in toward.get(key, [key])) for key in layer}
             layer.sort(key=means.__getitem__)
-            place |= {key: position for position, key in enumerate(layer)}
+            positions |= {key: position for position, key in enumerate(layer)}
 
 
 def _spread(
@@ -138,11 +138,11 @@ def _place(layer: list[str], wishes: list[float], width: Callable[[str], float],
         while groups:
             before, start = groups[-1]
             last, offset = before[-1]
-            room = (width(last) + width(members[0][0])) / 2 + _GAP
-            if origin - (start + offset) >= room:
+            spacing = (width(last) + width(members[0][0])) / 2 + _GAP
+            if origin - (start + offset) >= spacing:
                 break
             groups.pop()
-            shift = offset + room
+            shift = offset + spacing
             origin = (start * len(before) + (origin - shift) * len(members)) / (len(before) + len(members))
             members = [*before, *((other, at + shift) for other, at in members)]
         groups.append((members, origin))
@@ -169,7 +169,7 @@ def _docks(
     for (key, leaves), group in groups.items():
         group.sort(key=lambda arrow: across[chains[arrow][1 if leaves else -2]])
         step = sizes[key][0] / len(group)
-        docks |= {arrow: across[key] + step * (place - (len(group) - 1) / 2) for place, arrow in enumerate(group)}
+        docks |= {arrow: across[key] + step * (index - (len(group) - 1) / 2) for index, arrow in enumerate(group)}
     return docks
 
 

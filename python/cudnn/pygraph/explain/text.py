@@ -50,7 +50,7 @@ def shape(tensor: ExplainedTensor) -> str:
 
 
 def operations(node: ExplainedNode) -> str:
-    """What a node became, ``""`` where that is not known."""
+    """The backend operations of a node, ``""`` if unknown."""
     if node.operations is None:
         return ""
     if not node.operations:
@@ -69,8 +69,8 @@ def _node(explained: Explanation, node: ExplainedNode) -> list[str]:
         f"    {ports(dict(node.inputs))} -> {ports(dict(node.outputs))}",
         f"    computes in {node.compute_data_type}{', ' if attributes else ''}{attributes}",
     ]
-    became = operations(node)
-    return [*lines, f"    becomes {became}"] if became else lines
+    lowered = operations(node)
+    return [*lines, f"    becomes {lowered}"] if lowered else lines
 
 
 def _value(value: object) -> object:
@@ -104,7 +104,7 @@ def _plan(explained: Explanation, plan: ExplainedPlan) -> list[str]:
         return [*lines, f"  computes node by node, without fusion: {inside}"]
     lines.append(f"  {'fuses' if len(fused) > 1 else 'runs'} {inside}")
     if plan.before:
-        lines.append(f"  runs before it, in plans of their own: {', '.join(plan.before)}")
+        lines.append(f"  runs before it, in separate plans: {', '.join(plan.before)}")
     if views:
         lines.append(f"  runs as offsets into memory: {', '.join(views)}")
     names = [f"{number} x {name}" if number > 1 else name for name, number in Counter(plan.kernels).items()]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.layouts import Sizes
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values
-from cudnn.sdpa.bwd import parts
+from cudnn.sdpa.bwd import kv_block_split
 from cudnn_kernels.attention import BackwardConfiguration, GradientsConfiguration
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same where CTAs draw blocks of keys, and of packed sequences and split blocks with a causal mask: 80 rows take
-more registers than there are.
+"""The same with the dynamic scheduler, and for varlen or split KV blocks with a causal mask: 80 rows would spill
+registers.
 """
 CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 """The same with a soft cap."""
@@ -52,7 +52,7 @@ class SdpaBackward(Gradients, Attention):
     """The gradients of attention.
 
         p  = exp(scale_softmax * q k^T - lse)    0 where the mask hides a key; d[i] = the sum of o do over row i
-        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
+        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the GEMMs
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
     With ``softcap``, t = tanh(scale_softmax q k^T / softcap): p = exp(softcap * t - lse), ds has a factor 1 - t^2.
@@ -85,9 +85,9 @@ class SdpaBackward(Gradients, Attention):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left", "softcap")
     head_sizes = tuple(TILES)
-    usual_shapes = (
+    aot_shapes = (
         *((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048)),
-        *((1, 64, 4096, *heads) for heads in parts.IN_TURNS),
+        *((1, 64, 4096, *heads) for heads in kv_block_split.ORDERED_HEAD_DIMS),
     )
 
     def __init__(
@@ -135,7 +135,7 @@ class SdpaBackward(Gradients, Attention):
         current_stream: Any = None,
     ) -> None:
         """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
-        self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        self.check_cu_seqlens(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         self.run(tensors, (checked_scale(self, scale_softmax, positive=False), None, None, None), current_stream, None)
@@ -148,37 +148,39 @@ class SdpaBackward(Gradients, Attention):
 
     @functools.cached_property
     def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many of the last blocks of keys are split, and in how many parts, by the samples' sizes."""
+        """How many of the last KV blocks are split, and into how many CTAs each, by the samples' sizes."""
         sizes = super().sizes(self.descs)
         heads = (sizes["d"], sizes["dv"])
         if (self._target() or "sm_90a") != "sm_90a" or heads not in TILES or self.packed:
             return {"split": 0, "parts": 1}
         c = configuration("sm_90a", "bfloat16", heads, self.kernel_options(heads))
-        return parts.of_window(c, sizes, self.window, self.expected_multiprocessors())
+        return kv_block_split.split_of_window(c, sizes, self.window, self.expected_num_sms())
 
     @functools.cached_property
-    def in_turns(self) -> bool:
-        """Whether blocks of keys take turns in adding to dq: on request, and where it is faster."""
+    def ordered_dq(self) -> bool:
+        """Whether KV blocks add to dQ in order (dQ_semaphore, deterministic): on request, and where it is faster."""
         sizes = super().sizes(self.descs)
         c = configuration("sm_90a", "bfloat16", (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0})
-        found = self.deterministic or parts.faster_in_turns(c, sizes, self.window, self.expected_multiprocessors())
-        self._logger.info("dq is added up %s", "in turns, the same in every call" if found else "in any order")
-        return found
+        ordered = self.deterministic or kv_block_split.ordered_dq_is_faster(
+            c, sizes, self.window, self.expected_num_sms()
+        )
+        self._logger.info("dq is accumulated %s", "in order, deterministic" if ordered else "in any order")
+        return ordered
 
     def kernel_options(self, heads: tuple[int, int]) -> dict[str, Any]:
-        """Options of a configuration for Hopper, but for whether blocks are split.
+        """Options of a configuration for Hopper, without split.
 
-        CTAs draw blocks of keys where the mask makes them shorter, but at 96, where it is slower, and where it takes
-        the registers of a soft cap.
+        A mask that makes KV blocks unequal uses the dynamic scheduler, except at head dimension 96, where it is slower,
+        and with a softcap at 128, which needs its registers.
         """
-        draws = heads == (64, 64) or (heads == (128, 128) and not self.softcap)
-        options = {"softcap": self.softcap > 0, "deterministic": self.in_turns}
-        return self.ends() | options | {"dynamic_scheduler": draws and self.window.right is not None}
+        is_dynamic = heads == (64, 64) or (heads == (128, 128) and not self.softcap)
+        options = {"softcap": self.softcap > 0, "deterministic": self.ordered_dq}
+        return self.ends() | options | {"dynamic_scheduler": is_dynamic and self.window.right is not None}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
         if arch == "sm_90a":
             options = self.kernel_options(heads) | {"split": self.constants["split"] > 0}
@@ -219,6 +221,6 @@ def sdpa_bwd_wrapper_sm100_d256(
 
     Arguments and errors as those of :class:`SdpaBackward`, for heads of 256 elements.
     """
-    SdpabwdSm100D256.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
+    SdpabwdSm100D256.check_required(q=q_tensor, k=k_tensor, v=v_tensor)
     dq, dk, dv = map(torch.empty_like, (q_tensor, k_tensor, v_tensor))
     return written(SdpabwdSm100D256, locals(), dq=dq, dk=dk, dv=dv)

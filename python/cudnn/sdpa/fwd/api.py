@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
-from cudnn.fused.objects import written
+from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
-from cudnn.runtime.call import Plan, kernel_plan
+from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, TYPES, Attention, checked_scale, keys, queries, row_values
 from cudnn.sdpa.layouts import HeadValues
@@ -77,7 +77,7 @@ DECODE = {
 """Keys of a tile, and how many tiles are on their way, where CTAs split a sequence's keys."""
 HOLDING = {("sm_90a", kind, 128, 128) for kind in TYPES}
 """Where loops hold their ends in registers, with a causal mask and without other options: what was timed faster so."""
-FEW = 64
+MAX_SPLIT_ROWS = 64
 """Rows of all heads of Q that share one of K up to which CTAs split the keys."""
 HEADS = tuple(TILES["sm_90a"])
 ALL_TYPES = (*TYPES, "float8_e4m3fn", "float8_e5m2")
@@ -105,7 +105,7 @@ class SdpaForward(Attention):
     """Attention over sequences of one length, or packed ones of several, forward.
 
         s   = scale_softmax * q k^T          in float32, -inf where the mask hides a key
-        o   = scale_output * softmax(s) v    the exponentials are rounded to the type of v before the product
+        o   = scale_output * softmax(s) v    the exponentials are rounded to the type of v before the PV GEMM
         lse = ln sum exp(s)                  natural, over the keys of a row
 
     With ``softcap``, s becomes softcap * tanh(s / softcap) before the mask. With a ``sink``, every row's softmax has
@@ -136,18 +136,18 @@ class SdpaForward(Attention):
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
-        max_s_q, max_s_k: at least the lengths of the longest sequences, which the kernel finds by itself.
+        max_s_q, max_s_k: at least the lengths of the longest sequences, which the kernel reads from cum_seqlen.
         qk_acc_dtype, pv_acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its own tiles.
         is_causal: row i of q sees the keys up to i + sk - sq: the diagonal ends in the lower right corner.
         window_size: (left, right): row i sees the keys from i + sk - sq - left to i + sk - sq + right; -1: no end on
             that side. With ``is_causal`` the right end is 0, and may be given as -1.
         scale_softmax: None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile without a GPU; default: that of the tensors'
             device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
             kernel itself.
         softcap: 0 for none. sample_sink: a tensor like the logits of the sinks, if there are any.
         sample_seqlen_k: a tensor like the lengths of the sequences' keys, if k and v are caches with room for more: a
-            sequence has the first so many keys, and its diagonal ends at its own last one.
+            sequence has its first seqlen_k keys, and its diagonal ends at the last of them.
         sample_page_table: a tensor like the table of pages, if k is a pool (pages, hk, page, d), and so v: key i of a
             sequence is row i % page of the page ``page_table[sequence, i // page]``. Entries beyond a sequence's length
             are not read. A page has a power of 2 of keys, 8 or more. Needs ``sample_seqlen_k``.
@@ -165,7 +165,7 @@ class SdpaForward(Attention):
         queries("q", "d", types=ALL_TYPES),
         keys("k", "d", batch="bk", types=ALL_TYPES),
         keys("v", "dv", batch="bk", types=ALL_TYPES),
-        queries("o", "dv", written=True, same=""),
+        queries("o", "dv", written=True, same_dtype=""),
         row_values(written=True),
         *OFFSETS,
         TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True),
@@ -177,7 +177,7 @@ class SdpaForward(Attention):
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left", "softcap")
     head_sizes = HEADS
-    usual_shapes = tuple((1, 1, 128, *heads) for heads in HEADS)
+    aot_shapes = tuple((1, 1, 128, *heads) for heads in HEADS)
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class SdpaForward(Attention):
         descale_v_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
-        self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        self.check_cu_seqlens(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
         tensors = (*tensors, seqlen_k_tensor, page_table_tensor, descale_q_tensor, descale_k_tensor, descale_v_tensor)
@@ -240,17 +240,17 @@ class SdpaForward(Attention):
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
         page = self.sizes(self.descs)["sk"]
-        if self.given("page_table") and sizes["sk"] != page:
+        if self.has("page_table") and sizes["sk"] != page:
             raise self.error("page_table", f"pages of {sizes['sk']} keys", f"pages of {page} keys, as the samples'")
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         checked_scale(self, self.scale_softmax, positive=True)
-        cached, paged = self.given("seqlen_k"), self.given("page_table")
+        cached, paged = self.has("seqlen_k"), self.has("page_table")
         if cached and self.packed:
-            raise self.unsupported("seqlen_k", "lengths beside cum_seqlen_k", "one of the two")
+            raise self.unsupported("seqlen_k", "lengths with cum_seqlen_k", "one of the two")
         if paged and not cached:
-            raise self.error("page_table", "no lengths beside it", "sample_seqlen_k too")
+            raise self.error("page_table", "no lengths with it", "sample_seqlen_k too")
         if paged and (sizes["sk"] < 8 or sizes["sk"] & (sizes["sk"] - 1)):
             raise self.error("page_table", f"pages of {sizes['sk']} keys", "pages of a power of 2 of keys, 8 or more")
         if not 0 <= self.num_splits <= 256:
@@ -258,7 +258,7 @@ class SdpaForward(Attention):
         if not self.eight_bits and self.dtype("o") != self.dtype("q"):
             raise self._refuse("o tensor dtype", self.dtype("o"), self.dtype("q"))
         for name in DESCALES:
-            if self.given(name) != self.eight_bits:
+            if self.has(name) != self.eight_bits:
                 got, allowed = ("none", "a tensor") if self.eight_bits else ("a tensor", "none")
                 raise self.error(f"{name} of q, k and v in {name_of(self.dtype('q'))}", got, allowed)
         if self.eight_bits and (cached or self.as_existing):
@@ -272,9 +272,9 @@ class SdpaForward(Attention):
 
     def decodes(self, sizes: Sizes) -> bool:
         """Whether CTAs split a sequence's keys."""
-        share = sizes["hq"] // max(sizes["hk"], 1)
-        few = not self.packed and not self.eight_bits and share * sizes["sq"] <= FEW
-        return self.given("seqlen_k") or few
+        qhead_per_kvhead = sizes["hq"] // max(sizes["hk"], 1)
+        splits_keys = not self.packed and not self.eight_bits and qhead_per_kvhead * sizes["sq"] <= MAX_SPLIT_ROWS
+        return self.has("seqlen_k") or splits_keys
 
     @functools.cached_property
     def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -282,9 +282,9 @@ class SdpaForward(Attention):
         if self.num_splits:
             return {"splits": self.num_splits}
         arch, sizes = self._target() or "sm_90a", super().sizes(self.descs)
-        multiprocessors = self.expected_multiprocessors()
-        tiles = math.ceil(sizes["sq"] * sizes["hq"] / max(sizes["hk"], 1) / FEW) * sizes["b"] * sizes["hk"]
-        blocks = math.ceil(self.longest[1] / DECODE[arch].get((sizes["d"], sizes["dv"]), (FEW, 0))[0])
+        multiprocessors = self.expected_num_sms()
+        tiles = math.ceil(sizes["sq"] * sizes["hq"] / max(sizes["hk"], 1) / MAX_SPLIT_ROWS) * sizes["b"] * sizes["hk"]
+        blocks = math.ceil(self.longest[1] / DECODE[arch].get((sizes["d"], sizes["dv"]), (MAX_SPLIT_ROWS, 0))[0])
 
         def cost(splits: int) -> int:
             return math.ceil(tiles * splits / multiprocessors) * (math.ceil(blocks / splits) + 2)
@@ -294,11 +294,11 @@ class SdpaForward(Attention):
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
+    def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         if self.decodes(sizes):
             return kernel_plan(arch, self.decode(arch, sizes))
         dtype, heads = name_of(self.dtype("q")), (sizes["d"], sizes["dv"])
-        options: dict[str, Any] = {"softcap": self.softcap > 0, "sink": self.given("sink")}
+        options: dict[str, Any] = {"softcap": self.softcap > 0, "sink": self.has("sink")}
         if self.eight_bits:
             if arch != "sm_90a":
                 raise self.unsupported("q tensor dtype", dtype, f"float16, bfloat16 on {arch}; 8 bits on sm_90a")
@@ -307,9 +307,9 @@ class SdpaForward(Attention):
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
         """What the kernel for few rows, or caches, is compiled for."""
-        heads, ends, share = (sizes["d"], sizes["dv"]), self.ends(), sizes["hq"] // max(sizes["hk"], 1)
+        heads, ends, qhead_per_kvhead = (sizes["d"], sizes["dv"]), self.ends(), sizes["hq"] // max(sizes["hk"], 1)
         keys, stages = DECODE[arch][heads]
-        rows = 64 if arch == "sm_90a" and share * sizes["sq"] <= FEW else 128
+        rows = 64 if arch == "sm_90a" and qhead_per_kvhead * sizes["sq"] <= MAX_SPLIT_ROWS else 128
         return DecodeConfiguration(
             name_of(self.dtype("q")),
             *heads,
@@ -317,14 +317,14 @@ class SdpaForward(Attention):
             **ends,
             stages=stages,
             softcap=self.softcap > 0,
-            sink=self.given("sink"),
-            cached=self.given("seqlen_k"),
-            page_size=sizes["sk"] if self.given("page_table") else 0,
+            sink=self.has("sink"),
+            cached=self.has("seqlen_k"),
+            page_size=sizes["sk"] if self.has("page_table") else 0,
         )
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        numbers = tensors["scale_softmax"], tensors["scale_output"], self.softcap
-        reference.forward(tensors, self.window, *numbers, self.packed)
+        scales = tensors["scale_softmax"], tensors["scale_output"], self.softcap
+        reference.forward(tensors, self.window, *scales, self.packed)
 
 
 class SdpafwdSm100D256(SdpaForward):
@@ -359,7 +359,7 @@ def sdpa_fwd_wrapper_sm100_d256(
 
     Arguments and errors as those of :class:`SdpaForward`, for heads of 256 elements. Nothing is recorded for autograd.
     """
-    SdpafwdSm100D256.check_needed(q=q_tensor)
+    SdpafwdSm100D256.check_required(q=q_tensor)
     o = torch.empty_like(q_tensor)
     lse = torch.empty(lse_shape(q_tensor, cum_seqlen_q_tensor), dtype=torch.float32, device=q_tensor.device)
     return written(SdpafwdSm100D256, locals(), o=o, lse=lse)

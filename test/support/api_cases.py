@@ -10,8 +10,8 @@ import torch
 
 from cudnn import gemm_amax, gemm_dsrelu, gemm_dswiglu, gemm_srelu, gemm_swiglu
 from cudnn.demo_cases.gemm_variants import Variant
-from support import gemms
-from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
+from support import oracle
+from support.oracle import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
 from support.selection import within
 
 
@@ -25,7 +25,7 @@ class Family:
     module: Any
     results: tuple[str, ...]
     result: str
-    extra: tuple[str, ...] = ()  # names of inputs beside the operands
+    extra: tuple[str, ...] = ()  # names of inputs other than the operands
     quantized: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -35,7 +35,7 @@ class Family:
 
     @property
     def columns(self) -> float:
-        """Columns of the result for each of the product's."""
+        """Columns of the result for each column of the GEMM."""
         return {"gemm_swiglu": 0.5, "gemm_dswiglu": 2}.get(self.name, 1)
 
 
@@ -160,11 +160,11 @@ def case(
     directions = ["k" if major == "k" else "mn" for major in majors[:2]]
     if scale is not None or dtype == FP4:
         a, b = (
-            gemms.scaled(size, k, l, dtype, scale or E8M0, vector, major, memory, block if scale == F32 else 1)
+            oracle.scaled(size, k, l, dtype, scale or E8M0, vector, major, memory, block if scale == F32 else 1)
             for size, major, block in zip((m, n), directions, (1, rows), strict=True)
         )
     else:
-        a, b = (gemms.plain(rows, k, l, dtype, major, memory) for rows, major in zip((m, n), directions, strict=True))
+        a, b = (oracle.plain(rows, k, l, dtype, major, memory) for rows, major in zip((m, n), directions, strict=True))
     columns = int(n * family.columns)
     tensors: dict[str, Any] = {"a": a.tensor, "b": b.tensor, "sfa": a.scales, "sfb": b.scales}
     tensors[family.result] = result(m, columns, l, out, majors[2], memory)
@@ -174,11 +174,11 @@ def case(
         tensors["c"] = result(m, n, l, side, majors[2], memory)
     elif name == "gemm_dsrelu":
         major = "mn" if majors[2] == "m" else "k"
-        tensors["c"] = gemms.strided(torch.randn(m, n, l, device=memory).to(side), major)
+        tensors["c"] = oracle.strided(torch.randn(m, n, l, device=memory).to(side), major)
         tensors["dprob"] = torch.zeros(m, 1, l, device=memory)
     elif name == "gemm_dswiglu":
         major = "mn" if majors[2] == "m" else "k"
-        tensors["ab12"] = gemms.strided(torch.randn(m, 2 * n, l, device=memory).to(side), major)
+        tensors["ab12"] = oracle.strided(torch.randn(m, 2 * n, l, device=memory).to(side), major)
         tensors["c"] = result(m, n, l, BF16, majors[2], memory) if out == F32 else None
         tensors["dprob"] = torch.zeros(m, 1, l, device=memory)
     if "prob" in family.extra:
@@ -190,11 +190,11 @@ def case(
     if family.quantized:
         quantized = out in (E4M3, E5M2)
         if vector == 128:
-            factors = gemms.strided(torch.full((m, -(-columns // vector), l), torch.nan, device=memory), "mn")
+            scales = oracle.strided(torch.full((m, -(-columns // vector), l), torch.nan, device=memory), "mn")
         else:
             codes = torch.full((m, -(-columns // vector), l), 77, dtype=torch.uint8, device=memory)
-            factors = gemms.in_atoms(codes).view(E8M0)
-        tensors[family.quantized] = factors if quantized else None
+            scales = oracle.in_atoms(codes).view(E8M0)
+        tensors[family.quantized] = scales if quantized else None
         tensors["norm_const"] = torch.tensor([0.01], device=memory) if quantized else None
     if device == "meta":
         tensors = {key: None if tensor is None else without_data(tensor) for key, tensor in tensors.items()}
@@ -210,7 +210,7 @@ def options(problem: Case) -> dict[str, Any]:
 
 
 def of_variant(v: Variant, device: str = "cpu") -> Case:
-    """The problem of a variant, on tensors of its own."""
+    """The problem of a variant, on new tensors."""
     types = {name: getattr(torch, getattr(v, name)) for name in ("out", "side")}
     dtype = FP4 if v.dtype == "uint8" else getattr(torch, v.dtype)
     scale = getattr(torch, v.scale) if v.scale else None
@@ -230,7 +230,7 @@ def execute(problem: Case, where: str, alpha: float | None = None, **more: Any) 
 
 
 def slack(problem: Case) -> float:
-    """Error of the products, relative to the largest: TF32 has 10 bits, 8-bit products are added up with few."""
+    """Error of the GEMM relative to its largest element: TF32 has 10 bits, 8-bit MMAs accumulate with few."""
     sfa = problem.tensors["sfa"]
     if sfa is not None and sfa.dtype != F32:
         return 2e-5
@@ -240,25 +240,25 @@ def slack(problem: Case) -> float:
 def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
     """The results of an executed problem, against their definitions in float64."""
     tensors, name = problem.tensors, problem.family.name
-    z = alpha * gemms.matmul(problem.a, problem.b)
+    z = alpha * oracle.matmul(problem.a, problem.b)
     if name == "gemm_swiglu":
         if tensors["ab12"] is not None:
-            gemms.assert_rounded(tensors["ab12"], z, slack)
-        values = gemms.swiglu(z, *problem.order)
+            oracle.assert_rounded(tensors["ab12"], z, slack)
+        values = oracle.swiglu(z, *problem.order)
     elif name == "gemm_srelu":
-        gemms.assert_rounded(tensors["c"], z, slack)
-        values = gemms.srelu(z, tensors["prob"])
+        oracle.assert_rounded(tensors["c"], z, slack)
+        values = oracle.srelu(z, tensors["prob"])
     elif name == "gemm_dsrelu":
-        values, dprob = gemms.dsrelu(z, tensors["c"], tensors["prob"])
-        gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
+        values, dprob = oracle.dsrelu(z, tensors["c"], tensors["prob"])
+        oracle.assert_rounded(tensors["dprob"], dprob, 10 * slack)
     elif name == "gemm_dswiglu":
-        values, dprob, c = gemms.dswiglu(z, tensors["ab12"], tensors["prob"], *problem.order)
-        gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
+        values, dprob, c = oracle.dswiglu(z, tensors["ab12"], tensors["prob"], *problem.order)
+        oracle.assert_rounded(tensors["dprob"], dprob, 10 * slack)
         if tensors["c"] is not None:
-            gemms.assert_rounded(tensors["c"], c, 1e-6)
+            oracle.assert_rounded(tensors["c"], c, 1e-6)
     else:
         values = z
-    slack *= 4 if name != "gemm_amax" else 1  # products of sums
+    slack *= 4 if name != "gemm_amax" else 1  # GEMM results are multiplied
     if tensors["amax"] is not None:
         blocks = values.abs().unsqueeze(2)
         if name == "gemm_dswiglu":
@@ -266,45 +266,45 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
         torch.testing.assert_close(
             tensors["amax"].double().flatten(), blocks.transpose(0, 2).flatten(1).amax(1), rtol=4 * slack, atol=0
         )
-    found = tensors[problem.family.result]
+    actual = tensors[problem.family.result]
     scales = tensors.get(problem.family.quantized)
     if scales is None:
-        gemms.assert_rounded(found, values, slack)
+        oracle.assert_rounded(actual, values, slack)
     else:
-        check_quantized(found, scales, values, float(tensors["norm_const"]), slack)
+        check_quantized(actual, scales, values, float(tensors["norm_const"]), slack)
 
 
-def check_quantized(found: Any, scales: Any, values: torch.Tensor, norm: float, slack: float) -> None:
+def check_quantized(actual: Any, scales: Any, values: torch.Tensor, norm: float, slack: float) -> None:
     """Scale factors exact, but where the largest value lies within ``slack`` of a power of two; elements rounded."""
     m, n, _ = values.shape
-    limit = {E4M3: 448.0, E5M2: 128.0}[found.dtype]
+    limit = {E4M3: 448.0, E5M2: 128.0}[actual.dtype]
     if scales.dtype == F32:
         padded = torch.nn.functional.pad(values, (0, 0, 0, -n % 128)).unflatten(1, (-1, 128))
         least = slack * values.abs().max() / limit * norm
         torch.testing.assert_close(
             scales.double(), padded.abs().amax(2) / limit * norm, rtol=1e-6, atol=float(least), check_stride=False
         )
-        check_elements(found, values, norm / scales.double().repeat_interleave(128, 1)[:, :n], slack)
+        check_elements(actual, values, norm / scales.double().repeat_interleave(128, 1)[:, :n], slack)
         return
     blocks = -(-n // 32)
-    codes = gemms.from_atoms(scales, m, blocks)
+    codes = oracle.from_atoms(scales, m, blocks)
     padded = torch.nn.functional.pad(values, (0, 0, 0, -n % 32)).unflatten(1, (-1, 32))
     largest = padded.abs().amax(2) / limit * norm
     error = slack * values.abs().max() / limit * norm
-    low, high = (gemms.e8m0_code_above((largest + sign * error).clamp(min=0)) for sign in (-1, 1))
+    low, high = (oracle.e8m0_code_above((largest + sign * error).clamp(min=0)) for sign in (-1, 1))
     assert bool(((codes >= low) & (codes <= high)).all())
     assert float((low == high).double().mean()) > 0.3  # TF32 leaves some open
-    check_elements(found, values, norm / gemms.e8m0_values(codes).repeat_interleave(32, 1)[:, :n], slack)
+    check_elements(actual, values, norm / oracle.e8m0_values(codes).repeat_interleave(32, 1)[:, :n], slack)
     outside = scales.view(torch.uint8).clone()
-    outside[gemms.scale_index(m, blocks, values.shape[2], outside.device)] = 0
+    outside[oracle.scale_index(m, blocks, values.shape[2], outside.device)] = 0
     assert not outside.any()  # what pads the atoms
 
 
-def check_elements(found: Any, values: torch.Tensor, factor: torch.Tensor, slack: float) -> None:
+def check_elements(actual: Any, values: torch.Tensor, factor: torch.Tensor, slack: float) -> None:
     """Quantised elements: values times what they were multiplied by, rounded."""
-    limit = {E4M3: 448.0, E5M2: 128.0}[found.dtype]
-    step = torch.finfo(found.dtype).eps * (values * factor).abs().clamp(
-        min=2.0**-6 if found.dtype == E4M3 else 2.0**-14
+    limit = {E4M3: 448.0, E5M2: 128.0}[actual.dtype]
+    step = torch.finfo(actual.dtype).eps * (values * factor).abs().clamp(
+        min=2.0**-6 if actual.dtype == E4M3 else 2.0**-14
     )
     allowed = 0.505 * step + slack * values.abs().max() * factor
-    assert bool(((found.double() - (values * factor).clamp(-2 * limit, 2 * limit)).abs() <= allowed).all())
+    assert bool(((actual.double() - (values * factor).clamp(-2 * limit, 2 * limit)).abs() <= allowed).all())

@@ -1,6 +1,6 @@
 """Fused GEMMs for tests: random operands whose values are known in float64, and the definitions of the results.
 
-Nothing here uses the library: layouts and formats are worked out anew, index by index.
+Nothing here uses the library: layouts and formats are computed independently, index by index.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def scale_index(mn: int, blocks: int, l: int, device: Any) -> tuple[torch.Tensor
     return r % 32, r // 32 % 4, r // 128, j % 4, j // 4, i
 
 
-def in_atoms(factors: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, with ``beyond`` where there are none."""
-    mn, blocks, l = factors.shape  # noqa: E741
+def in_atoms(scales: torch.Tensor, beyond: int = 0) -> torch.Tensor:
+    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, with ``beyond`` as padding."""
+    mn, blocks, l = scales.shape  # noqa: E741
     shape = (l, -(-mn // 128), -(-blocks // 4), 32, 4, 4)
-    atoms = torch.full(shape, beyond, dtype=torch.uint8, device=factors.device).permute(3, 4, 1, 5, 2, 0)
-    atoms[scale_index(mn, blocks, l, factors.device)] = factors
+    atoms = torch.full(shape, beyond, dtype=torch.uint8, device=scales.device).permute(3, 4, 1, 5, 2, 0)
+    atoms[scale_index(mn, blocks, l, scales.device)] = scales
     return atoms
 
 
@@ -64,12 +64,12 @@ def atoms_of(memory: torch.Tensor, mn: int, blocks: int, l: int = 1) -> torch.Te
 
 
 def atoms_by_part(atoms: torch.Tensor, ends: Sequence[int], vector: int, beyond: int | None = None) -> torch.Tensor:
-    """Factors as parts of k that end there have them, one part after the other in memory, then those of no part, or
-    ``beyond`` for them.
+    """Scale factors of a varlen_k operand whose ranges of k end at ``ends``: range after range in memory, then the
+    rest, or ``beyond`` for it.
     """
-    whole = atoms.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
-    bounds = [0, *(-(-end // (4 * vector)) for end in ends), whole.shape[2]]
-    parts = [whole[:, :, first:last].reshape(-1) for first, last in pairwise(bounds)]
+    memory = atoms.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
+    bounds = [0, *(-(-end // (4 * vector)) for end in ends), memory.shape[2]]
+    parts = [memory[:, :, first:last].reshape(-1) for first, last in pairwise(bounds)]
     if beyond is not None:
         parts[-1] = torch.full_like(parts[-1], beyond)
     return torch.cat(parts).view(atoms.dtype)
@@ -79,8 +79,8 @@ def addresses_of(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Addresses of copies of the matrices along the last dimension, which lie anywhere, in any order; the copies."""
     raw = x.view(torch.uint8) if x.element_size() == 1 else x
     copies = {i: raw[..., i : i + 1].clone() for i in torch.randperm(x.shape[-1]).tolist()}
-    kept = [copies[i].view(x.dtype) for i in range(x.shape[-1])]
-    return torch.tensor([copy.data_ptr() for copy in kept], device=x.device), kept
+    matrices = [copies[i].view(x.dtype) for i in range(x.shape[-1])]
+    return torch.tensor([copy.data_ptr() for copy in matrices], device=x.device), matrices
 
 
 def from_atoms(scales: torch.Tensor, mn: int, blocks: int) -> torch.Tensor:
@@ -115,16 +115,16 @@ def scaled(
     """Block-scaled, every scale factor another power of two or e4m3 number, or float32, which ``rows`` share."""
     blocks = -(-k // vector)
     if scale == F32:
-        factors = torch.rand(-(-mn // rows), blocks, l, device=device) * 3 + 0.05
+        scales = torch.rand(-(-mn // rows), blocks, l, device=device) * 3 + 0.05
         tensor = strided(torch.randn(mn, k, l, device=device).to(dtype), major)
-        each = factors.double().repeat_interleave(rows, 0)[:mn].repeat_interleave(vector, 1)[:, :k]
-        return Operand(tensor, strided(factors, "mn" if rows == 1 else "k"), tensor.double() * each)
+        each = scales.double().repeat_interleave(rows, 0)[:mn].repeat_interleave(vector, 1)[:, :k]
+        return Operand(tensor, strided(scales, "mn" if rows == 1 else "k"), tensor.double() * each)
     if scale == E8M0:
         codes = torch.randint(125, 130, (mn, blocks, l), device=device).to(torch.uint8)
-        factors = e8m0_values(codes)
+        scales = e8m0_values(codes)
     else:
         codes = (torch.rand(mn, blocks, l, device=device) * 3 + 0.05).to(E4M3).view(torch.uint8)
-        factors = codes.view(E4M3).double()
+        scales = codes.view(E4M3).double()
     if dtype == FP4:
         nibbles = torch.randint(0, 16, (l, mn, k), device=device).to(torch.uint8)
         tensor = strided((nibbles[..., ::2] + 16 * nibbles[..., 1::2]).permute(1, 2, 0), "k").view(FP4)
@@ -132,7 +132,7 @@ def scaled(
     else:
         tensor = strided(torch.randn(mn, k, l, device=device).to(dtype), major)
         values = tensor.double()
-    return Operand(tensor, in_atoms(codes).view(scale), values * factors.repeat_interleave(vector, 1)[:, :k])
+    return Operand(tensor, in_atoms(codes).view(scale), values * scales.repeat_interleave(vector, 1)[:, :k])
 
 
 def matmul(a: Operand, b: Operand) -> torch.Tensor:
@@ -140,13 +140,13 @@ def matmul(a: Operand, b: Operand) -> torch.Tensor:
     return torch.stack([a.values[..., i] @ b.values[..., i].T for i in range(a.values.shape[2])], dim=2)
 
 
-def swiglu(z: torch.Tensor, halves: bool = False, gate_first: bool = False) -> torch.Tensor:
+def swiglu(z: torch.Tensor, concat_glu: bool = False, gate_first: bool = False) -> torch.Tensor:
     """(m, n, l) to (m, n / 2, l), in float64: column p * 32 + i comes of columns p * 64 + i (up) and + 32 (gate).
 
     Of halves, column i comes of columns i and n / 2 + i.
     """
     columns = torch.arange(z.shape[1] // 2, device=z.device)
-    first, distance = (columns, len(columns)) if halves else (columns // 32 * 64 + columns % 32, 32)
+    first, distance = (columns, len(columns)) if concat_glu else (columns // 32 * 64 + columns % 32, 32)
     up, gate = z[:, first], z[:, first + distance]
     if gate_first:
         up, gate = gate, up
@@ -191,7 +191,7 @@ def signs_of(size: int) -> torch.Tensor:
     return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
 
 
-def either_way(values: torch.Tensor, error: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def rounding_interval(values: torch.Tensor, error: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Values that were computed with an error of at most ``error``, then rounded (larger ones to the largest number):
     the middle of what each may be, and how far from it: 0 but where the error reaches a midpoint of two numbers.
     """
@@ -201,29 +201,29 @@ def either_way(values: torch.Tensor, error: torch.Tensor, dtype: Any) -> tuple[t
 
 
 def assert_rounded(
-    found: torch.Tensor, expected: torch.Tensor, slack: float, doubt: torch.Tensor | float = 0.0
+    actual: torch.Tensor, expected: torch.Tensor, slack: float, doubt: torch.Tensor | float = 0.0
 ) -> None:
-    """``found`` is ``expected``, float64, rounded once, after an error of ``slack`` times its largest magnitude.
+    """``actual`` is ``expected``, float64, rounded once, after an error of ``slack`` times its largest magnitude.
 
     ``doubt``: how far each element may lie from ``expected`` besides, since something that it is made of was rounded.
     """
-    if found.dtype in (FP4, torch.uint8):
-        found, expected = unpacked(found), expected.clamp(-6, 6)
+    if actual.dtype in (FP4, torch.uint8):
+        actual, expected = unpacked(actual), expected.clamp(-6, 6)
         magnitude = expected.abs().unsqueeze(-1)
-        grid = fp4_values(torch.arange(8, dtype=torch.uint8, device=found.device))
+        grid = fp4_values(torch.arange(8, dtype=torch.uint8, device=actual.device))
         spacing = 2 * (magnitude - grid).abs().amin(-1)
-    elif found.dtype == F32:
+    elif actual.dtype == F32:
         spacing = torch.zeros_like(expected)
     else:
-        info = torch.finfo(found.dtype)
-        largest = 448.0 if found.dtype == E4M3 else info.max
-        expected = expected.clamp(-largest, largest) if found.dtype in (E4M3, E5M2) else expected
-        least = {E4M3: 2.0**-6, E5M2: 2.0**-14, F16: 2.0**-14}.get(found.dtype, 2.0**-126)
+        info = torch.finfo(actual.dtype)
+        largest = 448.0 if actual.dtype == E4M3 else info.max
+        expected = expected.clamp(-largest, largest) if actual.dtype in (E4M3, E5M2) else expected
+        least = {E4M3: 2.0**-6, E5M2: 2.0**-14, F16: 2.0**-14}.get(actual.dtype, 2.0**-126)
         spacing = info.eps * 2.0 ** torch.floor(torch.log2((expected.abs() + doubt).clamp(min=least)))
         # A binade's first value may come of the one below, with half the distance; found may lie a binade above.
     allowed = 0.505 * spacing + slack * float(expected.abs().max().clamp(min=1e-30)) + doubt
     # Beyond the largest number of float16 lies infinity.
-    limit = torch.finfo(torch.float16).max if found.dtype is torch.float16 else math.inf
-    error = (found.double().clamp(-limit, limit) - expected.clamp(-limit, limit)).abs()
+    limit = torch.finfo(torch.float16).max if actual.dtype is torch.float16 else math.inf
+    error = (actual.double().clamp(-limit, limit) - expected.clamp(-limit, limit)).abs()
     worst = (error - allowed).flatten().argmax()
     assert bool((error <= allowed).all()), f"error {error.flatten()[worst]}, allowed {allowed.flatten()[worst]}"

@@ -1,4 +1,4 @@
-"""Arguments of the Python types that the functions' annotations say: of constructors and of wrappers."""
+"""Checks the arguments of constructors and wrappers against the Python types of their annotations."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def checked(where: str, function: Callable[..., Any], arguments: Mapping[str, An
     Raises:
         TypeError: one is not of the Python type of its annotation.
     """
-    unusual = {}
-    for name, (usual, convert) in _kinds(function).items():
+    converted = {}
+    for name, (accepted, convert) in _checks(function).items():
         value = arguments.get(name)
-        if type(value) not in usual:
-            unusual[name] = convert(where, name, value)
-    return {**arguments, **unusual} if unusual else arguments
+        if type(value) not in accepted:
+            converted[name] = convert(where, name, value)
+    return {**arguments, **converted} if converted else arguments
 
 
 @functools.cache
-def _kinds(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Callable[[str, str, Any], Any]]]:
-    """For each parameter with an annotation that is known here: Python types that need no look, and what looks."""
-    known: dict[str, tuple[tuple[type, ...], Callable[[str, str, Any], Any]]] = {
+def _checks(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Callable[[str, str, Any], Any]]]:
+    """For each parameter with a supported annotation: the types accepted as they are, and the converter of others."""
+    converters: dict[str, tuple[tuple[type, ...], Callable[[str, str, Any], Any]]] = {
         "Tensor": ((torch.Tensor, torch.nn.Parameter), _tensor),
         "dtype": ((torch.dtype,), _dtype),
         "bool": ((bool,), _bool),
@@ -42,14 +42,14 @@ def _kinds(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Cal
         "str": ((str,), _str),
         "tuple[int, int]": ((), _pair),
     }
-    found = {}
+    checks = {}
     for p in inspect.signature(function).parameters.values():
-        kind = str(p.annotation)
-        if (short := kind.removesuffix(_OR_NONE)) in known:
-            usual, convert = known[short]
-            none = (type(None),) if kind.endswith(_OR_NONE) or p.default is None else ()
-            found[p.name] = frozenset((*usual, *none)), convert
-    return found
+        annotation = str(p.annotation)
+        if (short := annotation.removesuffix(_OR_NONE)) in converters:
+            accepted, convert = converters[short]
+            none = (type(None),) if annotation.endswith(_OR_NONE) or p.default is None else ()
+            checks[p.name] = frozenset((*accepted, *none)), convert
+    return checks
 
 
 def _refused(where: str, name: str, value: Any, allowed: str) -> TypeError:
@@ -57,17 +57,17 @@ def _refused(where: str, name: str, value: Any, allowed: str) -> TypeError:
 
 
 def _tensor(where: str, name: str, value: Any) -> Any:
-    if value is None:  # of those without which there is no call, others say so
+    if value is None:  # required tensors are checked elsewhere
         return None
     check_tensor(where, name.removeprefix("sample_").removesuffix("_tensor"), value)
     return value
 
 
 def _dtype(where: str, name: str, value: Any) -> Any:
-    found = torch_type(value)
-    if not isinstance(found, torch.dtype):
+    dtype = torch_type(value)
+    if not isinstance(dtype, torch.dtype):
         raise _refused(where, name, value, "a torch.dtype")
-    return found
+    return dtype
 
 
 def _bool(where: str, name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Graphs over copies of another graph's nodes: what is tried on them leaves the other as it is."""
+"""Dry-run copies of a graph: steps tried on the copy do not change the original."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, cudnnGraphNotSupportedError)
 
 
-def twin_of(graph: pygraph, nodes: Sequence[Node] | None = None) -> pygraph:
+def dry_run_copy(graph: pygraph, nodes: Sequence[Node] | None = None) -> pygraph:
     """A graph with the same settings over copies of the nodes, or over the nodes given. Nothing is built.
 
     It has no kernel cache: a cache belongs to the topology of the first graph that is built with it.
     """
-    twin = copy.copy(graph)
-    twin.nodes = copy.deepcopy(graph.nodes) if nodes is None else list(nodes)
-    twin._kernel_cache = None
-    twin._forget_program()
-    return twin
+    dry_run = copy.copy(graph)
+    dry_run.nodes = copy.deepcopy(graph.nodes) if nodes is None else list(nodes)
+    dry_run._kernel_cache = None
+    dry_run._forget_program()
+    return dry_run
 
 
 def for_device(graph: pygraph, properties: DeviceProperties) -> pygraph:
     """The graph, not built, as one for a described device, whatever machine or executor it was made for."""
-    twin = twin_of(graph)
-    twin._handle, twin._backend, twin._arrays_on = None, None, set()
-    twin._device_property = properties
+    dry_run = dry_run_copy(graph)
+    dry_run._handle, dry_run._backend, dry_run._arrays_on = None, None, set()
+    dry_run._device_property = properties
     capability = json.loads(properties.serialize())["deviceVer"] // 10
-    twin.context = dataclasses.replace(twin.context, sm_version=capability)
-    return twin
+    dry_run.context = dataclasses.replace(dry_run.context, sm_version=capability)
+    return dry_run

@@ -1,4 +1,4 @@
-"""Which attention the kernels take, and where they are faster than cuDNN's: by the sizes of tensors or of a node."""
+"""Heuristics of the fused attention kernels: what they support, and where they are faster than cuDNN's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from cudnn.sdpa.base import Attention
 FASTER = {"sm_90a": frozenset({(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)})}
 """Where docs/performance.md has these kernels faster than cuDNN's, in all passes, with a causal mask and without."""
 _LARGE = 4096 * 32, 4096
-"""Rows of all heads, and keys: what the measurements had at least."""
+"""The least numbers of rows of all heads, and of keys, that were measured."""
 
 Bounds = tuple[bool, int, int, int]
 """Whether causal; 1 where the diagonal ends at the last row and key; how far left and right of it, -1: no bound."""
 
 
-def obstacle(heads: tuple[int, int], bounds: Bounds, scale: float | None, operations: Sequence[type[Attention]]) -> str:
-    """Why the kernels of all these passes cannot compute this attention; empty where they can. A scale of None is a
-    positive one.
-    """
+def unsupported_reason(
+    heads: tuple[int, int], bounds: Bounds, scale: float | None, operations: Sequence[type[Attention]]
+) -> str:
+    """Why the kernels of these passes cannot compute this attention; "" if they can. A scale of None is positive."""
     left = bounds[2]
     if scale is not None and not scale > 0:  # they find the largest score before they scale, and 0 means their default
         return f"the scale {scale}: the kernels take positive ones"

@@ -1,4 +1,4 @@
-"""Tables of addresses on a device: what kernels read of tensors that lie apart."""
+"""Pointer arrays on a device: the addresses of tensors, for ptr-array kernels."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnn.lazy import torch
 from cudnn.runtime import launch
-from cudnn.runtime.run import DEFAULT_STREAM, lasting
+from cudnn.runtime.run import DEFAULT_STREAM, persistent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass
-class _Table:
+class _PointerArray:
     """Addresses of tensors, the memory of the first of them, and where it begins there."""
 
     addresses: Tensor
     memory: StorageWeakRef
-    place: int
+    offset: int
 
 
-_TABLES: dict[Any, _Table] = {}
+_TABLES: dict[Any, _PointerArray] = {}
 MOVES = 4  # tables kept of a storage that gets other memory, as one that is resized to 0 and back
 
 
@@ -38,17 +38,17 @@ def pointers(tensors: Sequence[Tensor]) -> Tensor:
     """
     first = tensors[0]
     key = (first.device, *(tensor.data_ptr() for tensor in tensors))
-    found = _TABLES.get(key)
-    if found is None:
-        made = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
-        found = _Table(made, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
-        every, like = list(_TABLES.items()), (found.memory.cdata, found.place, len(key))
-        moved = [other for other, old in every if (old.memory.cdata, old.place, len(other)) == like]
+    table = _TABLES.get(key)
+    if table is None:
+        addresses = persistent(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
+        table = _PointerArray(addresses, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
+        every, memory_key = list(_TABLES.items()), (table.memory.cdata, table.offset, len(key))
+        moved = [other for other, old in every if (old.memory.cdata, old.offset, len(other)) == memory_key]
         for other in [*(other for other, old in every if old.memory.expired()), *moved[: 1 - MOVES]]:
             _TABLES.pop(other, None)  # another thread may have been faster
-        _TABLES[key] = found
-    elif found.memory.expired():  # other tensors lie there now
-        found.memory = StorageWeakRef(first.untyped_storage())
+        _TABLES[key] = table
+    elif table.memory.expired():  # other tensors lie there now
+        table.memory = StorageWeakRef(first.untyped_storage())
     if first.is_cuda and launch.raw_stream(None, first.get_device()) != DEFAULT_STREAM:
-        found.addresses.record_stream(torch.cuda.current_stream(first.device))
-    return found.addresses
+        table.addresses.record_stream(torch.cuda.current_stream(first.device))
+    return table.addresses
