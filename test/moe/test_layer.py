@@ -711,6 +711,10 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     ):
         with pytest.raises(ValueError, match=f"^MoE: {name if ': got' in name else f'{name}: got'}"):
             MoE(**{"hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2, **wrong})
+    with pytest.raises(
+        ValueError, match=r"^MoE: intermediate: got 30; allowed: a multiple of 32. To fix it, take 32 and"
+    ):
+        MoE(64, 30, 4, 2)
     for rule, words in (
         ({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"),
         ({"score": "max"}, "score: got"),
