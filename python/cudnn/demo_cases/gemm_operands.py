@@ -11,7 +11,7 @@ from cudnn.demo_cases import Comparison, compare
 from cudnn.demo_cases.gemm_variants import BF16, BYTES, E4M3, E5M2, F16, F32, FP4, Variant
 from cudnn.gemm import dequantize, pack_scales, scale_values, unpack_float4, unpack_scales
 from cudnn.gemm.formats import BLOCKWISE_SIZE, LARGEST, QUANTIZED_LIMIT, name_of
-from cudnn.gemm.scales import sum_scale_shape, sum_scale_stride
+from cudnn.gemm.scales import blockwise_scale_shape, blockwise_scale_stride
 from cudnn.lazy import torch
 
 NORM_CONST = 0.01
@@ -97,8 +97,8 @@ def _operand(v: Variant, mn: int, k: int, batch: int, major: str, rows: int) -> 
         tensor = matrix(mn, k, batch, v.dtype, major == "k")
         return tensor, None, tensor
     if v.scale == F32:
-        shape = sum_scale_shape(mn, k, batch, rows)
-        scales = torch.empty_strided(shape, sum_scale_stride(shape, rows), dtype=torch.float32, device="cpu")
+        shape = blockwise_scale_shape(mn, k, batch, rows)
+        scales = torch.empty_strided(shape, blockwise_scale_stride(shape, rows), dtype=torch.float32, device="cpu")
         scales.uniform_(0.5, 2.0)
         tensor = matrix(mn, k, batch, v.dtype, major == "k")
         return tensor, scales, dequantize(tensor, scales, v.vector)
