@@ -24,7 +24,7 @@ _GPT_OSS_GATE = "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._app
 _SILU_CLASSES = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 _SILU_FUNCTIONS = (
     torch.nn.functional.silu,
-    torch._C._nn.silu,
+    torch._C._nn.silu,  # pyright: ignore[reportAttributeAccessIssue]
     torch.ops.aten.silu,
     torch.ops.aten.silu.default,
     torch.ops.aten.silu_,
@@ -47,7 +47,9 @@ _ELSEWHERE = frozenset(
 )
 _FLAGS = frozenset(("output_attentions", "deterministic"))  # False is what these functions do
 _LENGTHS = "pass position_ids that begin again with each sequence, and neither attention_mask nor a cache"
-_CURES = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _LENGTHS)
+_CURES: dict[str, str] = dict.fromkeys(
+    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _LENGTHS
+)
 
 # Attention that compares its implementation's name with "sdpa", or has a class for each name. The modules below do so
 # for a reason that does not concern "cudnn".
@@ -104,7 +106,7 @@ def _check_models(base: Any) -> None:
             _check_model(type(self), base)
         return chosen
 
-    checked.knows_cudnn = True  # pyright: ignore[reportFunctionMemberAccess]
+    checked.knows_cudnn = True  # pyright: ignore[reportAttributeAccessIssue]
     base.get_correct_attn_implementation = checked
 
 
@@ -337,7 +339,7 @@ def mask(
     """
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
-    arguments = {"mask_function": mask_function, "device": device, **others}
+    arguments: dict[str, Any] = {"mask_function": mask_function, "device": device, **others}
     is_whole_sequence = (
         allow_is_causal_skip and q_length > 1 and _is_zero(q_offset) and _is_zero(others.get("kv_offset", 0))
     )
@@ -353,7 +355,8 @@ def mask(
     if sdpa_mask_result is not None or not is_whole_sequence or (window is None and kv_length == q_length):
         return sdpa_mask_result
     if torch.compiler.is_compiling():
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, **arguments | {"allow_is_causal_skip": False})
+        arguments["allow_is_causal_skip"] = False
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, **arguments)
     return CausalMask(torch.empty(0, dtype=torch.bool, device=device), (batch_size, 1, q_length, kv_length), 0, window)
 
 

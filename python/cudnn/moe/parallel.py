@@ -159,8 +159,8 @@ class _OverRanks(torch.autograd.Function):
             rows, preact = layer.forward(grouped_gemm_ops(x, e), tokens, weights, permutation, *options, combine=False)
         if local_experts.save_preact:
             tokens = tokens.clone() if transport.reuses_buffers else tokens
-            indices = (permutation.offsets, permutation.gather_idx, permutation.scatter_idx)
-            ctx.save_for_backward(tokens, preact, local, weights, *indices, up_bias, down_bias, *matrices)
+            permutation_tensors = (permutation.offsets, permutation.gather_idx, permutation.scatter_idx)
+            ctx.save_for_backward(tokens, preact, local, weights, *permutation_tensors, up_bias, down_bias, *matrices)
             ctx.exchange, ctx.local_experts, ctx.sent = exchange, local_experts, sent
         # (4) Combine.
         return transport.combine(rows, permutation.scatter_idx, weights, sent)[0]

@@ -343,7 +343,9 @@ def clear() -> int:
     Folders stay, whatever their names.
     """
     removed, cache_folder = 0, folder()
-    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*") if cache_folder is not None else ():
+    if cache_folder is None:
+        return removed
+    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*"):
         for path in list(cache_folder.glob(pattern)):
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)

@@ -70,7 +70,7 @@ def _register_formulas(counter: Any) -> None:
     operator registered it.
     """
     modes = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
-    counting = [mode for mode in modes if isinstance(mode, counter.FlopCounterMode)]
+    counting: list[Any] = [mode for mode in modes if isinstance(mode, counter.FlopCounterMode)]
     while _waiting:
         packet, count = _waiting.pop()
         counter.register_flop_formula(packet, get_raw=True)(count)
