@@ -137,7 +137,7 @@ def shifted(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
 
 def test_tensors_of_a_call(seen: Seen) -> None:
     faults = {}
-    for i, name in enumerate(seen.made.names):
+    for i, name in enumerate(seen.operation.names):
         tensor, spec = seen.tensors[i], seen.api.spec(name)
         kwargs: list[tuple[str, Any]] = [("a string", "x")]
         if tensor is not None:
@@ -147,7 +147,9 @@ def test_tensors_of_a_call(seen: Seen) -> None:
         for kind, wrong in kwargs:
             names = (name, *RELATED.get(name, ()), *["device"] * (kind == "meta"))
             tensors = (*seen.tensors[:i], wrong, *seen.tensors[i + 1 :])
-            faults[name, kind] = refused(lambda kwargs=tensors: seen.made.run(kwargs, seen.scalars, None, None), *names)
+            faults[name, kind] = refused(
+                lambda kwargs=tensors: seen.operation.run(kwargs, seen.scalars, None, None), *names
+            )
     assert {key: words for key, words in faults.items() if words} == {}
 
 
@@ -157,12 +159,14 @@ def test_numbers_of_a_call(seen: Seen) -> None:
         limits = () if name in seen.api.limits else (math.inf,)
         for wrong in (math.nan, *limits, "x", True, 1j, [1.0], torch.ones(())):
             scalars = (*seen.scalars[:i], wrong, *seen.scalars[i + 1 :])
-            faults[name, str(wrong)] = refused(lambda s=scalars: seen.made.run(seen.tensors, s, None, None), name)
+            faults[name, str(wrong)] = refused(lambda s=scalars: seen.operation.run(seen.tensors, s, None, None), name)
     for name, place in (("stream", 0), ("workspace", 1)):
         for wrong in ("x", 1.5, torch.ones(1)):
             kwargs = [None, None]
             kwargs[place] = wrong  # type: ignore[call-overload]
-            faults[name, str(wrong)] = refused(lambda g=kwargs: seen.made.run(seen.tensors, seen.scalars, *g), name)
+            faults[name, str(wrong)] = refused(
+                lambda g=kwargs: seen.operation.run(seen.tensors, seen.scalars, *g), name
+            )
     assert {key: words for key, words in faults.items() if words} == {}
 
 

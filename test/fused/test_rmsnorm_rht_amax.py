@@ -99,7 +99,11 @@ def test_rows_that_lie_apart_are_refused_with_what_to_do() -> None:
 REFUSED_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x_tensor": lambda t: np.zeros((4, 512))}, TypeError, "x tensor: got numpy.ndarray; allowed: a torch.Tensor"),
     ({"o_tensor": lambda t: t["x_tensor"].new_zeros(2049)[1:].view(4, 512)}, ValueError, "o tensor, its address: got"),
-    ({"o_tensor": lambda t: t["both"][2:6]}, ValueError, "o tensor: got memory that x uses too; allowed: memory"),
+    (
+        {"o_tensor": lambda t: t["both"][2:6]},
+        ValueError,
+        "o tensor: got memory that x uses too; allowed: separate memory",
+    ),
     ({"amax_tensor": lambda t: t["x_tensor"].view(-1).view(torch.float32)[:2]}, ValueError, "amax tensor: got memory"),
     ({"current_stream": lambda t: "0"}, TypeError, "current_stream: got str; allowed: None, an int, a torch.cuda"),
 ]
