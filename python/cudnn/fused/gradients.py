@@ -147,7 +147,11 @@ class ExpertGradients(ExpertsGemm):
 
     @classmethod
     def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        return tensors  # factors are flat
+        """``b`` of packed elements without tokens, whose bytes do not tell along which dimension they are packed."""
+        b = tensors["b"]  # factors are flat
+        if getattr(b, "ndim", 0) == 2 and not b.shape[0] and name_of(b.dtype) == FLOAT4:
+            return {**tensors, "b": b.as_strided(b.shape, (1, UNREAD))}
+        return tensors
 
     def viewed_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of one packed ``wgrad`` in a call of an object for gradients behind addresses, these addresses."""
@@ -207,12 +211,10 @@ class ExpertGradients(ExpertsGemm):
         """For gradients behind addresses, what the constructor wants to know; zeros to add to, where none are given."""
         where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
         cls.check_order(arguments["input_order"])
-        if name_of(b.dtype) == FLOAT4 and not b.shape[0]:  # no bytes tell along which dimension they are packed
-            arguments = {**arguments, "b_tensor": b.as_strided(b.shape, (1, UNREAD))}
         for name, dims in (("a", "(hidden, tokens)"), ("b", "(tokens, hidden)")):
             check_rank(where, name, arguments[f"{name}_tensor"], (2,), dims)
         wgrad, given = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
-        (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
+        m, n = cls.shape_of(arguments["a_tensor"])[0], b.shape[1]  # packed elements lie along the tokens
         if (given is not None) != (arguments["output_mode"] == "discrete"):
             got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if given is None else 'given'}"
             raise refused(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")

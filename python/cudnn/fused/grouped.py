@@ -472,8 +472,7 @@ class ExpertsGemm(FusedGemm):
         if b is not None:
             if arguments.get("n") is not None:
                 raise refused(ValueError, where, "n", arguments["n"], "None, where b is a tensor")
-            transposed = arguments.get("b_major") == "n" and Weights.is_experts_first(b)
-            return {**arguments, "b_tensor": b.transpose(1, 2).permute(1, 2, 0)} if transposed else arguments
+            return arguments
         a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")
         if n is None or b_dtype is None:
             raise refused(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, for weights behind b_ptrs")
@@ -486,8 +485,12 @@ class ExpertsGemm(FusedGemm):
 
     @classmethod
     def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Flat scale factors in the order of their memory, and bytes that count as one element each as pairs."""
-        a, sfa, sfb = tensors["a"], tensors.get("sfa"), tensors.get("sfb")
+        """Weights ``(experts, k, n)``, flat scale factors in the order of their memory, and bytes that count as one
+        element each as pairs.
+        """
+        a, b, sfa, sfb = (tensors.get(name) for name in ("a", "b", "sfa", "sfb"))
+        if options.get("b_major") == "n" and getattr(b, "ndim", 0) == 3 and Weights.is_experts_first(b):
+            tensors = {**tensors, "b": b.permute(2, 1, 0)}
         flat = [getattr(x, "ndim", 6) not in (3, 6) for x in (sfa, sfb)]
         single = cls.single_bytes and tensors.get("b") is not None
         raw = sfa is not None and a.dtype == torch.uint8 and is_raw(a, sfa, options["sf_vec_size"], single)

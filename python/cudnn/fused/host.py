@@ -15,6 +15,7 @@ from cudnn.errors import checked_number, refused
 from cudnn.full_precision import full_precision
 from cudnn.fused import kinds
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
+from cudnn.fused.positional import older_order
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch
@@ -29,7 +30,9 @@ Signature = TypeVar("Signature", bound=Callable[..., None])
 
 
 def derived(execute: Signature) -> Signature:
-    """Marks an ``execute`` of which only the signature is written: its class passes the arguments on to ``run``."""
+    """Marks an ``execute`` of which only the signature is written, under its ``older_order`` if it has one: its class
+    passes the arguments on to ``run``.
+    """
     execute.is_derived = True  # pyright: ignore[reportFunctionMemberAccess]
     return execute
 
@@ -125,8 +128,11 @@ class FusedAPI(APIBase):
         workspace = next((name for name in called if name.startswith("workspace")), None)
         body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
         made = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
-        made.__defaults__, made.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
-        return functools.update_wrapper(made, declared)
+        plain: Any = inspect.unwrap(declared)
+        made.__defaults__, made.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+        older = getattr(declared, "older_order", None)
+        made = functools.update_wrapper(made, plain)
+        return older_order(older)(made) if older else made
 
     @classmethod
     def _table(cls) -> str:
