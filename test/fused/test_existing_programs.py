@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.fused import registry
 from support import grouped
 from support.oracle import BF16, E4M3, E8M0, F32
 from support.selection import WHERE, within
@@ -26,6 +27,7 @@ def test_packages_of_a_family_are_its_attributes(family: str) -> None:
     """Also where nothing has imported them by their paths."""
     program = f"""
 import cudnn
+from cudnn.fused import registry
 package = cudnn.{family}.{family}_swiglu
 assert package.api.{family}_swiglu_wrapper_sm100 is cudnn.{family}_swiglu_wrapper_sm100
 assert cudnn.{family}.{family}_swiglu_wrapper_sm100 is cudnn.{family}_swiglu_wrapper_sm100
@@ -206,3 +208,85 @@ def test_a_descriptor_workspace_that_is_none(scratch: torch.Tensor) -> None:
     cudnn.grouped_gemm_wgrad_wrapper_sm100(*arguments, sf_vec_size=32, descriptor_workspace=torch.zeros(1024).byte())
     with pytest.raises(ValueError, match=r"descriptor_workspace: got .* allowed: at least 1024 bytes, torch.uint8"):
         cudnn.grouped_gemm_wgrad_wrapper_sm100(*arguments, sf_vec_size=32, descriptor_workspace=scratch)
+
+
+@pytest.mark.parametrize("semantics", ["1.23", None])
+@pytest.mark.parametrize(
+    ("name", "samples", "order"),
+    [
+        (
+            "grouped_gemm_glu",
+            "",
+            "a c d sfa padded_offsets alpha b sfb bias b_ptrs sfb_ptrs d_col sfd_row sfd_col amax norm_const prob",
+        ),
+        (
+            "grouped_gemm_quant",
+            "",
+            "a sfa padded_offsets alpha d b sfb bias b_ptrs sfb_ptrs d_col sfd_row sfd_col amax norm_const prob",
+        ),
+        (
+            "discrete_grouped_gemm_swiglu",
+            "num_experts b_shape b_dtype",
+            "a b_ptrs c d sfa sfb_ptrs padded_offsets alpha bias d_col sfd_row sfd_col amax norm_const prob",
+        ),
+        (
+            "discrete_grouped_gemm_dswiglu",
+            "num_experts b_shape b_dtype",
+            "a b_ptrs c d_row d_col sfa sfb_ptrs padded_offsets alpha beta prob dprob dbias sfd_row sfd_col amax "
+            "norm_const",
+        ),
+    ],
+)
+def test_the_stream_of_a_call_in_the_older_order(name: str, samples: str, order: str, semantics: str | None) -> None:
+    """It came right after the tensors. A number may be the stream, in objects that follow the older version."""
+    from cuda.bindings.driver import CUstream
+
+    backward = "ds" in name
+    p = grouped.problem(name, inputs={"prob": F32} | ({"c": BF16, "dprob": F32, "beta": F32} if backward else {}))
+    p.inputs["dprob"] = torch.zeros(200, 1, 1) if backward else None
+    p.options["semantics"] = semantics
+    grouped.run(p, "reference")
+    tensors = p.inputs | {key: x.clone() for n, x in p.results.items() if x is not None and (key := n[:-7]) != "dprob"}
+    api = registry.find(name)
+    about = {"num_experts": 3, "b_shape": (128, 128), "b_dtype": BF16}
+    operation = api(**api.samples(tensors), **{key: about[key] for key in samples.split()}, semantics=semantics)
+    operation.compile()
+    result = "d_row" if backward else "d"
+    tensors[result].zero_()
+    stream = 0 if semantics else CUstream(0)
+    operation.execute(*(tensors.get(key) for key in order.split()), stream)
+    assert torch.equal(tensors[result], p.results[f"{result}_tensor"])
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_quant", "grouped_gemm_dglu", "grouped_gemm_glu"])
+@pytest.mark.parametrize("where", WHERE)
+def test_weights_with_contiguous_columns(name: str, where: str) -> None:
+    """(experts, k, n) with b_major="n", as samples and in calls; k = n, so that no shape tells."""
+    device = "cuda" if where == "gpu" else "cpu"
+    a, b = torch.randn(64, 64, device=device).bfloat16(), torch.randn(2, 64, 64, device=device).bfloat16()
+    ends, ones = torch.tensor([16, 64], dtype=torch.int32, device=device), torch.ones(2, device=device)
+    api: Any = registry.find(name)
+    inputs = {"a": a, "b": b, "padded_offsets": ends, "alpha": ones, "prob": torch.ones(64, device=device)}
+    inputs |= {"c": torch.randn(64, 128, device=device).bfloat16(), "beta": ones} if name == "grouped_gemm_dglu" else {}
+    options = {"b_major": "n"}
+    views = api.reinterpret(inputs, options)
+    results = api.allocated({key: api.canonicalize(key, x) for key, x in views.items()}, options)
+    tensors = {**inputs, **{key: x.zero_() for key, x in results.items()}}
+    like = {**tensors, "b": b.transpose(1, 2).permute(1, 2, 0)}  # (n, k, experts)
+    with within(where):
+        for samples, called in ((tensors, tensors), (like, tensors), (tensors, like)):
+            for x in results.values():
+                x.zero_()
+            operation = api(**api.samples(samples), **options)
+            operation.compile()
+            operation.execute(**{parameter: called.get(key) for key, parameter in api.parameters.items()})
+            d = (tensors.get("d") if "d" in tensors else tensors["d_row"])[..., 0].float()
+            product = torch.cat([a[:16].float() @ b[0].float(), a[16:].float() @ b[1].float()])
+            if name == "grouped_gemm_glu":
+                gate, up = product.view(64, 1, 2, 32).unbind(2)
+                product = (torch.nn.functional.silu(gate) * up).flatten(1)
+            if name == "grouped_gemm_dglu":
+                gate, up = inputs["c"].float().view(64, 2, 2, 32).unbind(2)
+                s, g = gate.sigmoid(), product.view(64, 2, 32)
+                product = torch.stack([g * up * s * (1 + gate * (1 - s)), g * gate * s], 2).flatten(1)
+            torch.testing.assert_close(d, product, rtol=2e-2, atol=2e-2 * float(product.abs().max()))

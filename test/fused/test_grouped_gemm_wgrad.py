@@ -232,6 +232,13 @@ def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vec
         (wgrad,) = call(wgrad_tensor=out)
         assert wgrad is out
         assert not out.any()
+        out.fill_(7.0)
+        scales = {key: x for key, x in more.items() if key.startswith("global")}
+        others = {f"sample_{key}" if key in scales else key: x for key, x in more.items()}
+        made = cudnn.GroupedGemmWgrad(a, b, factors, factors, offsets, out, sf_vec_size=vector, **others)
+        made.compile()
+        made.execute(a, b, factors, factors, offsets, out, **scales)
+        assert not out.any()
 
 
 def test_samples_that_tell_where_experts_end() -> None:

@@ -412,6 +412,8 @@ def test_models_without_a_meaning_here_are_refused(name: str) -> None:
     kind, config = getattr(transformers, name + actual[0]), getattr(transformers, f"{name}Config")
     if name == "Bark":
         kind, config = transformers.BarkCausalModel, transformers.models.bark.BarkSemanticConfig
+    if name == "GPTJ" and kind._supports_attention_backend:
+        pytest.skip(f"transformers {transformers.__version__} has one class, which calls the interface")
     with torch.device("meta"):
         wanted = rf"model: got \w+.*; allowed: classes .* To fix it, choose attn_implementation=\"{REFUSED[name]}\""
         with pytest.raises(ValueError, match=wanted):

@@ -147,7 +147,11 @@ class ExpertGradients(ExpertsGemm):
 
     @classmethod
     def reinterpret(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        return tensors  # scale factors are flat
+        """``b`` of packed elements without tokens, whose bytes do not tell along which dimension they are packed."""
+        b = tensors["b"]  # scale factors are flat
+        if getattr(b, "ndim", 0) == 2 and not b.shape[0] and name_of(b.dtype) == FLOAT4:
+            return {**tensors, "b": b.as_strided(b.shape, (1, UNREAD))}
+        return tensors
 
     def reinterpret_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """For a call with one packed ``wgrad`` on an object of pointer arrays: the pointers of its matrices."""
@@ -211,12 +215,10 @@ class ExpertGradients(ExpertsGemm):
         """Adds the options of pointer arrays, and a zero ``wgrad`` to accumulate on, if none was passed."""
         where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
         cls.check_order(arguments["input_order"])
-        if name_of(b.dtype) == FLOAT4 and not b.shape[0]:  # no bytes tell along which dimension they are packed
-            arguments = {**arguments, "b_tensor": b.as_strided(b.shape, (1, UNREAD))}
         for name, dims in (("a", "(hidden, tokens)"), ("b", "(tokens, hidden)")):
             check_rank(where, name, arguments[f"{name}_tensor"], (2,), dims)
         wgrad, pointers = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
-        (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
+        m, n = cls.shape_of(arguments["a_tensor"])[0], b.shape[1]  # packed elements lie along the tokens
         if (pointers is not None) != (arguments["output_mode"] == "discrete"):
             got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if pointers is None else 'given'}"
             raise refused(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")

@@ -476,8 +476,7 @@ class ExpertsGemm(FusedGemm):
         if b is not None:
             if arguments.get("n") is not None:
                 raise refused(ValueError, where, "n", arguments["n"], "None, where b is a tensor")
-            transposed = arguments.get("b_major") == "n" and Weights.is_experts_first(b)
-            return {**arguments, "b_tensor": b.transpose(1, 2).permute(1, 2, 0)} if transposed else arguments
+            return arguments
         a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")
         if n is None or b_dtype is None:
             raise refused(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, with b_ptrs")
@@ -490,8 +489,12 @@ class ExpertsGemm(FusedGemm):
 
     @classmethod
     def reinterpret(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Views flat scale factors in atoms, and bytes that count one FP4 element each as pairs."""
-        a, sfa, sfb = tensors["a"], tensors.get("sfa"), tensors.get("sfb")
+        """Views weights ``(experts, k, n)`` as (n, k, experts), flat scale factors in atoms, and bytes that count one
+        FP4 element each as pairs.
+        """
+        a, b, sfa, sfb = (tensors.get(name) for name in ("a", "b", "sfa", "sfb"))
+        if options.get("b_major") == "n" and getattr(b, "ndim", 0) == 3 and Weights.is_experts_first(b):
+            tensors = {**tensors, "b": b.permute(2, 1, 0)}
         flat = [getattr(x, "ndim", 6) not in (3, 6) for x in (sfa, sfb)]
         single = cls.unpacked_fp4 and tensors.get("b") is not None
         raw = sfa is not None and a.dtype == torch.uint8 and is_unpacked_fp4(a, sfa, options["sf_vec_size"], single)

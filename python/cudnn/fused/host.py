@@ -15,6 +15,7 @@ from cudnn.errors import checked_number, refused
 from cudnn.full_precision import full_precision
 from cudnn.fused import argument_types
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
+from cudnn.fused.positional import older_order
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch
@@ -29,7 +30,9 @@ Signature = TypeVar("Signature", bound=Callable[..., None])
 
 
 def derived(execute: Signature) -> Signature:
-    """Marks an ``execute`` that is only a signature: the class generates a body that calls ``run``."""
+    """Marks an ``execute`` that is only a signature: the class generates a body that calls ``run``, below its
+    ``older_order`` if it has one.
+    """
     execute.is_derived = True  # pyright: ignore[reportFunctionMemberAccess]
     return execute
 
@@ -139,8 +142,11 @@ class FusedAPI(APIBase):
         workspace = next((name for name in called if name.startswith("workspace")), None)
         body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
         function = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
-        function.__defaults__, function.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
-        return functools.update_wrapper(function, declared)
+        plain: Any = inspect.unwrap(declared)
+        function.__defaults__, function.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+        older = getattr(declared, "older_order", None)
+        function = functools.update_wrapper(function, plain)
+        return older_order(older)(function) if older else function
 
     @classmethod
     def _table(cls) -> str:

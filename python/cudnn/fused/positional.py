@@ -35,7 +35,7 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         def call(*positional: Any, **named: Any) -> Any:
             if len(positional) <= same:
                 return function(*positional, **named)
-            semantics = named.get("semantics") or settings.SEMANTICS.get()
+            semantics = named.get("semantics") or getattr(positional[0], "semantics", None) or settings.SEMANTICS.get()
             orders = (older, newer) if semantics == "1.23" else (newer, older)
             fitting = [order for order in orders if _fit(positional, order, annotations)]
             for order in sorted(fitting, key=lambda order: not _has_int32_tensors_in_place(positional, order)):
@@ -44,6 +44,7 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             cure = "pass arguments by name"
             raise refused(TypeError, function.__qualname__, "positional arguments", got, ", ".join(newer), cure)
 
+        call.older_order = names  # pyright: ignore[reportAttributeAccessIssue]
         return call
 
     return decorate

@@ -79,6 +79,11 @@ class DiscreteGroupedGemmDswiglu(GatedExpertsBackward):
         super().__init__(locals())
 
     @derived
+    @older_order(
+        "self a_tensor b_ptrs c_tensor d_row_tensor d_col_tensor sfa_tensor sfb_ptrs padded_offsets alpha_tensor "
+        "beta_tensor prob_tensor dprob_tensor dbias_tensor sfd_row_tensor sfd_col_tensor amax_tensor "
+        "norm_const_tensor current_stream"
+    )
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

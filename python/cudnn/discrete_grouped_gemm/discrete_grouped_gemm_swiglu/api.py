@@ -75,6 +75,10 @@ class DiscreteGroupedGemmSwiglu(GatedExperts):
         super().__init__(locals())
 
     @derived
+    @older_order(
+        "self a_tensor b_ptrs c_tensor d_tensor sfa_tensor sfb_ptrs padded_offsets alpha_tensor bias_tensor "
+        "d_col_tensor sfd_row_tensor sfd_col_tensor amax_tensor norm_const_tensor prob_tensor current_stream"
+    )
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,

@@ -109,6 +109,11 @@ class GroupedGemmGlu(GatedExperts):
         super().__init__(locals())
 
     @derived
+    @older_order(
+        "self a_tensor c_tensor d_tensor sfa_tensor padded_offsets alpha_tensor b_tensor sfb_tensor bias_tensor "
+        "b_ptrs sfb_ptrs d_col_tensor sfd_row_tensor sfd_col_tensor amax_tensor norm_const_tensor prob_tensor "
+        "current_stream"
+    )
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         a_tensor: Tensor,
