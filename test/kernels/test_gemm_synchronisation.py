@@ -179,16 +179,16 @@ READ = "sums were only read since the products before, and what is looked for is
 DONE = "warpgroups have waited for all copies when the warps that copy end"
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
-    "plain": {WAIT: (3, TAIL)},
-    "pieces": {WAIT: (4, TAIL)},
-    "one CTA": {WAIT: (3, TAIL)},
-    "wider, one CTA": {WAIT: (3, TAIL)},
-    "pair": {WAIT: (4, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
-    "block-scaled": {WAIT: (4, TAIL)},
-    "k of experts": {WAIT: (5, TAIL)},
+    "plain": {WAIT: (4, TAIL)},
+    "pieces": {WAIT: (5, TAIL)},
+    "one CTA": {WAIT: (4, TAIL)},
+    "wider, one CTA": {WAIT: (4, TAIL)},
+    "pair": {WAIT: (5, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
+    "block-scaled": {WAIT: (5, TAIL)},
+    "k of experts": {WAIT: (6, TAIL)},
     "rows of experts": {"bar.warp.sync": (1, SHUFFLES)},
     "last rows sideways": {WAIT: (1, IDLE), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
-    "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
+    "weights behind pointers": {WAIT: (6, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (3, LANES)}
 EQUIVALENT["rows with factors"] = {
