@@ -172,7 +172,6 @@ WAIT = "wait_loop.mbarrier.try_wait.parity.shared.b64"
 TAIL = "the producers' tails wait, buffer by buffer, for what the accumulator's or the cluster's barrier waits for"
 FREE = "the pair's freeing of tensor memory waits for the other CTA, as the cluster's barrier does"
 END = "the cluster's last barrier waits for what the producers' tails and the freeing of tensor memory wait for"
-TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
 SHUFFLES = "the shuffles that add up the lanes' tiles wait for all lanes, too"
 IDLE = "a warpgroup without rows reads nothing of what it waits for"
 READ = "sums were only read since the products before, and what is looked for is writes"
@@ -183,7 +182,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "pieces": {WAIT: (5, TAIL)},
     "one CTA": {WAIT: (4, TAIL)},
     "wider, one CTA": {WAIT: (4, TAIL)},
-    "pair": {WAIT: (5, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
+    "pair": {WAIT: (5, f"{TAIL}; {FREE}"), **CLUSTER},
     "block-scaled": {WAIT: (5, TAIL)},
     "k of experts": {WAIT: (6, TAIL)},
     "rows of experts": {"bar.warp.sync": (1, SHUFFLES)},

@@ -72,6 +72,7 @@ from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm100.operands import ROWS, KTileCoord, TileOperand, tile_operands
 from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows, commit
+from cudnn_kernels.threads import WARP_SIZE
 
 MMA_WARP, LOAD_WARP, SCHEDULER_WARP = 4, 5, 6
 SCALED_STAGES = 3  # accumulator stages with promotion; one more stage holds the promoted accumulator
@@ -184,12 +185,15 @@ class Gemm(Mainloop):
         if thread == 0:
             init_mbarriers(pipeline, 1 + gather_warps * self.pair, self.cluster.m // self.pair + self.cluster.n - 1)
             init_mbarriers(acc_pipeline, 1, ROWS * self.pair)
+            if const_expr(self.pair == 2):
+                cute.arch.mbarrier_init(dealloc_mbarrier, WARP_SIZE)
             self.init_barriers(atoms)
         tmem = TmemAllocator(
             tmem_holder,
             barrier_for_retrieve=NamedBarrier(barrier_id=int(Barrier.POINTER), num_threads=32 * (MMA_WARP + 1)),
             is_two_cta=self.pair == 2,
             two_cta_tmem_dealloc_mbar_ptr=dealloc_mbarrier,
+            initialize_mbarrier=False,
         )
         cute.arch.mbarrier_init_fence()
         cluster_sync(self.cluster, relaxed=True)
