@@ -41,10 +41,15 @@ class Cluster:
 
 
 @cute.jit
-def cluster_sync(cluster: cutlass.Constexpr[Cluster]) -> None:
-    """Synchronizes all threads of the cluster, or of the CTA if the cluster has one CTA."""
+def cluster_sync(cluster: cutlass.Constexpr[Cluster], relaxed: cutlass.Constexpr[bool] = False) -> None:
+    """Synchronizes all threads of the cluster, or of the CTA if the cluster has one CTA. ``relaxed``: the arrival
+    releases no writes, which saves a memory barrier; enough for mbarriers after ``mbarrier_init_fence``.
+    """
     if const_expr(cluster.size > 1):
-        cute.arch.cluster_arrive()
+        if const_expr(relaxed):
+            cute.arch.cluster_arrive_relaxed()
+        else:
+            cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()

@@ -46,11 +46,17 @@ def init_mbarriers(pipeline: MbarrierPipeline, producers: int, consumers: int) -
         cute.arch.mbarrier_init(pipeline.empty + stage, consumers)
 
 
-def producer_acquire(pipeline: MbarrierPipeline, stage: Int32, phase: Int32, tx_bytes: int) -> None:
-    """One warp: waits until the stage is empty and arms its full barrier with ``tx_bytes`` of TMA loads."""
+@cute.jit
+def producer_acquire(
+    pipeline: MbarrierPipeline, stage: Int32, phase: Int32, tx_bytes: int, is_leader: Any = True
+) -> None:
+    """One warp: waits until the stage is empty and arms its full barrier with ``tx_bytes`` of TMA loads. In a pair of
+    CTAs, the leader arms its full barrier for the loads of both.
+    """
     cute.arch.mbarrier_wait(pipeline.empty + stage, phase)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, tx_bytes)
+    if is_leader:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, tx_bytes)
 
 
 def stage_and_phase(pipeline: MbarrierPipeline, count: Any) -> tuple[Any, Any]:
@@ -80,6 +86,16 @@ def advance(pipeline: MbarrierPipeline, stage: Int32, phase: Int32) -> tuple[Int
         stage = Int32(0)
         phase = phase ^ 1
     return stage, phase
+
+
+@cute.jit
+def producer_tail(pipeline: MbarrierPipeline, stage: Int32, phase: Int32) -> None:
+    """The producer, before it exits: waits until the consumers have released all stages, so that none of them, in this
+    CTA or another one, still arrives on an empty barrier.
+    """
+    for _ in cutlass.range_constexpr(pipeline.stages):
+        cute.arch.mbarrier_wait(pipeline.empty + stage, phase)
+        stage, phase = advance(pipeline, stage, phase)
 
 
 @cute.jit

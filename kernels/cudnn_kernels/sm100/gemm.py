@@ -12,18 +12,19 @@ Warp roles:
 With a tile of 256 rows, a pair of CTAs (cta_group::2) works on it. Each CTA holds half of the rows of A, half of B and
 half of the accumulator, and runs the epilogue of its rows; the MMA warp of the leader CTA issues the MMAs for both.
 
-Pipelines. Operands pass through stages of shared memory (PipelineTmaUmma): TMA completes the full barrier of the
-leader, tcgen05.commit arrives on the empty barriers. Accumulators pass through stages of TMEM (PipelineUmmaAsync), two
-if they fit, so that the MMAs of the next tile overlap with the epilogue: tcgen05.commit arrives on the full barrier,
-the epilogue threads of both CTAs arrive on the empty one.
+Pipelines. Operands pass through stages of shared memory: TMA completes the transaction bytes of the leader's full
+barrier, tcgen05.commit arrives on the empty barriers. Accumulators pass through stages of TMEM, two if they fit, so
+that the MMAs of the next tile overlap with the epilogue: tcgen05.commit arrives on the full barriers of the pair, the
+epilogue threads of both CTAs arrive on the leader's empty barrier.
 
 Tensor memory. The MMA warp and the epilogue warps take part in the allocation of all 512 columns; the named barrier
 POINTER publishes the address. Accumulator stages come first, then SFA and SFB of one k tile, copied from shared memory
 by tcgen05.cp. The epilogue warps deallocate; in a pair, an mbarrier orders this after the last read of both CTAs.
 
 Synchronization. The named barrier EPILOGUE synchronizes the epilogue warps. Clusters multicast A along rows and B along
-columns. ``PipelineUmmaAsync.create`` synchronizes the cluster after the mbarriers are initialized; the CTAs synchronize
-again before they exit.
+columns, so tcgen05.commit arrives on the empty barrier in each CTA whose loads write to the stage. The cluster
+synchronizes after the mbarriers are initialized, and before CTAs exit. Before that, the producers wait until all stages
+are empty (``producer_tail``): no commit arrives on an mbarrier of a CTA that has exited.
 
 Promotion, with fp32 scale factors: each k tile has a separate accumulator stage. The epilogue warps load it, multiply
 it by SFA * SFB and add it to float32 registers. They then store the row to TMEM, from where the epilogue loads its
@@ -44,13 +45,7 @@ import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
-from cutlass.pipeline import (
-    Agent,
-    CooperativeGroup,
-    NamedBarrier,
-    PipelineTmaUmma,
-    PipelineUmmaAsync,
-)
+from cutlass.pipeline import NamedBarrier
 
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.fakes import DTYPES
@@ -64,12 +59,20 @@ from cudnn_kernels.gemm.scale_factors import ScaleFactorPipeline
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.barriers import elect_arrive
+from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync
 from cudnn_kernels.pipeline.fragment import Fragment
-from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline
+from cudnn_kernels.pipeline.mbarrier_pipeline import (
+    MbarrierPipeline,
+    advance,
+    init_mbarriers,
+    producer_acquire,
+    producer_tail,
+)
 from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm100.operands import ROWS, KTileCoord, TileOperand, tile_operands
-from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows
+from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows, commit
+from cudnn_kernels.threads import WARP_SIZE
 
 MMA_WARP, LOAD_WARP, SCHEDULER_WARP = 4, 5, 6
 SCALED_STAGES = 3  # accumulator stages with promotion; one more stage holds the promoted accumulator
@@ -86,6 +89,7 @@ class Gemm(Mainloop):
         c = configuration
         if c.schedule.split_tail_n:
             raise ValueError(f"split_tail_n: got {c.schedule}; allowed: False, on Blackwell")
+        self.cluster = Cluster(*c.cluster)
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
         max_stages = SCALED_STAGES if self.operand_scales else 2
@@ -161,20 +165,17 @@ class Gemm(Mainloop):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         operands = tile_operands(self.c, mma, cta_mma, self.tile_map.ragged_k)
-        cluster = operands[0].cluster()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        cta_coord = cluster.get_flat_coord(rank)
+        is_leader = operands[0].cluster().get_flat_coord(rank)[0] == 0
 
         smem = SmemAllocator()
         smem_operands = [operand.allocate(smem, stages) for operand in operands]
         self.epilogue.setup_smem(parameters, smem)
-        mbarriers = smem.allocate_array(cutlass.Int64, 2 * stages)
-        acc_mbarriers = smem.allocate_array(cutlass.Int64, 2 * self.acc_stages)
+        pipeline = self.pipeline = MbarrierPipeline.allocate(smem, stages)
+        acc_pipeline = self.acc_pipeline = MbarrierPipeline.allocate(smem, self.acc_stages)
         dealloc_mbarrier = smem.allocate_array(cutlass.Int64, 1)
         tmem_holder = smem.allocate_array(Int32, 1)
-        scheduler_readers = (
-            1 + ROWS // 32 + (cta_coord[0] == 0)
-        )  # load, epilogue and, in a pair's leader CTA, MMA warps
+        scheduler_readers = 1 + ROWS // 32 + is_leader  # load, epilogue and, in a pair's leader CTA, MMA warps
         gather_warps = const_expr(GATHER_WARPS if self.c.gathers else 0)
         self.scheduler = TileScheduler(
             self.tile_map, scheduled, scheduler_readers + bool(self.operand_scales) + gather_warps, smem
@@ -182,31 +183,20 @@ class Gemm(Mainloop):
         if const_expr(self.operand_scales):
             self.scale_pipeline = ScaleFactorPipeline(self.operand_scales, scales, self.scheduler, 1, ROWS // 32, smem)
         if thread == 0:
+            init_mbarriers(pipeline, 1 + gather_warps * self.pair, self.cluster.m // self.pair + self.cluster.n - 1)
+            init_mbarriers(acc_pipeline, 1, ROWS * self.pair)
+            if const_expr(self.pair == 2):
+                cute.arch.mbarrier_init(dealloc_mbarrier, WARP_SIZE)
             self.init_barriers(atoms)
-        one_thread = CooperativeGroup(Agent.Thread)
-        consumer_ctas = self.c.cluster[0] // self.pair + self.c.cluster[1] - 1
         tmem = TmemAllocator(
             tmem_holder,
             barrier_for_retrieve=NamedBarrier(barrier_id=int(Barrier.POINTER), num_threads=32 * (MMA_WARP + 1)),
             is_two_cta=self.pair == 2,
             two_cta_tmem_dealloc_mbar_ptr=dealloc_mbarrier,
+            initialize_mbarrier=False,
         )
-        ab_pipeline = PipelineTmaUmma.create(
-            num_stages=stages,
-            producer_group=CooperativeGroup(Agent.Thread, 1 + gather_warps * self.pair),
-            consumer_group=CooperativeGroup(Agent.Thread, consumer_ctas),
-            tx_count=self.stage_bytes(self.c.gathers) * self.pair,
-            barrier_storage=mbarriers,
-            cta_layout_vmnk=cluster,
-            defer_sync=True,
-        )
-        acc_pipeline = PipelineUmmaAsync.create(
-            num_stages=self.acc_stages,
-            producer_group=one_thread,
-            consumer_group=CooperativeGroup(Agent.Thread, ROWS * self.pair),
-            barrier_storage=acc_mbarriers,
-            cta_layout_vmnk=cluster,
-        )
+        cute.arch.mbarrier_init_fence()
+        cluster_sync(self.cluster, relaxed=True)
 
         if const_expr(self.scheduler.has_scheduler_warp):
             if warp == SCHEDULER_WARP:
@@ -215,14 +205,13 @@ class Gemm(Mainloop):
             if warp == self.scale_warp:
                 self.scale_pipeline.run(self.tile_origin, self.c.tile[2], (0, 1))
         if const_expr(gather_warps):
-            pipeline = MbarrierPipeline(mbarriers, mbarriers + stages, stages)
-            self.gather_producer = self.make_gather_producer(gathered, operands, smem_operands, pipeline, rank, smem)
+            self.gather_producer = self.make_gather_producer(gathered, operands, smem_operands, rank, smem)
             if warp >= self.gather_warp:
                 self.gather_producer.run(warp - self.gather_warp, self.cta_origin)
         tiled = [(x, s) for x, s in zip(operands, smem_operands, strict=True) if x.name not in self.c.gathers]
         tiled_operands, tiled_smem = [x for x, _ in tiled], [s for _, s in tiled]
         if warp == LOAD_WARP:
-            self.load(tiled_operands, atoms, tensors, pointers, tiled_smem, ab_pipeline.make_producer(), rank)
+            self.load(tiled_operands, atoms, tensors, pointers, tiled_smem, rank, is_leader)
         if warp <= MMA_WARP:
             tmem.allocate(COLUMNS)
             tmem.wait_for_alloc()
@@ -231,15 +220,14 @@ class Gemm(Mainloop):
             count = self.acc_stages + bool(self.operand_scales)
             acc = cute.make_tensor(pointer, mma.make_fragment_C(cute.append(shape, count)).layout)
             if warp == MMA_WARP:
-                if cta_coord[0] == 0:
-                    self.mma(mma, acc, smem_operands, ab_pipeline.make_consumer(), acc_pipeline.make_producer())
+                if is_leader:
+                    self.mma(mma, acc, smem_operands, rank)
             else:
-                self.epilogue_warps(acc, acc_pipeline.make_consumer(), thread)
+                self.epilogue_warps(acc, rank, thread)
                 tmem.relinquish_alloc_permit()
                 tmem.free(pointer)  # after the last subtile's barrier, which follows all TMEM loads
-        if const_expr(self.c.cluster[0] * self.c.cluster[1] > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        if const_expr(self.cluster.size > 1):
+            cluster_sync(self.cluster)  # no CTA exits while others write to its shared memory or mbarriers
 
     set_kernel_name(kernel, "cudnn_gemm_sm100")
 
@@ -249,19 +237,22 @@ class Gemm(Mainloop):
         row, column = self.tile_origin(work)
         return row, column + bm % self.pair * (self.c.tile[1] // self.pair)
 
+    def leader(self, rank: Int32) -> Int32:
+        """The rank of the leader CTA of this CTA's pair."""
+        return rank - rank % self.pair
+
     def make_gather_producer(
         self,
         gathered: Any,
         operands: Sequence[TileOperand],
         smem_operands: Sequence[Any],
-        pipeline: MbarrierPipeline,
         rank: Int32,
         smem: Any,
     ) -> GatherProducer:
         """The producer of gathered operands; it arrives on the full barrier of the pair's leader CTA, which issues the
         MMAs.
         """
-        c, leader = self.c, rank - rank % self.pair
+        c, leader = self.c, self.leader(rank)
         shapes = {"a": (ROWS, c.tile[2]), "b": (c.tile[1] // self.pair, c.tile[2])}
         gathered_operands = [(x, s) for x, s in zip(operands, smem_operands, strict=True) if x.name in c.gathers]
         sources = [
@@ -269,7 +260,7 @@ class Gemm(Mainloop):
             for (x, s), tensors in zip(gathered_operands, gathered, strict=True)
         ]
         return GatherProducer(
-            tuple(sources), pipeline, self.scheduler, c.tile[2], lambda barrier: elect_arrive(barrier, leader)
+            tuple(sources), self.pipeline, self.scheduler, c.tile[2], lambda barrier: elect_arrive(barrier, leader)
         )
 
     @cute.jit
@@ -280,13 +271,14 @@ class Gemm(Mainloop):
         tensors: list,
         pointers: list,
         smem_operands: list,
-        pipeline: Any,
         rank: Int32,
+        is_leader: Any,
     ) -> None:
         """The load warp (producer): issues the TMA loads of all tiles."""
-        c = self.c
-        multicast = const_expr(c.cluster[0] * c.cluster[1] > 1)
+        c, pipeline = self.c, self.pipeline
+        tx_bytes = const_expr(self.stage_bytes(c.gathers) * self.pair)
         bm, bn, _ = cute.arch.block_idx()
+        stage, phase = Int32(0), Int32(1)  # a producer's first wait does not block
         cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
@@ -299,8 +291,9 @@ class Gemm(Mainloop):
                 for x, operand in zip(pointers, operands, strict=True)
             ]
             for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
-                # (1) Wait until the stage is empty; its full barrier expects the bytes of all TMA loads of the pair.
-                stage = pipeline.acquire_and_advance()
+                # (1) Wait until the stage is empty. The leader's full barrier expects the bytes of all TMA loads of the
+                # pair.
+                producer_acquire(pipeline, stage, phase, tx_bytes, is_leader)
                 coord = KTileCoord(work, pair_origin, cta_origin, self.scheduler.problem(), work.k + k * c.tile[2])
                 # (2) Issue the TMA loads of A, B and their scale factors.
                 for i in cutlass.range_constexpr(len(atoms)):
@@ -309,19 +302,21 @@ class Gemm(Mainloop):
                     cute.copy(
                         atoms[i],
                         source,
-                        target[None, stage.index],
-                        tma_bar_ptr=stage.barrier,
-                        mcast_mask=mask if multicast else None,
+                        target[None, stage],
+                        tma_bar_ptr=pipeline.full + stage,
+                        mcast_mask=mask if const_expr(self.cluster.size > 1) else None,
                     )
+                stage, phase = advance(pipeline, stage, phase)
             cursor = self.scheduler.advance_to_next_work(cursor)
-        pipeline.tail()
+        producer_tail(pipeline, stage, phase)
 
     @cute.jit
-    def mma(
-        self, mma: cute.TiledMma, acc: cute.Tensor, smem_operands: list, ab_pipeline: Any, acc_pipeline: Any
-    ) -> None:
+    def mma(self, mma: cute.TiledMma, acc: cute.Tensor, smem_operands: list, rank: Int32) -> None:
         """The MMA warp of a pair's leader CTA: issues the MMAs of all tiles."""
-        c = self.c
+        c, pipeline, acc_pipeline = self.c, self.pipeline, self.acc_pipeline
+        pair_mask, consumer_mask = self.commit_masks(rank)
+        stage, phase = Int32(0), Int32(0)
+        acc_stage, acc_phase = Int32(0), Int32(1)
         tCrA, tCrB = mma.make_fragment_A(smem_operands[0]), mma.make_fragment_B(smem_operands[1])
         tmem_scales, copies = self.scale_factors(mma, acc, smem_operands)
         cursor = self.scheduler.initial_work()
@@ -332,29 +327,43 @@ class Gemm(Mainloop):
             acc_stages, k_tiles_per_stage = (k_tiles, 1) if const_expr(self.operand_scales) else (1, k_tiles)
             for _ in cutlass.range(acc_stages, unroll=1):
                 # (1) Wait for an empty accumulator stage.
-                acc_stage = acc_pipeline.acquire_and_advance()
-                target = acc[None, None, None, acc_stage.index]
+                cute.arch.mbarrier_wait(acc_pipeline.empty + acc_stage, acc_phase)
+                target = acc[None, None, None, acc_stage]
                 mma.set(tcgen05.Field.ACCUMULATE, False)
                 for _ in cutlass.range(k_tiles_per_stage, unroll=1):
                     # (2) Wait for the operands of a k tile; copy its scale factors to tensor memory (tcgen05.cp).
-                    stage = ab_pipeline.wait_and_advance()
+                    cute.arch.mbarrier_wait(pipeline.full + stage, phase)
                     for i in cutlass.range_constexpr(len(copies)):
                         copy, source, target_scales = copies[i]
-                        cute.copy(copy, source[None, None, None, None, stage.index], target_scales)
+                        cute.copy(copy, source[None, None, None, None, stage], target_scales)
                     # (3) Issue acc (+)= A B^T.
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                         if const_expr(c.tensor_core_scale is not None):
                             mma.set(tcgen05.Field.SFA, tmem_scales[0][None, None, block].iterator)
                             mma.set(tcgen05.Field.SFB, tmem_scales[1][None, None, block].iterator)
-                        k_block = (None, None, block, stage.index)
+                        k_block = (None, None, block, stage)
                         cute.gemm(mma, target, tCrA[k_block], tCrB[k_block], target)
                         mma.set(tcgen05.Field.ACCUMULATE, True)
                     # (4) tcgen05.commit: the operand stage is released when its MMAs are complete.
-                    stage.release()
+                    commit(pipeline.empty + stage, consumer_mask, self.group)
+                    stage, phase = advance(pipeline, stage, phase)
                 # (5) tcgen05.commit: the accumulator stage is full when its MMAs are complete.
-                acc_stage.commit()
+                commit(acc_pipeline.full + acc_stage, pair_mask, self.group)
+                acc_stage, acc_phase = advance(acc_pipeline, acc_stage, acc_phase)
             cursor = self.scheduler.advance_to_next_work(cursor)
-        acc_pipeline.tail()
+        producer_tail(acc_pipeline, acc_stage, acc_phase)
+
+    def commit_masks(self, rank: Int32) -> tuple[Any, Any]:
+        """Multicast masks of tcgen05.commit: the CTAs of the pair, and those whose loads write to the stages that the
+        pair's MMAs read.
+        """
+        if self.cluster.size == 1:
+            return None, None
+        m, n = self.cluster.m, self.cluster.n
+        pair_mask = Int32((1 << self.pair) - 1) << self.leader(rank)
+        row_mask = Int32(sum(((1 << self.pair) - 1) << (m * j) for j in range(n))) << self.leader(rank % m)
+        column_mask = Int32((1 << m) - 1) << (rank // m * m)
+        return pair_mask, row_mask | column_mask
 
     def scale_factors(
         self, mma: cute.TiledMma, acc: cute.Tensor, smem_operands: list
@@ -380,17 +389,19 @@ class Gemm(Mainloop):
         return tmem_scales, copies
 
     @cute.jit
-    def epilogue_warps(self, acc: cute.Tensor, acc_pipeline: Any, thread: Int32) -> None:
+    def epilogue_warps(self, acc: cute.Tensor, rank: Int32, thread: Int32) -> None:
         """The four epilogue warps (consumers of accumulators): the epilogue of all tiles.
 
         ``position`` counts the k tiles so far, which gives the stage of the scale factors.
         """
         c, params, cta_coord = self.c, self.epilogue.params, cute.arch.block_idx()
+        acc_pipeline, leader = self.acc_pipeline, self.leader(rank) if const_expr(self.pair == 2) else None
         copy, source = self.tmem_copy(acc, tcgen05.Ld32x32bOp, self.load_width(), thread)
         if const_expr(self.operand_scales):
             acc_copy, acc_source = self.tmem_copy(acc, tcgen05.Ld32x32bOp, CHUNK, thread)
             store_copy, store_target = self.tmem_copy(acc, tcgen05.St32x32bOp, CHUNK, thread)
         iteration, position = Int32(0), Int32(0)
+        acc_stage, acc_phase = Int32(0), Int32(0)
         cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
@@ -403,16 +414,17 @@ class Gemm(Mainloop):
                 for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
                     self.scale_pipeline.consumer_wait(position + k)
                     scale = self.row_scales(position + k, thread)
-                    acc_stage = acc_pipeline.wait_and_advance()
+                    cute.arch.mbarrier_wait(acc_pipeline.full + acc_stage, acc_phase)
                     for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
                         partial = params.fragment(Float32, CHUNK)
-                        self.tmem_load(acc_copy, acc_source, [chunk], acc_stage.index, partial)
+                        self.tmem_load(acc_copy, acc_source, [chunk], acc_stage, partial)
                         if const_expr(chunk == c.tile[1] // CHUNK - 1):
-                            acc_stage.release()
+                            cute.arch.mbarrier_arrive(acc_pipeline.empty + acc_stage, leader)
                         for i in cutlass.range_constexpr(CHUNK):
                             column = const_expr(chunk * CHUNK + i)
                             promoted[column] = fma(partial[i], scale(column), promoted[column])
                     self.scale_pipeline.consumer_release(position + k)
+                    acc_stage, acc_phase = advance(acc_pipeline, acc_stage, acc_phase)
                 position += work.k_tiles(c.tile[2])
                 # (2) Store the promoted row to tensor memory: the epilogue has no registers for it.
                 for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
@@ -420,7 +432,7 @@ class Gemm(Mainloop):
                     cute.copy(store_copy, values, store_target[None, None, ((0, chunk), 0, 0, self.acc_stages)])
                 cute.arch.fence_view_async_tmem_store()
             else:
-                acc_stage = acc_pipeline.wait_and_advance()
+                cute.arch.mbarrier_wait(acc_pipeline.full + acc_stage, acc_phase)
             # (3) Load each subtile from tensor memory and run the epilogue operations on it.
             subtile_passes = self.epilogue.subtile_passes()
             for step in cutlass.range_constexpr(len(subtile_passes)):
@@ -431,11 +443,12 @@ class Gemm(Mainloop):
                 elif const_expr(self.tile_map.ragged_k):
                     values.fill(0.0)  # no MMA wrote the accumulator of an empty group
                     if work.k < work.k_end:
-                        self.tmem_load(copy, source, self.chunks(subtile), acc_stage.index, values)
+                        self.tmem_load(copy, source, self.chunks(subtile), acc_stage, values)
                 else:
-                    self.tmem_load(copy, source, self.chunks(subtile), acc_stage.index, values)
+                    self.tmem_load(copy, source, self.chunks(subtile), acc_stage, values)
                 if const_expr(step == len(subtile_passes) - 1 and not self.operand_scales):
-                    acc_stage.release()
+                    cute.arch.mbarrier_arrive(acc_pipeline.empty + acc_stage, leader)
+                    acc_stage, acc_phase = advance(acc_pipeline, acc_stage, acc_phase)
                 fragment = Fragment(values, params.width, params.layout)
                 first_column = params.segment(subtile) * params.width // params.num_segments
                 self.epilogue.zero_out_of_bounds(tile, first_column, fragment)

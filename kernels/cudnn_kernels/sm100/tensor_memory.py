@@ -160,10 +160,12 @@ def tmem_to_smem(pointer: cute.Pointer, thread: Int32, factor: Float32, buffer: 
             cute.autovec_copy(source, cute.local_tile(buffer, (1, VECTOR), coord))
 
 
-def commit(barrier: cute.Pointer) -> None:
-    """tcgen05.commit: arrives on an mbarrier when the MMAs issued so far are complete."""
+def commit(barrier: cute.Pointer, mask: Any = None, group: Any = tcgen05.CtaGroup.ONE) -> None:
+    """tcgen05.commit: arrives on an mbarrier when the MMAs issued so far by the CTA group are complete; with a
+    multicast ``mask``, on that mbarrier in each of these CTAs of the cluster.
+    """
     with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+        tcgen05.commit(barrier, mask, group)
 
 
 def _chunk(operation: Any, pointer: cute.Pointer, values: cute.Tensor, first: int) -> tuple[Any, Any, Any]:
