@@ -21,8 +21,8 @@ from cudnn.sdpa import (
     sdpa_bwd_wrapper_sm100_d256,
     sdpa_fwd_wrapper_sm100_d256,
 )
-from cudnn.sdpa.bwd import kv_block_split
 from cudnn_kernels.attention import DESCALES, BackwardConfiguration
+from cudnn_kernels.sm90.heuristics import kv_block_split
 from support.dense_attention import attend, band
 from support.recorded import OnGpu, Recorded
 from support.selection import brief, within

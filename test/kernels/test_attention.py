@@ -13,9 +13,6 @@ import cutlass.cute as cute
 import pytest
 import torch
 
-from cudnn.native_sparse_attention.compression import api as compression_table
-from cudnn.sdpa.bwd import api as table
-from cudnn.sdpa.fwd import api as forward_table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import (
@@ -29,6 +26,7 @@ from cudnn_kernels.attention import (
 from cudnn_kernels.signature import workspace_size
 from cudnn_kernels.sm90 import attention_backward
 from cudnn_kernels.sm90.attention_forward import AttentionForward
+from cudnn_kernels.sm90.heuristics import attention as heuristics
 from support.compiled import compile_kernel
 from support.dense_attention import attend, band
 from support.sass import disassemble
@@ -243,7 +241,7 @@ TABLE = [
         [
             ("sm_90a", FORWARD, replace(PACKED, softcap=1.5)),
             *(
-                ("sm_90a", forward_table.configuration("sm_90a", "", heads, WINDOW.ends), WINDOW)
+                ("sm_90a", heuristics.configure_forward("", heads, WINDOW.ends), WINDOW)
                 for heads in ((256, 256), (64, 64))
             ),
             ("sm_90a", DRAWING, replace(SECTIONS, lengths=((100, 150), (0, 10), (9, 7)), packed=True)),
@@ -251,7 +249,7 @@ TABLE = [
             ("sm_90a", replace(DRAWING, dynamic_scheduler=False), SMALL_TYPES[0]),
             ("sm_90a", replace(FORWARD, head_dim=192, head_dim_v=128, tile=(128, 128)), CAPPED),
             ("sm_90a", HOLDING, SECTIONS),
-            ("sm_90a", forward_table.configuration("sm_90a", "", (64, 64), GROWING.ends), GROWING),
+            ("sm_90a", heuristics.configure_forward("", (64, 64), GROWING.ends), GROWING),
             ("sm_90a", HOLDING, replace(GROWING, right=-175, grows=3.0)),  # the first row sees none of the first block
             ("sm_90a", DRAWING, replace(GROWING, packed=True, left=400, grows=1000.0)),  # powers are infinite
             ("sm_90a", FORWARD, replace(GROWING, lengths=((70, 300),), softcap=60.0, sink=True)),
@@ -261,7 +259,7 @@ TABLE = [
             ("sm_100a", replace(TWO_TILES, head_dim=192, head_dim_v=128), CAPPED),
             ("sm_100a", BLACKWELL, Problem(((130, 1030),), (4, 2))),
             *(
-                (arch, forward_table.configuration(arch, "", heads, problem.ends), problem)
+                (arch, ARCHITECTURES[arch].attention.configure_forward("", heads, problem.ends), problem)
                 for heads, problem in TABLE
                 for arch in ("sm_90a", "sm_100a")
             ),
@@ -269,17 +267,17 @@ TABLE = [
             ("sm_100a", TWO_TILES, replace(WINDOW, right=None)),
             (
                 "sm_90a",
-                forward_table.configuration("sm_90a", "", (64, 64), PACKED.ends),
+                heuristics.configure_forward("", (64, 64), PACKED.ends),
                 replace(PACKED, top_left=True),
             ),
             ("sm_100a", TWO_TILES, replace(PACKED, top_left=True)),
             *(
                 (
                     "sm_90a",
-                    forward_table.configuration("sm_90a", "", heads, problem.ends, out_dtype="bfloat16"),
+                    heuristics.configure_forward("", heads, problem.ends, out_dtype="bfloat16"),
                     problem,
                 )
-                for heads in forward_table.HEADS
+                for heads in heuristics.FORWARD_TILES
                 for problem in SMALL_TYPES
             ),
         ],
@@ -482,7 +480,7 @@ def test_turns_come_after_those_of_earlier_ctas(
         pytest.param(DECODE, 10, marks=pytest.mark.full),
         *(
             pytest.param(
-                problem.configured(forward_table.configuration("sm_90a", "", heads, problem.ends)),
+                problem.configured(heuristics.configure_forward("", heads, problem.ends)),
                 10,
                 marks=pytest.mark.full,
             )
@@ -490,13 +488,11 @@ def test_turns_come_after_those_of_earlier_ctas(
         ),
         *(
             pytest.param(
-                forward_table.configuration(
-                    "sm_90a", "float8_e4m3fn", heads, PACKED.ends, out_dtype="float16", sink=True
-                ),
+                heuristics.configure_forward("float8_e4m3fn", heads, PACKED.ends, out_dtype="float16", sink=True),
                 10,
                 marks=pytest.mark.full,
             )
-            for heads in forward_table.HEADS
+            for heads in heuristics.FORWARD_TILES
         ),
         *(
             pytest.param(
@@ -506,7 +502,7 @@ def test_turns_come_after_those_of_earlier_ctas(
                 10,
                 marks=pytest.mark.full,
             )
-            for heads, tile in compression_table.TILES["sm_90a"].items()
+            for heads, tile in heuristics.COMPRESSION_TILES.items()
             for kind in ("float8_e4m3fn", "float16")
             for result in ("float8_e4m3fn", "bfloat16")
         ),
@@ -518,8 +514,8 @@ def test_turns_come_after_those_of_earlier_ctas(
         ),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),
         *(
-            pytest.param(table.configuration("sm_90a", "bfloat16", heads, ends), 6, marks=pytest.mark.full)
-            for heads in table.TILES
+            pytest.param(heuristics.configure_backward("bfloat16", heads, **ends), 6, marks=pytest.mark.full)
+            for heads in heuristics.BACKWARD_TILES
             for ends in (
                 ONE_END,
                 {**ONE_END, "split": True},

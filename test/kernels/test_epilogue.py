@@ -43,8 +43,8 @@ from cudnn_kernels.epilogue import (
 )
 from cudnn_kernels.gemm.problem import GemmProblem, Operand
 from cudnn_kernels.schedule import VarlenM
-from cudnn_kernels.sm90 import heuristics
 from cudnn_kernels.sm90.gemm import Gemm
+from cudnn_kernels.sm90.heuristics import gemm as heuristics
 from support import kernel_inputs
 from support.compiled import compile_kernel
 from support.kernel_inputs import E4M3, E5M2, E8M0

@@ -33,7 +33,7 @@ from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand  # noqa:
 from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY  # noqa: E402
 from cudnn_kernels.schedule import Dense, VarlenK, VarlenM  # noqa: E402
 from cudnn_kernels.schedule.tile_maps import tile_map, trim_clusters  # noqa: E402
-from cudnn_kernels.sm90 import heuristics  # noqa: E402
+from cudnn_kernels.sm90.heuristics import gemm as heuristics  # noqa: E402
 from support import kernel_inputs, oracle  # noqa: E402
 from support.kernel_inputs import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 from support.selection import FULL, brief, in_turn  # noqa: E402

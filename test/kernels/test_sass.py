@@ -15,7 +15,7 @@ from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import VarlenM
 from cudnn_kernels.sm90 import gemm as hopper
-from cudnn_kernels.sm90 import heuristics
+from cudnn_kernels.sm90.heuristics import gemm as heuristics
 from cudnn_kernels.sm100 import gemm as blackwell
 from support import resources, sass
 from support.compiled import Compiled, compile_kernel

@@ -22,6 +22,7 @@ from cudnn.native_sparse_attention.selection import kv_outer
 from cudnn.ops import nsa_attention, nsa_decode
 from cudnn.runtime import streams
 from cudnn.runtime.run import run
+from cudnn_kernels.sm90.heuristics import attention as heuristics
 from support.dense_attention import attend, band
 from support.selection import ALONE, brief, within
 
@@ -294,8 +295,8 @@ def test_gates_by_the_kernel(heads: int, d: int, dtype: torch.dtype, gates: torc
 @pytest.mark.parametrize("arch", ["sm_90a", GPU])
 def test_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From some rows on, blocks of keys are outermost, a few heads at a time, in operators and in the wrapper."""
-    monkeypatch.setattr(kv_outer, "MIN_ROWS", {2: 100})
-    monkeypatch.setattr(kv_outer, "HEADS", ((64, 64),))
+    monkeypatch.setattr(heuristics, "KV_OUTER_MIN_ROWS", {2: 100})
+    monkeypatch.setattr(heuristics, "KV_OUTER_HEADS", ((64, 64),))
     monkeypatch.setattr(kv_outer, "MEMORY", 1)  # fewer bytes than one head of K takes
     call = tensors((70, 40), (4, 2), 64, torch.bfloat16, 16)
     call["lists"] = torch.randint(-1, 2, (110, 2, 3)).int()
@@ -333,8 +334,8 @@ def test_branches_with_few_heads_to_a_key(arch: str, monkeypatch: pytest.MonkeyP
         nsa_attention(**{n: x.double() if x.is_floating_point() else x for n, x in call.items()}, **options),
         [],
     )
-    monkeypatch.setattr(kv_outer, "MIN_ROWS", {1: 100})
-    monkeypatch.setattr(kv_outer, "HEADS", ((64, 64),))
+    monkeypatch.setattr(heuristics, "KV_OUTER_MIN_ROWS", {1: 100})
+    monkeypatch.setattr(heuristics, "KV_OUTER_HEADS", ((64, 64),))
     attend = kv_outer.attend
     monkeypatch.setattr(kv_outer, "attend", lambda *inputs: (done.append(1), attend(*inputs)))
     with cudnn.emulation(arch):

@@ -33,8 +33,8 @@ from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.pipeline.shared_memory import SHARED_MEMORY
 from cudnn_kernels.schedule import Dense
-from cudnn_kernels.sm90 import heuristics as sm90
-from cudnn_kernels.sm100 import heuristics as sm100
+from cudnn_kernels.sm90.heuristics import gemm as sm90
+from cudnn_kernels.sm100.heuristics import gemm as sm100
 
 E4M3 = "float8_e4m3fn"
 

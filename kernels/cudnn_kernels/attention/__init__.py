@@ -36,6 +36,10 @@ def row_values(varlen: bool, name: str, heads: str | int = "hq") -> Tensor:
     return Tensor(name, "float32", ("sq", heads) if varlen else ("b", heads, "sq"), (None,) * (3 - varlen), align=4)
 
 
+HeadDims = tuple[int, int]
+"""The head dimension of Q and K, and that of V and O."""
+MAX_SPLIT_ROWS = 64
+"""Rows of all heads of Q that share one of K up to which CTAs split the keys."""
 WINDOW = (Scalar("right", "int32"), Scalar("left", "int32"))
 """``window_size``: how many keys a row sees on either side of its diagonal. Unused on a side without a bound."""
 

@@ -91,10 +91,6 @@ class Selected(SharedHeads):
         return tuple(Tensor(name, "float32", ("s", self.heads), (None, None), align=4) for name in names)
 
 
-SINGLE_QUERY = 12, 65536
-"""``single_query_threshold`` of :class:`SelectionConfiguration`, and from how many rows on: at that size it saves
-power, which limits the clock.
-"""
 TILE_COUNT_SEMAPHORE = Workspace((region("tile_count_semaphore", 4),))
 """The dynamic scheduler's counter."""
 

@@ -55,7 +55,7 @@ from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, 
 from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
-from cudnn_kernels.sm90.heuristics import needs_promotion
+from cudnn_kernels.sm90.heuristics.gemm import needs_promotion
 from cudnn_kernels.sm90.tile_operand import TileOperand
 from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 

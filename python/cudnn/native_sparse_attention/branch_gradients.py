@@ -13,12 +13,12 @@ from cudnn.native_sparse_attention.compression.backward import HEADS
 from cudnn.runtime.memory import aligned, placed
 from cudnn.runtime.run import architecture, run
 from cudnn.sdpa.base import MOST_SUMS
-from cudnn.sdpa.bwd import kv_block_split
-from cudnn.sdpa.bwd.api import configuration
 from cudnn.sdpa.reference import Window
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import BRANCHES, BranchGradientsConfiguration
 from cudnn_kernels.signature import Scalar, Stream, Tensor, Workspace
+from cudnn_kernels.sm90.heuristics import kv_block_split
+from cudnn_kernels.sm90.heuristics.attention import configure_backward
 
 ARCH = "sm_90a"
 Ends = tuple[torch.Tensor, torch.Tensor] | None
@@ -46,9 +46,9 @@ def _compiled_for(
     ends = {"varlen": packed, "right": True, "left": True}
     scalars = {"split": 0, "parts": 1}
     if not packed:
-        unsplit = configuration(ARCH, dtype, heads, ends)
+        unsplit = configure_backward(dtype, heads, **ends)
         scalars = kv_block_split.split_of_window(unsplit, sizes, Window(0, window - 1), num_sms)
-    c: Any = configuration(ARCH, dtype, heads, {**ends, "split": scalars["split"] > 0})
+    c: Any = configure_backward(dtype, heads, **ends, split=scalars["split"] > 0)
     one_block = not packed and compressed <= c.tile[1] and sizes["sq"] // compressed <= c.tile[0]
     return BranchGradientsConfiguration(c, gates, one_block), {**scalars, "right": 0, "left": window - 1}
 

@@ -8,7 +8,7 @@ import torch
 from cudnn import settings
 from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import name_of
-from cudnn.native_sparse_attention.selection.api import TILES, single_query_threshold
+from cudnn.native_sparse_attention.selection.api import SelectionAttention
 from cudnn.native_sparse_attention.selection.base import BLOCKS
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
@@ -108,7 +108,13 @@ def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> 
     """
     heads = (q.shape[-1], v.shape[-1])
     by_kernel = q.is_cuda or (not torch.compiler.is_compiling() and bool(launch.emulated_architecture()))
-    return by_kernel and q.element_size() == 2 and q.numel() > 0 and heads in TILES and block_size in BLOCKS
+    return (
+        by_kernel
+        and q.element_size() == 2
+        and q.numel() > 0
+        and heads in SelectionAttention.head_sizes
+        and block_size in BLOCKS
+    )
 
 
 def gated_selection(
@@ -162,22 +168,13 @@ def _select(
 ) -> None:
     """Runs a kernel of selection on tensors that begin with those of q, k and v."""
     q, k, v, *_ = tensors
-    heads, index = (q.shape[-1], v.shape[-1]), q.get_device()
-    configuration = configuration_class(
-        name_of(q.dtype),
-        q.shape[1],
-        k.shape[1],
-        *heads,
-        block_size,
-        True,
-        **TILES[heads],
-        **options,
-        single_query_threshold=0
-        if options.get("save_for_backward")
-        else single_query_threshold(len(q), heads, block_size),
+    index = q.get_device()
+    problem = configuration_class(
+        name_of(q.dtype), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], block_size, True, **options
     )
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
     multiprocessors = FusedAPI.num_sms(index) if q.is_cuda else architecture.num_sms
+    configuration = architecture.attention.configure_selection(problem, len(q))
     workspace = torch.empty(workspace_size([TILE_COUNT_SEMAPHORE], {}), dtype=torch.uint8, device=q.device)
     run(architecture.source(configuration), configuration, *tensors, *scalars, multiprocessors, workspace)

@@ -376,7 +376,11 @@ def _compressed(
 def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, most_keys: int, best: int) -> bool:
     """Whether one kernel computes compression and top-k: where the compressed keys of every sequence fit one tile."""
     heads, group = (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1]
-    fits = 0 < most_keys <= one_pass.KEYS[-1] and heads in one_pass.HEADS and group <= one_pass.MOST_HEADS
+    fits = (
+        0 < most_keys <= one_pass.COMPRESSION_TOP_K_KEYS[-1]
+        and heads in one_pass.HEADS
+        and group <= one_pass.MOST_HEADS
+    )
     return q.dtype in _NARROW and fits and best <= MOST
 
 

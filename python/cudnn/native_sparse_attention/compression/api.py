@@ -15,17 +15,13 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, TYPES, checked_scale, keys, queries
-from cudnn_kernels.attention import ForwardConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.sm90.heuristics.attention import COMPRESSION_TILES
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-TILES = {
-    "sm_90a": {(32, 32): (192, 128), (64, 64): (192, 128), (128, 128): (128, 128)},
-    "sm_100a": dict.fromkeys(((32, 32), (64, 64), (128, 128)), (256, 128)),
-}
-HEADS = tuple(TILES["sm_90a"])
-"""Query rows and keys of a CTA by architecture and head sizes."""
+HEADS = tuple(COMPRESSION_TILES)
 _TYPES = (*TYPES, "float8_e4m3fn")
 _SCALES = ("scale_q", "scale_k", "scale_v", "inv_scale_o", "scale_softmax")
 
@@ -152,21 +148,14 @@ class CompressionAttention(Compressed):
             raise self.error("cum_seqlen_q and cum_seqlen_k", tuple(dtypes.values()), "one type for both")
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        heads = (sizes["d"], sizes["dv"])
         ends = self.dtype("cum_seqlen_q")
-        converted = arch == "sm_90a" and self.dtype("o") != self.dtype("q")  # three warpgroups lack registers then
-        tile = (128, 128) if converted else TILES[arch][heads]
-        configuration = ForwardConfiguration(
+        configuration = ARCHITECTURES[arch].attention.configure_compression(
             name_of(self.dtype("q")),
-            *heads,
-            tile,
+            (sizes["d"], sizes["dv"]),
+            name_of(self.dtype("o")),
             varlen=self.packed,
-            right=True,
-            compressed=True,
             lse="by strides" if self.has("lse") else "",
             cu_seqlens_dtype=name_of(ends) if ends is not None else "int32",
-            dynamic_scheduler=arch == "sm_90a" and self.packed,
-            out_dtype=name_of(self.dtype("o")),
         )
         return kernel_plan(arch, configuration)
 

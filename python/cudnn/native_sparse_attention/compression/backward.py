@@ -14,9 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
-from cudnn.sdpa.bwd.api import TILES
-from cudnn_kernels.attention import GradientsConfiguration
-from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,12 +113,9 @@ class CompressionAttentionBackward(Gradients, Compressed):
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True), None, None), current_stream, None)
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        configuration_arguments = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
-        if arch == "sm_100a":
-            options = {"varlen": self.packed, "compressed": True, "lse": "by strides"}
-            return kernel_plan(arch, GradientsConfiguration(*configuration_arguments, **options))
-        options = {**TILES[configuration_arguments[1:]], "varlen": self.packed}
-        return kernel_plan(arch, CompressionBackwardConfiguration(*configuration_arguments, **options))
+        dtype, heads = name_of(self.dtype("q")), (sizes["d"], sizes["dv"])
+        heuristics = ARCHITECTURES[arch].attention
+        return kernel_plan(arch, heuristics.configure_compression_backward(dtype, heads, self.packed))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.compression_backward(tensors, tensors["scale_softmax"], self.packed)

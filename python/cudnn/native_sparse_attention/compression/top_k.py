@@ -16,7 +16,9 @@ from cudnn.native_sparse_attention.top_k.api import check_lists
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
-from cudnn_kernels.attention.sparse import ALWAYS, CompressionTopKConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention.sparse import ALWAYS
+from cudnn_kernels.sm90.heuristics.attention import COMPRESSION_TOP_K_KEYS, compression_top_k_tile_n
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 HEADS = ((64, 64), (128, 128))
 """Elements of a head, in Q and K and in V."""
 MOST_HEADS = 64
-ROWS, KEYS = 192, (64, 128)
-"""Rows of a CTA's tile, one for each head of a row of Q, and the compressed keys of a sequence that the tiles have."""
 
 
 class CompressionTopK(Compressed):
@@ -141,9 +141,11 @@ class CompressionTopK(Compressed):
             cure = "use CompressionAttention and TopKReduction"
             raise self.unsupported("compressed keys", "0 rows of k", "1 row and more", cure)
         most, sampled = self.most_keys(sizes), self.most_keys(self.sizes(self.descs))
-        if most > max(_tile(sampled), sampled):
+        if most > max(compression_top_k_tile_n(sampled), sampled):
             got, cure = f"{most} rows of k", "pass max_s_k"
-            raise self.error("compressed keys", got, f"at most {_tile(sampled)}, after samples of {sampled}", cure)
+            raise self.error(
+                "compressed keys", got, f"at most {compression_top_k_tile_n(sampled)}, after samples of {sampled}", cure
+            )
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         super().check_values(tensors)
@@ -154,22 +156,21 @@ class CompressionTopK(Compressed):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        if self.most_keys(sizes) > KEYS[-1]:
+        if self.most_keys(sizes) > COMPRESSION_TOP_K_KEYS[-1]:
             got, cure = self.most_keys(sizes), "use CompressionAttention and TopKReduction"
-            raise self.unsupported("compressed keys of a sequence", got, f"at most {KEYS[-1]}", cure)
+            raise self.unsupported("compressed keys of a sequence", got, f"at most {COMPRESSION_TOP_K_KEYS[-1]}", cure)
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        tile = (ROWS, _tile(self.most_keys(sizes)))
-        configuration = CompressionTopKConfiguration(
-            name_of(self.dtype("q")),
-            sizes["hq"],
-            sizes["hk"],
-            sizes["d"],
-            sizes["dv"],
-            self.k_value,
-            self.selection_block_size,
-            self.compress_stride,
-            tile,
+        configuration = ARCHITECTURES[arch].attention.configure_compression_top_k(
+            self.most_keys(sizes),
+            dtype=name_of(self.dtype("q")),
+            heads=sizes["hq"],
+            key_heads=sizes["hk"],
+            head_dim=sizes["d"],
+            head_dim_v=sizes["dv"],
+            count=self.k_value,
+            block=self.selection_block_size,
+            stride=self.compress_stride,
         )
         return kernel_plan(arch, configuration)
 
@@ -183,11 +184,6 @@ class CompressionTopK(Compressed):
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
         return [{**sizes, "sk": sizes["sq"] // 64} for sizes in super().usual_sizes(shape) if sizes["packed"]]
-
-
-def _tile(keys: int) -> int:
-    """The smallest tile with at least this many keys, else the largest."""
-    return next((x for x in KEYS if x >= keys), KEYS[-1])
 
 
 def compression_top_k_wrapper(

@@ -16,24 +16,12 @@ from cudnn.native_sparse_attention.selection import kv_outer
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one_length
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
-from cudnn_kernels.attention.sparse import SINGLE_QUERY, SelectionConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention.sparse import SelectionConfiguration
+from cudnn_kernels.sm90.heuristics.attention import SELECTION_TILES
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile": (192, 64), "stages": 8},
-    (128, 128): {"tile": (192, 64), "stages": 5},
-    (192, 128): {"tile": (192, 64), "stages": 3},
-    (256, 256): {"tile": (128, 64), "stages": 2},
-}
-"""Rows and keys of a step, and buffers, by head sizes."""
-
-
-def single_query_threshold(rows: int, heads: tuple[int, int], block: int) -> int:
-    """``single_query_threshold`` of the kernel's configuration for a number of rows, where measured as faster."""
-    limit, first = SINGLE_QUERY
-    return limit if rows >= first and heads == (128, 128) and block == 64 else 0
 
 
 class SelectionAttention(Selected):
@@ -73,7 +61,7 @@ class SelectionAttention(Selected):
         OFFSETS[1],
     )
     returns = ("o", "l", "m")
-    head_sizes = tuple(TILES)
+    head_sizes = tuple(SELECTION_TILES)
 
     def __init__(
         self,
@@ -141,19 +129,17 @@ class SelectionAttention(Selected):
         self.run(tensors, (checked_scale(self, scale_softmax, positive=True),), current_stream, None)
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        heads = (sizes["d"], sizes["dv"])
-        configuration = SelectionConfiguration(
+        problem = SelectionConfiguration(
             name_of(self.dtype("q")),
             sizes["hq"],
             sizes["hk"],
-            *heads,
+            sizes["d"],
+            sizes["dv"],
             self.block_size,
             self.is_causal,
-            **TILES[heads],
             out_dtype=name_of(self.dtype("o")),
-            single_query_threshold=single_query_threshold(sizes["sq"], heads, self.block_size),
         )
-        return kernel_plan(arch, configuration)
+        return kernel_plan(arch, ARCHITECTURES[arch].attention.configure_selection(problem, sizes["sq"]))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.selection(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)

@@ -16,18 +16,13 @@ from cudnn.native_sparse_attention.selection.base import LISTS, Selected, of_one
 from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import checked_scale, keys, queries
+from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import LIST_CHUNK, SelectionBackwardConfiguration
+from cudnn_kernels.sm90.heuristics.attention import SELECTION_BACKWARD_TILES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile": (128, 64), "stages": 4},
-    (128, 128): {"tile": (128, 64), "stages": 4},
-    (192, 128): {"tile": (128, 64), "stages": 3},
-    (256, 256): {"tile": (64, 64), "stages": 2},
-}
-"""Rows and keys of a step, and pipeline stages, of the dQ kernel by head dimensions."""
 MOST_HEADS = 64
 MIN_CHUNK, NUM_CHUNKS = 512, 1024
 """The least rows of a list for a CTA, and the number of chunks that the wrapper aims at."""
@@ -73,7 +68,7 @@ class SelectionAttentionBackward(Selected):
     )
     returns = ("dq", "dk", "dv")
     most_heads = MOST_HEADS
-    head_sizes = tuple(TILES)
+    head_sizes = tuple(SELECTION_BACKWARD_TILES)
 
     part: int
     adds: bool
@@ -149,19 +144,18 @@ class SelectionAttentionBackward(Selected):
         return {**sizes, "block_ends": blocks, "s": rows, "columns": 3, "choices": rows * heads * sizes["chosen"]}
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        heads = (sizes["d"], sizes["dv"])
-        configuration = SelectionBackwardConfiguration(
+        problem = SelectionBackwardConfiguration(
             name_of(self.dtype("q")),
             sizes["hq"],
             sizes["hk"],
-            *heads,
+            sizes["d"],
+            sizes["dv"],
             self.block_size,
             self.is_causal,
             list_chunk=self.part,
             adds=self.adds,
-            **TILES[heads],
         )
-        return kernel_plan(arch, configuration)
+        return kernel_plan(arch, ARCHITECTURES[arch].attention.configure_selection_backward(problem))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         rest = tensors["scale_softmax"], self.block_size, self.is_causal

@@ -13,13 +13,9 @@ from cudnn.runtime.memory import placed
 from cudnn.runtime.run import architecture, run
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import SelectionKVOuterConfiguration
+from cudnn_kernels.sm90.heuristics import attention as heuristics
 
-ARCH, HEADS, BLOCK = "sm_90a", ((128, 128),), 64
-"""Where it was measured: head dimensions, keys of a block."""
-MIN_ROWS = {1: 2048, 2: 4096, 4: 8192}
-"""The number of rows from which on it is faster, by qhead_per_kvhead rounded up to a power of two."""
-STEPS = 32
-"""The most M = 64 MMA tiles (rows times qhead_per_kvhead) of a block in a CTA."""
+ARCH = "sm_90a"
 MEMORY = 1 << 30
 """Bytes of workspace for partial outputs by (row, block), unless one head of k takes more."""
 
@@ -28,16 +24,9 @@ def is_faster(q: Any, k: Any, v: Any, lists: Any, block_size: int) -> bool:
     """Whether the KV-outer kernel is faster for varlen tensors like these on this chip."""
     if any(getattr(x, "ndim", 0) != 3 for x in (q, k, v, lists)) or not (q.numel() and k.numel() and lists.numel()):
         return False
-    least = MIN_ROWS.get(_rounded(q.shape[1] // k.shape[1]))
-    is_measured = (
-        least is not None and q.shape[0] >= least and (q.shape[2], v.shape[2]) in HEADS and block_size == BLOCK
-    )
-    return is_measured and q.element_size() == 2 and architecture(q) == ARCH
-
-
-def _rounded(qhead_per_kvhead: int) -> int:
-    """MMA rows of a row of q: qhead_per_kvhead, rounded up to a power of two."""
-    return 1 << (qhead_per_kvhead - 1).bit_length()
+    heads, qhead_per_kvhead = (q.shape[2], v.shape[2]), q.shape[1] // k.shape[1]
+    faster = heuristics.kv_outer_is_faster(q.shape[0], qhead_per_kvhead, heads, block_size)
+    return faster and q.element_size() == 2 and architecture(q) == ARCH
 
 
 @functools.cache
@@ -64,11 +53,9 @@ def attend(
     q, k, v = map(placed, tensors)
     (rows, heads, d), (_, key_heads, dv), indices = q.shape, v.shape, lists[0]
     entries, qhead_per_kvhead = rows * indices.shape[2], heads // key_heads
-    chunk = STEPS * 64 // _rounded(qhead_per_kvhead)
-    c = SelectionKVOuterConfiguration(
-        name_of(q.dtype), heads, key_heads, d, dv, block_size, is_causal, list_chunk=chunk
-    )
-    choosing, ends, positions = choosing_rows(*lists, block_size, is_causal, chunk, tells=True)
+    problem = SelectionKVOuterConfiguration(name_of(q.dtype), heads, key_heads, d, dv, block_size, is_causal)
+    c = heuristics.configure_selection_kv_outer(problem)
+    choosing, ends, positions = choosing_rows(*lists, block_size, is_causal, c.list_chunk, tells=True)
     heads_per_launch = min(max(MEMORY // (entries * qhead_per_kvhead * (dv * q.element_size() + 8)), 1), key_heads)
     partial_o = q.new_empty(entries * heads_per_launch, qhead_per_kvhead, dv)
     partial_stats = torch.empty(entries * heads_per_launch, qhead_per_kvhead, 2, dtype=torch.float32, device=q.device)

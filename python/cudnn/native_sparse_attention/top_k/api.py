@@ -16,13 +16,13 @@ from cudnn.native_sparse_attention.base import AnyRowValues, Compressed
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
+from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import ALWAYS, TopKConfiguration
+from cudnn_kernels.sm90.heuristics.attention import TOP_K_TILES
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-TILES = {64: (128, 128), 128: (128, 128), 192: (128, 64), 256: (128, 64)}
-"""Rows of heads and keys of a CTA by head sizes."""
 MOST = 64  # blocks that a warp keeps
 
 
@@ -116,7 +116,7 @@ class TopKReduction(Compressed):
     fixed = ("hq", "hk", "d")
     aliases = {"cumulative_s_q_tensor": "cum_seqlen_q", "cumulative_s_k_tensor": "cum_seqlen_k"}  # noqa: RUF012
     most_heads = 128
-    head_sizes = tuple((d,) for d in TILES)
+    head_sizes = tuple((d,) for d in TOP_K_TILES)
     aot_shapes = ((512, 64, 4, 128), (512, 16, 1, 128))
 
     k_value: int
@@ -179,28 +179,23 @@ class TopKReduction(Compressed):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        ratio, most = self.selection_block_size // self.compress_stride, TILES[sizes["d"]][1]
+        ratio, most = self.selection_block_size // self.compress_stride, TOP_K_TILES[sizes["d"]][1]
         if ratio > most:
             raise self.unsupported("selection_block_size / compress_stride", ratio, f"at most {most}")
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        hq, hk, d = (sizes[x] for x in ("hq", "hk", "d"))
-        two = d <= 128 and hq // hk >= 8 and self.k_value <= 32  # then memory and registers suffice for two CTAs
-        configuration = TopKConfiguration(
+        problem = TopKConfiguration(
             name_of(self.dtype("q")),
-            hq,
-            hk,
-            d,
+            sizes["hq"],
+            sizes["hk"],
+            sizes["d"],
             self.k_value,
             self.selection_block_size,
             self.compress_stride,
             self.packed,
-            TILES[d],
-            2 if two else 3,
-            self.whole_lists,
-            2 if two else 1,
+            full_list=self.whole_lists,
         )
-        return kernel_plan(arch, configuration)
+        return kernel_plan(arch, ARCHITECTURES[arch].attention.configure_top_k(problem))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         blocks = self.selection_block_size, self.compress_stride

@@ -14,38 +14,18 @@ from cudnn.lazy import torch
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values
-from cudnn.sdpa.bwd import kv_block_split
-from cudnn_kernels.attention import BackwardConfiguration, GradientsConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.sm90.heuristics import kv_block_split
+from cudnn_kernels.sm90.heuristics.attention import (
+    BACKWARD_TILES,
+    configure_backward,
+    schedules_backward_dynamically,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile": (128, 128)},
-    (96, 96): {"tile": (64, 128), "v_in_registers": True},
-    (128, 128): {"tile": (80, 128)},
-    (192, 128): {"tile": (64, 112), "pair": True},
-    (192, 192): {"tile": (64, 96), "pair": True},
-    (256, 256): {"tile": (64, 80), "pair": True},
-}
-"""On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
-SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same with the dynamic scheduler, and for varlen or split KV blocks with a causal mask: 80 rows would spill
-registers.
-"""
-CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
-"""The same with a soft cap."""
-
-
-def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
-    """What an architecture's kernels are compiled for."""
-    small = ends.get("dynamic_scheduler") or (ends["right"] and (ends["varlen"] or ends.get("split")))
-    tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if small else {})
-    choices = {
-        "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
-        "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
-    }
-    return choices[arch]()
+HEADS = tuple(BACKWARD_TILES)
 
 
 class SdpaBackward(Gradients, Attention):
@@ -84,9 +64,9 @@ class SdpaBackward(Gradients, Attention):
     )
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left", "softcap")
-    head_sizes = tuple(TILES)
+    head_sizes = HEADS
     aot_shapes = (
-        *((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048)),
+        *((1, 1, rows, *heads) for heads in HEADS for rows in (128, 2048)),
         *((1, 64, 4096, *heads) for heads in kv_block_split.ORDERED_HEAD_DIMS),
     )
 
@@ -151,16 +131,16 @@ class SdpaBackward(Gradients, Attention):
         """How many of the last KV blocks are split, and into how many CTAs each, by the samples' sizes."""
         sizes = super().sizes(self.descs)
         heads = (sizes["d"], sizes["dv"])
-        if (self._target() or "sm_90a") != "sm_90a" or heads not in TILES or self.packed:
+        if (self._target() or "sm_90a") != "sm_90a" or heads not in HEADS or self.packed:
             return {"split": 0, "parts": 1}
-        c = configuration("sm_90a", "bfloat16", heads, self.kernel_options(heads))
+        c = configure_backward("bfloat16", heads, **self.kernel_options(heads))
         return kv_block_split.split_of_window(c, sizes, self.window, self.expected_num_sms())
 
     @functools.cached_property
     def ordered_dq(self) -> bool:
         """Whether KV blocks add to dQ in order (dQ_semaphore, deterministic): on request, and where it is faster."""
         sizes = super().sizes(self.descs)
-        c = configuration("sm_90a", "bfloat16", (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0})
+        c = configure_backward("bfloat16", (sizes["d"], sizes["dv"]), **self.ends(), softcap=self.softcap > 0)
         ordered = self.deterministic or kv_block_split.ordered_dq_is_faster(
             c, sizes, self.window, self.expected_num_sms()
         )
@@ -168,14 +148,10 @@ class SdpaBackward(Gradients, Attention):
         return ordered
 
     def kernel_options(self, heads: tuple[int, int]) -> dict[str, Any]:
-        """Options of a configuration for Hopper, without split.
-
-        A mask that makes KV blocks unequal uses the dynamic scheduler, except at head dimension 96, where it is slower,
-        and with a softcap at 128, which needs its registers.
-        """
-        is_dynamic = heads == (64, 64) or (heads == (128, 128) and not self.softcap)
-        options = {"softcap": self.softcap > 0, "deterministic": self.ordered_dq}
-        return self.ends() | options | {"dynamic_scheduler": is_dynamic and self.window.right is not None}
+        """Options of a configuration for Hopper, without split."""
+        softcap, right = self.softcap > 0, self.window.right is not None
+        options = {"softcap": softcap, "deterministic": self.ordered_dq}
+        return self.ends() | options | {"dynamic_scheduler": schedules_backward_dynamically(heads, right, softcap)}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}
@@ -184,7 +160,8 @@ class SdpaBackward(Gradients, Attention):
         heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
         if arch == "sm_90a":
             options = self.kernel_options(heads) | {"split": self.constants["split"] > 0}
-        return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
+        configuration = ARCHITECTURES[arch].attention.configure_backward(name_of(self.dtype("q")), heads, **options)
+        return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed, self.softcap)

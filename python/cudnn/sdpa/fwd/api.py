@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,89 +15,15 @@ from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, TYPES, Attention, checked_scale, keys, queries, row_values
 from cudnn.sdpa.layouts import HeadValues
-from cudnn_kernels.attention import DESCALES, DecodeConfiguration, ForwardConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention import DESCALES, MAX_SPLIT_ROWS, DecodeConfiguration
+from cudnn_kernels.sm90.heuristics.attention import FORWARD_TILES
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-EIGHT_BITS = "8 bits"
-TILES = {
-    "sm_90a": {
-        (64, 64): (192, 128),
-        (96, 96): (192, 112),
-        (128, 128): (128, 128),
-        (192, 128): (128, 128),
-        (192, 192): (128, 112),
-        (256, 256): (128, 80),
-    },
-    "sm_100a": {
-        (64, 64): (256, 128),
-        (96, 96): (256, 128),
-        (128, 128): (256, 128),
-        (192, 128): (256, 128),
-        (192, 192): (128, 128),
-        (256, 256): (128, 128),
-    },
-    EIGHT_BITS: {
-        (64, 64): (192, 160),
-        (96, 96): (128, 128),
-        (128, 128): (128, 192),
-        (192, 128): (128, 160),
-        (192, 192): (128, 96),
-        (256, 256): (128, 64),
-    },
-}
-"""Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200, save for
-8 bits at 96 and values of 192, which were never timed: keys for which registers and shared memory suffice.
-"""
-WINDOW_TILES = {
-    ("sm_90a", 64, 64): ((192, 96), 4),
-    ("sm_90a", 96, 96): ((192, 112), 3),
-    ("sm_90a", 192, 192): ((128, 112), 2),
-    ("sm_90a", 256, 256): ((128, 64), 2),
-    (EIGHT_BITS, 64, 64): ((192, 96), 0),
-    (EIGHT_BITS, 128, 128): ((128, 128), 0),
-    (EIGHT_BITS, 192, 128): ((128, 128), 0),
-}
-"""Those for windows, where they differ, since fewer keys waste less at both edges; and, where warpgroups take only the
-blocks that their own rows need, the buffers of K and V.
-"""
-DECODE = {
-    "sm_90a": {
-        (64, 64): (128, 4),
-        (96, 96): (128, 3),
-        (128, 128): (128, 2),
-        (192, 128): (128, 2),
-        (192, 192): (64, 3),
-        (256, 256): (64, 2),
-    },
-    "sm_100a": dict.fromkeys(TILES["sm_100a"], (128, 2)),
-}
-"""Keys of a tile, and how many tiles are on their way, where CTAs split a sequence's keys."""
-HOLDING = {("sm_90a", kind, 128, 128) for kind in TYPES}
-"""Where loops hold their ends in registers, with a causal mask and without other options: what was timed faster so."""
-MAX_SPLIT_ROWS = 64
-"""Rows of all heads of Q that share one of K up to which CTAs split the keys."""
-HEADS = tuple(TILES["sm_90a"])
+HEADS = tuple(FORWARD_TILES)
 ALL_TYPES = (*TYPES, "float8_e4m3fn", "float8_e5m2")
-
-
-def configuration(
-    arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any], **options: Any
-) -> ForwardConfiguration:
-    """What an architecture's kernel is compiled for."""
-    draws = arch == "sm_90a" and ends["varlen"]  # timed faster so, or as fast
-    others = (ends["left"], ends["varlen"], ends["top_left"], *options.values())
-    loop_bounds_in_registers = (arch, dtype, *heads) in HOLDING and ends["right"] and not any(others)
-    kind = EIGHT_BITS if options.get("out_dtype") else arch
-    tile, stages = (WINDOW_TILES if ends["left"] else {}).get((kind, *heads), (TILES[kind][heads], 0))
-    chosen = {
-        "dynamic_scheduler": draws,
-        "loop_bounds_in_registers": loop_bounds_in_registers,
-        "n_blocks_per_warpgroup": stages > 0,
-        "stages": stages or 2,
-    }
-    return ForwardConfiguration(dtype, *heads, tile, **ends, **chosen, **options)
 
 
 class SdpaForward(Attention):
@@ -278,18 +203,13 @@ class SdpaForward(Attention):
 
     @functools.cached_property
     def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many CTAs split a sequence's keys: the chip is done after the fewest blocks, and two a round besides."""
+        """How many CTAs split a sequence's keys."""
         if self.num_splits:
             return {"splits": self.num_splits}
-        arch, sizes = self._target() or "sm_90a", super().sizes(self.descs)
-        multiprocessors = self.expected_num_sms()
-        tiles = math.ceil(sizes["sq"] * sizes["hq"] / max(sizes["hk"], 1) / MAX_SPLIT_ROWS) * sizes["b"] * sizes["hk"]
-        blocks = math.ceil(self.longest[1] / DECODE[arch].get((sizes["d"], sizes["dv"]), (MAX_SPLIT_ROWS, 0))[0])
-
-        def cost(splits: int) -> int:
-            return math.ceil(tiles * splits / multiprocessors) * (math.ceil(blocks / splits) + 2)
-
-        return {"splits": min(range(1, min(blocks, 64) + 1), key=cost, default=1)}
+        arch, sizes = ARCHITECTURES[self._target() or "sm_90a"], super().sizes(self.descs)
+        heads, kv_heads = (sizes["d"], sizes["dv"]), sizes["b"] * sizes["hk"]
+        rows = -(-sizes["sq"] * sizes["hq"] // max(sizes["hk"], 1))
+        return {"splits": arch.attention.num_splits(heads, rows, kv_heads, self.longest[1], self.expected_num_sms())}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}
@@ -303,19 +223,16 @@ class SdpaForward(Attention):
             if arch != "sm_90a":
                 raise self.unsupported("q tensor dtype", dtype, f"float16, bfloat16 on {arch}; 8 bits on sm_90a")
             options["out_dtype"] = name_of(self.dtype("o"))
-        return kernel_plan(arch, configuration(arch, dtype, heads, self.ends(), **options))
+        heuristics = ARCHITECTURES[arch].attention
+        return kernel_plan(arch, heuristics.configure_forward(dtype, heads, self.ends(), **options))
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
         """What the kernel for few rows, or caches, is compiled for."""
-        heads, ends, qhead_per_kvhead = (sizes["d"], sizes["dv"]), self.ends(), sizes["hq"] // max(sizes["hk"], 1)
-        keys, stages = DECODE[arch][heads]
-        rows = 64 if arch == "sm_90a" and qhead_per_kvhead * sizes["sq"] <= MAX_SPLIT_ROWS else 128
-        return DecodeConfiguration(
+        return ARCHITECTURES[arch].attention.configure_decode(
             name_of(self.dtype("q")),
-            *heads,
-            (rows, keys),
-            **ends,
-            stages=stages,
+            (sizes["d"], sizes["dv"]),
+            sizes["hq"] // max(sizes["hk"], 1) * sizes["sq"],
+            self.ends(),
             softcap=self.softcap > 0,
             sink=self.has("sink"),
             cached=self.has("seqlen_k"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Protocol
 
-from cudnn.fused.layouts import Sizes
-from cudnn.sdpa.reference import Window
 from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.signature import Sizes
 
 PROLOGUE, REDUCTION, SPLIT_COST = 2.0, 2.0, 0.012
 """In Q-block steps: a CTA's time before its first and after its last step, the dK/dV reduction, and one split."""
@@ -16,6 +16,19 @@ MAX_WAVES = 8  # of split CTAs, which bounds the workspace
 MAX_WAVES_EVEN, MAX_WAVES_UNEVEN = 13, 6  # waves from which on splitting gains nothing: blocks of equal length, or not
 ORDERED_HEAD_DIMS = (64, 64), (192, 128), (192, 192), (256, 256)
 LONG = 32  # steps
+
+
+class Window(Protocol):
+    """The keys that a row attends to, ``right`` and ``left`` of its diagonal; None: all on that side."""
+
+    @property
+    def right(self) -> int | None: ...
+
+    @property
+    def left(self) -> int | None: ...
+
+    @property
+    def top_left(self) -> bool: ...
 
 
 def split_of(
