@@ -42,6 +42,7 @@ RESULTS = tuple(
 class Projection(FusedAPI):
     """What both forms share."""
 
+    counted = False
     returns = tuple(spec.name for spec in RESULTS)
     example = (("m", "n", "k"), (TOKENS, 2 * HEAD, 128))
     usual_shapes = ((4096, 16 * HEAD, 1536),)

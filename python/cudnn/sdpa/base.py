@@ -88,6 +88,7 @@ class Gradients(FusedAPI):
 class OverHeads(FusedAPI):
     """What all of attention checks: heads, their sizes, and options that its kernels do not have."""
 
+    counted = False
     sized_by = ("q", "k")
     fixed = ("d",)
     usual_types = ("bf16", "fp16")
