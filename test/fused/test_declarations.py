@@ -23,6 +23,7 @@ from cudnn.fused import registry
 from cudnn.fused.dense import empty_tensors
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
+from cudnn.fused.host import FusedAPI
 from support.api_cases import BY_NAME
 from support.pages import transformer_engine_calls
 from support.selection import in_turn, within
@@ -390,3 +391,9 @@ def test_an_object_shows_its_tensors_and_needs_an_architecture_without_a_gpu() -
     assert repr(norm).startswith("<cudnn.RmsNormRhtAmax: x bfloat16 (16, 512), ")
     with pytest.raises(RuntimeError, match=r'device: got meta; .* To fix it, pass arch="sm_90a" or arch="sm_100a"'):
         norm.check_support()
+
+
+def test_a_fused_api_without_flops_is_refused_where_it_is_defined() -> None:
+    with pytest.raises(TypeError, match="Uncounted: flops: got no definition; allowed: a class method"):
+        type("Uncounted", (FusedAPI,), {"tensors": (), "execute": lambda self: None})
+    type("Uncounted", (FusedAPI,), {"tensors": (), "execute": lambda self: None, "counted": False})

@@ -93,6 +93,7 @@ class FusedAPI(APIBase):
     formula_options: ClassVar[Sequence[str]] = ()
     autocast_inputs: ClassVar[Sequence[str]] = ()  # inputs that the operator casts under autocast, as torch.matmul does
     gradients: ClassVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = None  # of the operator: setup, backward
+    counted: ClassVar[bool] = True  # by :meth:`flops`; False where other code registers the operators, or none has any
 
     aliases: ClassVar[Mapping[str, str]] = {}  # parameters of ``execute`` that are not called after their tensors
     names: ClassVar[tuple[str, ...]]  # of the tensors, in the order of ``execute``
@@ -119,6 +120,8 @@ class FusedAPI(APIBase):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "execute" in vars(cls):
+            if cls.counted and vars(FusedAPI)["flops"].__func__ is getattr(cls.flops, "__func__", None):
+                raise refused(TypeError, cls.__name__, "flops", "no definition", "a class method", "count its GEMMs")
             declared = {spec.name for spec in cls.tensors}
             called = inspect.signature(cls.execute).parameters
             tensors = {cls.aliases.get(name, name.removesuffix("_tensor")): name for name in called}
@@ -215,8 +218,11 @@ class FusedAPI(APIBase):
 
     @classmethod
     def flops(cls, sizes: Sizes) -> int:
-        """The number of floating-point operations of a call, for the operator's formula: ``cudnn.runtime.flops``."""
-        raise NotImplementedError(f"{cls.__name__}: flops is not declared")
+        """The number of floating-point operations of a call, for the operator's formula: ``cudnn.runtime.flops``.
+
+        A class with an ``execute`` that does not define it raises TypeError, unless it is not ``counted``.
+        """
+        raise NotImplementedError
 
     @classmethod
     @abstractmethod

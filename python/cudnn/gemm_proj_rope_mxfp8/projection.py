@@ -51,6 +51,7 @@ RESULTS = tuple(
 class Projection(FusedAPI):
     """What both forms share."""
 
+    counted = False
     returns = tuple(spec.name for spec in RESULTS)
     example = (("m", "n", "k"), (TOKENS, 2 * HEAD, 128))
     aot_shapes = ((4096, 16 * HEAD, 1536),)

@@ -14,9 +14,9 @@ from cudnn.errors import refused
 class CausalMask(Tensor):
     """A mask ``[B, 1, S_q, S_kv]`` of type bool: row i sees the keys up to ``i + offset``, of a window the last ones.
 
-    It has no storage. Slices along the batch and the rows, and of the first keys, are masks of this class; any other
-    operation reads the mask as a plain tensor, which :meth:`dense` makes. So a model may treat it as any mask, and an
-    attention function that knows the class takes the band.
+    It has no storage. Slices along the batch and the rows, and of the first keys, are masks of this class; other views
+    are a :class:`MaskView`, and any other operation reads the mask as a plain tensor, which :meth:`dense` makes. So a
+    model may treat it as any mask, and an attention function that knows the class takes the band.
     """
 
     offset: int
@@ -63,10 +63,7 @@ class CausalMask(Tensor):
             return sliced
         if func is torch.ops.aten.clone.default:
             return args[0].dense().contiguous()  # may be written
-        if func._schema.is_mutable and isinstance(args[0], CausalMask):
-            raise _refused_write(func._schema.name)
-        dense = pytree.tree_map_only(CausalMask, CausalMask.dense, (args, kwargs))
-        return func(*dense[0], **dense[1])
+        return _on_dense(func, args, kwargs)
 
     def _of(self, shape: tuple[int, ...], offset: int) -> CausalMask:
         return CausalMask(self._anchor, shape, offset, self.window)
@@ -79,6 +76,59 @@ class CausalMask(Tensor):
             return None
         shape = [*self.shape[:dim], max(last - first, 0), *self.shape[dim + 1 :]]
         return self._of(tuple(shape), self.offset + (first if dim == 2 else 0))
+
+
+class MaskView(Tensor):
+    """A view of a :class:`CausalMask`, as a plain tensor that refuses writes: they would not reach the mask."""
+
+    _dense: Tensor
+
+    @staticmethod
+    def __new__(cls, dense: Tensor) -> MaskView:
+        strides, offset = dense.stride(), dense.storage_offset()
+        view = Tensor._make_wrapper_subclass(cls, dense.shape, strides, offset, dtype=dense.dtype, device=dense.device)
+        view._dense = dense
+        return view
+
+    def dense(self) -> Tensor:
+        """The view as a plain tensor."""
+        return self._dense
+
+    def __repr__(self) -> str:
+        return f"MaskView({self._dense!r})"
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _refused_write("__setitem__")
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_dense"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, *sizes: Any) -> MaskView:
+        return MaskView(inner["_dense"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return func(args[0].dense(), **(kwargs or {}))  # may be written
+        return _on_dense(func, args, kwargs or {})
+
+
+MASKS = (CausalMask, MaskView)
+
+
+def _on_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on plain tensors in place of masks. Views of a mask stay such; a write to one is refused."""
+    schema = func._schema
+    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if written and any(isinstance(x, MASKS) for x in pytree.tree_leaves(value)):
+            raise _refused_write(schema.name)
+    dense = pytree.tree_map_only(MASKS, lambda mask: mask.dense(), (args, kwargs))
+    out = func(*dense[0], **dense[1])
+    is_view = not schema.is_mutable and isinstance(args[0], MASKS) and any(x.alias_info for x in schema.returns)
+    return pytree.tree_map_only(Tensor, MaskView, out) if is_view else out
 
 
 def _refused_write(where: str) -> ValueError:

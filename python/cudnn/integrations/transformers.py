@@ -14,7 +14,7 @@ from torch import Tensor
 from cudnn.attention.operator import scaled_dot_product_attention
 from cudnn.enums import diagonal_alignment
 from cudnn.errors import refused
-from cudnn.integrations._causal_mask import CausalMask
+from cudnn.integrations._causal_mask import MASKS, CausalMask
 from cudnn.moe.operator import moe_mlp
 
 NAME = "cudnn"
@@ -291,7 +291,7 @@ def attention(
         if causal:
             _check_causal(rows, keys, sliding_window)
             bounds = {"is_causal": True}
-    if isinstance(attention_mask, CausalMask):
+    if isinstance(attention_mask, MASKS):
         attention_mask = attention_mask.dense()
     out = scaled_dot_product_attention(
         query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True, sinks=s_aux, **bounds

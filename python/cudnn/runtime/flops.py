@@ -41,13 +41,15 @@ def register(operator: Any, formula: Callable[..., int]) -> None:
 
     PyTorch's counter is not loaded for it, since it loads Triton: the formulas wait until a program imports it.
     """
-    packet, names = operator._opoverload._overloadpacket, [a.name for a in operator._opoverload._schema.arguments]
+    packet = operator._opoverload._overloadpacket
+    defaults = {a.name: a.default_value for a in operator._opoverload._schema.arguments}  # a call leaves those out
+    names = list(defaults)
     parameters = inspect.signature(formula).parameters.values()
     requested = [p.name for p in parameters if p.name in (*names, "out") or p.default is p.empty]
     takes_all = inspect.getfullargspec(formula).varargs is not None
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        values = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs, "out": out_val}
+        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs, "out": out_val}
         if takes_all:
             return formula(*(values[name] for name in names))
         return formula(**{name: _shapes(values[name]) for name in requested})

@@ -92,6 +92,7 @@ class Gradients(FusedAPI):
 class OverHeads(FusedAPI):
     """Checks of all attention APIs: numbers of heads, head dimensions, and options without kernels."""
 
+    counted = False
     sized_by = ("q", "k")
     fixed = ("d",)
     aot_dtypes = ("bf16", "fp16")
