@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 from cudnn.strided import check_strided
 
@@ -64,15 +64,15 @@ def check_tensor(where: str, name: str, tensor: Any) -> None:
             check_strided(where, f"{name} tensor", tensor)
         return
     type_ = type(tensor)
-    cure = f"pass torch.from_numpy({name})" if type_.__module__ == "numpy" else ""
+    hint = f"pass torch.from_numpy({name})" if type_.__module__ == "numpy" else ""
     got = f"{type_.__module__}.{type_.__qualname__}".removeprefix("builtins.")
-    raise refused(TypeError, where, f"{name} tensor", got, "a torch.Tensor", cure)
+    raise make_error(TypeError, where, f"{name} tensor", got, "a torch.Tensor", hint)
 
 
 def check_rank(where: str, name: str, tensor: Any, ranks: Sequence[int], allowed: str) -> None:
     """Raises unless a tensor has one of these numbers of dimensions."""
     if tensor.ndim not in ranks:
-        raise refused(ValueError, where, f"{name} tensor", f"the shape {tuple(tensor.shape)}", allowed)
+        raise make_error(ValueError, where, f"{name} tensor", f"the shape {tuple(tensor.shape)}", allowed)
 
 
 def stride_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ class APIBase(ABC):
         """Raises unless these, which a constructor or wrapper looks at before all else is checked, are tensors."""
         for name, tensor in tensors.items():
             if tensor is None:
-                raise refused(ValueError, cls._title(), f"{name} tensor", "None", "a tensor")
+                raise make_error(ValueError, cls._title(), f"{name} tensor", "None", "a tensor")
             check_tensor(cls._title(), name, tensor)
 
     @classmethod
@@ -329,12 +329,12 @@ class APIBase(ABC):
         return TensorDesc.of(tensor, name, self._interpret_uint8_as_fp4x2)
 
     def _not_compiled(self) -> Exception:
-        cure = "call compile() before execute()"
-        return self.uncompiled(f"{self._title()}: the kernel is not compiled. To fix it, {cure}.")
+        hint = "call compile() before execute()"
+        return self.uncompiled(f"{self._title()}: the kernel is not compiled. To fix it, {hint}.")
 
-    def _refuse(self, what: str, got: object, expected: object, cure: str = "") -> ValueError:
+    def _refuse(self, what: str, got: object, expected: object, hint: str = "") -> ValueError:
         text = f"{self._title()}: {what} mismatch: expected {expected}, got {got}"
-        return ValueError(f"{text}. To fix it, {cure}." if cure else text)
+        return ValueError(f"{text}. To fix it, {hint}." if hint else text)
 
     def _check_shape(self, desc: TensorDesc | None, expected: Sequence[int]) -> None:
         if desc is not None and desc.shape != tuple(expected):

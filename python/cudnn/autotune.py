@@ -18,7 +18,7 @@ from cudnn.backend import library
 from cudnn.backend.handle import Handle, default_handle, resolve
 from cudnn.datatypes import _is_torch_tensor  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import heur_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.program import keys_by_uid
@@ -108,11 +108,13 @@ def autotune(
             tensors, workspace, handle=handle, iterations=iterations, cache=cache
         )
     if not isinstance(tensors, Mapping):
-        raise refused(TypeError, "autotune", "tensors", type(tensors).__name__, "a dict, as for execute", "pass a dict")
+        raise make_error(
+            TypeError, "autotune", "tensors", type(tensors).__name__, "a dict, as for execute", "pass a dict"
+        )
     if iterations < 1:
-        raise refused(ValueError, "autotune", "iterations", iterations, "1 or more")
+        raise make_error(ValueError, "autotune", "iterations", iterations, "1 or more")
     if isinstance(workspace, int):
-        raise refused(
+        raise make_error(
             TypeError,
             "autotune",
             "workspace",
@@ -129,7 +131,9 @@ def autotune(
     chosen_handle = graph._handle if handle is None else handle  # pyright: ignore[reportPrivateUsage]
     handle_ = default_handle(graph._device()) if chosen_handle is None else resolve(chosen_handle)  # pyright: ignore[reportPrivateUsage]
     if torch.cuda.is_current_stream_capturing():
-        raise refused(RuntimeError, "autotune", "stream", "one being captured", "any other", "tune before the capture")
+        raise make_error(
+            RuntimeError, "autotune", "stream", "one being captured", "any other", "tune before the capture"
+        )
     choice = _Choice(graph, torch.cuda.get_device_name(handle_.device)) if cache else None
     cached_tag = choice.read() if choice else None
     if cached_tag is not None and _build_cached(graph, cached_tag, workspace):
@@ -190,7 +194,7 @@ def _restored_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[No
             if data is None:
                 continue
             if isinstance(data, int):
-                raise refused(
+                raise make_error(
                     TypeError,
                     "autotune",
                     f"output {tensor.name!r} (uid {tensor.get_uid()})",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from cudnn.enums import data_type
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 
 
@@ -98,7 +98,7 @@ def _convert_to_cutlass_data_type(dtype: object, interpret_uint8_as_fp4x2: bool 
     converted = _torch_to_cutlass_data_type(torch_dtype, interpret_uint8_as_fp4x2)
     if converted is None:
         allowed = ", ".join(f"torch.{name}" for name in _cutlass_types())
-        raise refused(ValueError, "data type for the CuTe DSL", "dtype", repr(dtype), allowed)
+        raise make_error(ValueError, "data type for the CuTe DSL", "dtype", repr(dtype), allowed)
     return converted
 
 

@@ -42,22 +42,22 @@ class CudnnLibraryError(RuntimeError):
     """libcudnn cannot be found, cannot be loaded or is too old."""
 
 
-def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") -> str:
+def refusal(where: str, what: str, got: object, allowed: str, hint: str = "") -> str:
     """Words a refusal: which call or node and argument, what it got, what is allowed, what to do.
 
     >>> refusal("conv2d (conv_fprop)", "stride", "nothing", "one per spatial dimension", "pass stride=[1, 1]")
     'conv2d (conv_fprop): stride: got nothing; allowed: one per spatial dimension. To fix it, pass stride=[1, 1].'
     """
     text = f"{where}: {what}: got {got}; allowed: {allowed}."
-    return f"{text} To fix it, {cure}." if cure else text
+    return f"{text} To fix it, {hint}." if hint else text
 
 
-def refused(kind: type[E], where: str, what: str, got: object, allowed: str, cure: str = "") -> E:
+def make_error(kind: type[E], where: str, what: str, got: object, allowed: str, hint: str = "") -> E:
     """The exception of a kind whose text is a refusal, to be raised."""
-    return kind(refusal(where, what, got, allowed, cure))
+    return kind(refusal(where, what, got, allowed, hint))
 
 
-def misfit(
+def find_signature_error(
     where: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TypeError | None:
     """What is wrong with the number or the names of a call's arguments; None where they fit."""
@@ -85,10 +85,10 @@ def checked_number(
     if type(value) is float and not integer and abs(value) < math.inf:  # comparisons are what torch.compile traces
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if integer else numbers.Real):
-        cure = f"pass {what}.item()" if hasattr(value, "item") else ""
+        hint = f"pass {what}.item()" if hasattr(value, "item") else ""
         allowed = allowed or ("an int" if integer else "a float")
-        raise refused(TypeError, where, what, type(value).__name__, allowed, cure)
+        raise make_error(TypeError, where, what, type(value).__name__, allowed, hint)
     if math.isnan(value) or (math.isinf(value) and not limit):
-        raise refused(ValueError, where, what, value, "numbers" if limit else "finite numbers")
+        raise make_error(ValueError, where, what, value, "numbers" if limit else "finite numbers")
     kind: Any = int if integer else float
     return kind(value)

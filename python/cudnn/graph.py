@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cudnn.backend.handle import Handle
 from cudnn.enums import data_type, heur_mode
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.pygraph.graph import pygraph
 
 P = ParamSpec("P")
@@ -55,7 +55,7 @@ def jit(
     if any(not isinstance(mode, heur_mode) for mode in modes):
         got = "a function" if callable(heur_modes) else repr(heur_modes)
         hint = "write @cudnn.jit(), with parentheses" if callable(heur_modes) else "pass cudnn.heur_mode.A, say"
-        raise refused(TypeError, "jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", hint)
+        raise make_error(TypeError, "jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", hint)
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
         @functools.wraps(function)
@@ -63,7 +63,7 @@ def jit(
             returned: Any = function(*args, **kwargs)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2 or not isinstance(returned[0], pygraph):
                 what, allowed = f"what {function.__name__}() returned", "(graph, tensors)"
-                raise refused(
+                raise make_error(
                     TypeError, "jit", what, type(returned).__name__, allowed, "return both, as `g, [a, b, out]`"
                 )
             graph_, tensors = returned
@@ -83,7 +83,7 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
         TypeError: ``key_fn`` is no function; later, it returned a value that is not hashable, such as a list.
     """
     if not callable(key_fn):
-        raise refused(TypeError, "graph_cache", "key_fn", repr(key_fn), "a function of the same arguments")
+        raise make_error(TypeError, "graph_cache", "key_fn", repr(key_fn), "a function of the same arguments")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         results: dict[Hashable, R] = {}
@@ -98,7 +98,7 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
                 pass
             except TypeError as error:
                 what, hint = f"what key_fn of {function.__name__} returned", "return tuples in place of lists"
-                raise refused(TypeError, "graph_cache", what, repr(key), "a hashable value", hint) from error
+                raise make_error(TypeError, "graph_cache", what, repr(key), "a hashable value", hint) from error
             result = function(*args, **kwargs)
             with lock:
                 result = results.setdefault(key, result)

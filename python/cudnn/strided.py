@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cudnn.datatypes import _is_torch_tensor  # pyright: ignore[reportPrivateUsage]
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 
 _PACKED = "pass packed sequences, nested.values() with cu_seqlens (ragged offsets), or nested.to_padded_tensor(0.0)"
@@ -21,17 +21,17 @@ def check_strided(where: str, what: str, tensor: Any) -> None:
     """Raises TypeError for a tensor of PyTorch without strides: nested, sparse, quantized, of MKL-DNN, distributed."""
     if not _is_torch_tensor(tensor) or _is_plain(tensor):
         return
-    got, cure = "", ""
+    got, hint = "", ""
     if tensor.is_nested:
-        got, cure = "a nested tensor", _PACKED
+        got, hint = "a nested tensor", _PACKED
     elif tensor.layout is not torch.strided:
-        got, cure = f"a tensor of the layout {tensor.layout}", "pass tensor.to_dense()"
+        got, hint = f"a tensor of the layout {tensor.layout}", "pass tensor.to_dense()"
     elif tensor.is_quantized:
-        got, cure = f"a quantized tensor ({tensor.dtype})", "pass tensor.dequantize()"
+        got, hint = f"a quantized tensor ({tensor.dtype})", "pass tensor.dequantize()"
     elif hasattr(tensor, "device_mesh"):  # the module of DTensor, which may not be loaded, takes long to
-        got, cure = f"a {type(tensor).__name__}", "pass tensor.to_local(), the part of this rank"
+        got, hint = f"a {type(tensor).__name__}", "pass tensor.to_local(), the part of this rank"
     if got:
-        raise refused(TypeError, where, what, got, "dense tensors (torch.strided)", cure)
+        raise make_error(TypeError, where, what, got, "dense tensors (torch.strided)", hint)
 
 
 def check_memory(where: str, what: str, tensor: Any) -> None:
@@ -42,15 +42,15 @@ def check_memory(where: str, what: str, tensor: Any) -> None:
     if not _is_torch_tensor(tensor) or _is_plain(tensor):
         return
     check_strided(where, what, tensor)
-    got, cure = "", ""
+    got, hint = "", ""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        got, cure = "a tensor within a transform of torch.func", "call an operator of cudnn.ops instead"
+        got, hint = "a tensor within a transform of torch.func", "call an operator of cudnn.ops instead"
     elif tensor.device.type == "meta" or _is_fake(tensor):
-        got, cure = f"{type(tensor).__name__} without data, as on the meta device", "pass a tensor of a CPU or GPU"
+        got, hint = f"{type(tensor).__name__} without data, as on the meta device", "pass a tensor of a CPU or GPU"
     elif not torch._C._has_storage(tensor):
-        got, cure = f"a {type(tensor).__name__}, which has no memory", "pass the torch.Tensor that it wraps"
+        got, hint = f"a {type(tensor).__name__}, which has no memory", "pass the torch.Tensor that it wraps"
     if got:
-        raise refused(ValueError, where, what, got, "tensors with memory", cure)
+        raise make_error(ValueError, where, what, got, "tensors with memory", hint)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -94,7 +94,7 @@ def check_resolved(where: str, what: str, tensor: Any) -> None:
     if is_lazy(tensor):
         state, method = ("negative", "resolve_neg") if tensor.is_neg() else ("conjugate", "resolve_conj")
         got = f"a {state} view, whose memory has other values"
-        raise refused(ValueError, where, what, got, "tensors whose values lie in memory", f"pass tensor.{method}()")
+        raise make_error(ValueError, where, what, got, "tensors whose values lie in memory", f"pass tensor.{method}()")
 
 
 def check_output(where: str, what: str, array: Any) -> None:
@@ -102,11 +102,11 @@ def check_output(where: str, what: str, array: Any) -> None:
     check_memory(where, what, array)
     if is_lazy(array):
         state = "negative" if array.is_neg() else "conjugate"
-        cure = "allocate it with torch.empty(), and apply the view to the result"
-        raise refused(ValueError, where, what, f"a {state} view", "outputs whose values lie in memory", cure)
+        hint = "allocate it with torch.empty(), and apply the view to the result"
+        raise make_error(ValueError, where, what, f"a {state} view", "outputs whose values lie in memory", hint)
     if _is_read_only(array):
-        cure = "pass a copy, array.copy(), and read the result there"
-        raise refused(ValueError, where, what, "a read-only array", "outputs that can be written to", cure)
+        hint = "pass a copy, array.copy(), and read the result there"
+        raise make_error(ValueError, where, what, "a read-only array", "outputs that can be written to", hint)
 
 
 def readable(array: Any) -> Any:

@@ -14,7 +14,7 @@ from cudnn.autotune import TuningReport, autotune
 from cudnn.backend.handle import Handle, default_handle, destroy_handle, set_stream
 from cudnn.datatypes import _cudnn_to_torch_data_type, _is_torch_tensor
 from cudnn.enums import data_type, heur_mode
-from cudnn.errors import misfit, refused
+from cudnn.errors import find_signature_error, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.node import NOT_SET
@@ -93,7 +93,7 @@ class _Results(list[Any]):
             raise AttributeError(f"'list' object has no attribute {name!r}")
         ports = ", ".join("_" if x is None else x.name.rpartition("::")[2].lower() or "_" for x in self)
         hint = f"write {ports} = graph.{self._method}(...)"
-        raise refused(AttributeError, self._node, name, "a list of results", "one tensor", hint)
+        raise make_error(AttributeError, self._node, name, "a list of results", "one tensor", hint)
 
 
 class Graph(Operations):
@@ -133,7 +133,9 @@ class Graph(Operations):
     ) -> None:
         for what, value in (("inputs", inputs), ("outputs", outputs), ("heuristics", heuristics)):
             if value is not None and not isinstance(value, (list, tuple)):
-                raise refused(ValueError, "Graph", what, type(value).__name__, "a list or a tuple", f"pass [{value!r}]")
+                raise make_error(
+                    ValueError, "Graph", what, type(value).__name__, "a list or a tuple", f"pass [{value!r}]"
+                )
         if isinstance(handle, str):
             _check_auto(handle)
             handle = None
@@ -167,7 +169,7 @@ class Graph(Operations):
     # Building.
     def __enter__(self) -> Graph:
         if self._graph is not None:
-            raise refused(
+            raise make_error(
                 RuntimeError, "Graph", "with block", "a second one", "one per Graph", "make a new cudnn.Graph"
             )
         self._graph = self._described = pygraph(handle=self._handle, **self._kwargs)
@@ -188,7 +190,7 @@ class Graph(Operations):
 
     def _built(self) -> pygraph:
         if self._graph is None:
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 "Graph",
                 "use",
@@ -252,7 +254,7 @@ class Graph(Operations):
             tensor = self._find(key)
             if tensor is None or tensor not in allowed:
                 why = " (a virtual tensor)" if tensor is not None and tensor.is_virtual else ""
-                raise refused(
+                raise make_error(
                     ValueError,
                     "Graph",
                     what,
@@ -261,12 +263,12 @@ class Graph(Operations):
                     "use these names",
                 )
             if tensor in order:
-                raise refused(ValueError, "Graph", what, f"{_format_key(key)} twice", "each tensor once", "drop one")
+                raise make_error(ValueError, "Graph", what, f"{_format_key(key)} twice", "each tensor once", "drop one")
             order.append(tensor)
         missing = [tensor for tensor in needed if tensor not in order]
         if missing:
             names = self._listing(missing)
-            raise refused(
+            raise make_error(
                 ValueError, "Graph", what, f"a list without {names}", f"all {what} of the graph", f"add {names} to it"
             )
         return order
@@ -297,7 +299,7 @@ class Graph(Operations):
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _LIFE_CYCLE:
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 "Graph",
                 name,
@@ -308,10 +310,10 @@ class Graph(Operations):
         if not callable(getattr(pygraph, name, None)):
             similar = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
             hint = f"write {similar[0]}" if similar else "look at dir(cudnn.Graph())"
-            raise refused(AttributeError, "Graph", "attribute", repr(name), "an operation of cudnn.pygraph", hint)
+            raise make_error(AttributeError, "Graph", "attribute", repr(name), "an operation of cudnn.pygraph", hint)
         method = getattr(self._built(), name)
         if not self._open:
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 "Graph",
                 name,
@@ -337,7 +339,7 @@ class Graph(Operations):
         self._counters[method.__name__] = index + 1
         node = kwargs.pop("name", None) or f"{method.__name__}.{index}"
         if node in self._node_names:
-            raise refused(
+            raise make_error(
                 ValueError, "Graph", f"name of {method.__name__}", repr(node), "a name once", "choose another name"
             )
         self._node_names.add(node)
@@ -346,7 +348,9 @@ class Graph(Operations):
         try:
             result = method(*positional, **keyword, name=node)
         except TypeError as error:
-            signature_error = misfit(f"{node} ({method.__name__})", method, positional, {**keyword, "name": node})
+            signature_error = find_signature_error(
+                f"{node} ({method.__name__})", method, positional, {**keyword, "name": node}
+            )
             raise signature_error or error from None
         for index, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(tensor, Tensor):
@@ -392,7 +396,7 @@ class Graph(Operations):
         """
         graph = self._built()
         if self._open:
-            raise refused(
+            raise make_error(
                 RuntimeError, "Graph", "call", "inside the with block", "after it", "move the call out of the block"
             )
         if isinstance(handle, str):
@@ -407,7 +411,7 @@ class Graph(Operations):
             self._autotune(args, self._workspace if pass_none else workspace, handle=handle)
         if workspace is None:
             if self._workspace_size and not self._workspace_alloc:
-                raise refused(
+                raise make_error(
                     RuntimeError,
                     "Graph",
                     "workspace",
@@ -445,7 +449,7 @@ class Graph(Operations):
         order = self._inputs if len(args) == len(self._inputs) else self._all_inputs
         if len(args) != len(order):
             names = self._listing(self._inputs)
-            raise refused(
+            raise make_error(
                 ValueError, "Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}", "pass them in order"
             )
         pack = {**self._values, **dict(zip(order, args, strict=True))}
@@ -459,7 +463,7 @@ class Graph(Operations):
             if tensor is None or (tensor not in self._all_inputs and tensor not in self._outputs):
                 why = " (a virtual tensor; set_output(True) makes it an output)" if tensor in self._tensors else ""
                 listing = self._listing([*self._all_inputs, *self._outputs])
-                raise refused(
+                raise make_error(
                     ValueError,
                     "Graph",
                     "key",
@@ -469,14 +473,14 @@ class Graph(Operations):
                 )
             if tensor in data_of:
                 got = f"{_format_key(key)}, another key for {self._name(tensor)!r}"
-                raise refused(ValueError, "Graph", "key", got, "one key for each tensor", "drop one")
+                raise make_error(ValueError, "Graph", "key", got, "one key for each tensor", "drop one")
             if value is not None:
                 data_of[tensor] = value
         pack = {**self._values, **data_of}
         missing = [tensor for tensor in self._all_inputs if tensor not in pack]
         if missing:
             names = self._listing(missing)
-            raise refused(
+            raise make_error(
                 RuntimeError, "Graph", "inputs", f"no data for {names}", "data for every input", "add it to the dict"
             )
         allocated = self._allocate(pack, [tensor for tensor in self._outputs if tensor not in pack])
@@ -489,7 +493,7 @@ class Graph(Operations):
         for tensor in outputs:
             dtype = _cudnn_to_torch_data_type(tensor.data_type)
             if dtype is None or tensor.data_type is data_type.FP4_E2M1:
-                raise refused(
+                raise make_error(
                     NotImplementedError,
                     "Graph",
                     f"output {self._name(tensor)!r}",
@@ -544,7 +548,7 @@ class Graph(Operations):
         A description without a plan is built here.
         """
         if self._graph is not None:
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 "Graph",
                 "deserialize",
@@ -586,7 +590,9 @@ def _identity(value: Any) -> Any:
 
 def _check_auto(handle: str) -> None:
     if handle != "auto":
-        raise refused(ValueError, "Graph", "handle", repr(handle), "a handle, None or 'auto'", "call create_handle()")
+        raise make_error(
+            ValueError, "Graph", "handle", repr(handle), "a handle, None or 'auto'", "call create_handle()"
+        )
 
 
 def _device_of(array: Any) -> Any:

@@ -21,7 +21,7 @@ from cudnn.datatypes import (
     element_bits,
 )
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import refused
+from cudnn.errors import make_error
 
 if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
@@ -81,7 +81,7 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
     as_bytes = dtype in _BYTES and dtype is not tensor.data_type
     raw = as_bytes and dtype is data_type.UINT8 and len(shape) == 1 and steps[0] == 1
     if dtype is not tensor.data_type and not raw and not (as_bytes and tensor.data_type in _KEPT_AS_BYTES):
-        raise refused(
+        raise make_error(
             ValueError,
             "execute",
             label,
@@ -99,7 +99,7 @@ def check_array(tensor: Tensor, array: Any, label: str, pool: bool = False) -> N
             shape, steps = _in_halves(shape, steps)
         fits, allowed = _same_memory(tensor, shape, steps, pool), "the same elements at the same places"
     if not fits:
-        raise refused(
+        raise make_error(
             ValueError,
             "execute",
             label,

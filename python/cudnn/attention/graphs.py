@@ -10,7 +10,7 @@ import torch
 
 from cudnn.api_base import check_tensor
 from cudnn.enums import diagonal_alignment as alignments
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.gemm.formats import wide
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.operator_graphs import GraphCache, Tensors, run
@@ -56,11 +56,13 @@ def scaled_dot_product_attention(
         NotImplementedError: attn_mask or dropout_p.
         TypeError, ValueError, cudnnGraphNotSupportedError: As there.
     """
-    cure = "use cudnn.ops.scaled_dot_product_attention, which takes it"
+    hint = "use cudnn.ops.scaled_dot_product_attention, which takes it"
     if attn_mask is not None:
-        raise refused(NotImplementedError, _WHERE, "attn_mask", "a tensor", "None: existing programs rely on it", cure)
+        raise make_error(
+            NotImplementedError, _WHERE, "attn_mask", "a tensor", "None: existing programs rely on it", hint
+        )
     if dropout_p != 0:
-        raise refused(NotImplementedError, _WHERE, "dropout_p", dropout_p, "0, no dropout", cure)
+        raise make_error(NotImplementedError, _WHERE, "dropout_p", dropout_p, "0, no dropout", hint)
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
     check_tensors(query, key, value, lengths)
     bounds = integers(is_causal, diagonal_alignment, left_bound, right_bound)
@@ -131,7 +133,7 @@ def attend(
     heads = [x.shape[1] for x in (query, key, value) if x.ndim == 4]
     if not enable_gqa and len(set(heads)) > 1:
         got = f"{', '.join(map(str, heads))} of query, key and value"
-        raise refused(ValueError, _WHERE, "heads", got, "the same number", "pass enable_gqa=True")
+        raise make_error(ValueError, _WHERE, "heads", got, "the same number", "pass enable_gqa=True")
     factor = query.shape[-1] ** -0.5 if scale is None else checked_number(_WHERE, "scale", scale)
     operator = sdpa if operator is None else operator
     return operator(query, key, value, factor, *bounds, *lengths, bias=bias, dropout_p=dropout_p, seed=seed)[0]
@@ -166,7 +168,7 @@ class Layout:
             return None
         if given.numel() != count or given.is_floating_point():
             got = f"{given.dtype} of shape {tuple(given.shape)}"
-            raise refused(ValueError, _WHERE, name, got, f"{count} integers")
+            raise make_error(ValueError, _WHERE, name, got, f"{count} integers")
         return given.flatten()
 
     def _check_values(self, side: str) -> None:
@@ -175,9 +177,9 @@ class Layout:
         tokens = self._batch * self._longest
         if starts is not None and (starts[0] < 0 or any(a > b for a, b in pairwise([*starts, tokens]))):
             allowed = f"numbers that do not decrease, from 0 to {tokens}"
-            raise refused(ValueError, _WHERE, f"cumulative_seq_len_{side}", starts, allowed)
+            raise make_error(ValueError, _WHERE, f"cumulative_seq_len_{side}", starts, allowed)
         if lengths is not None and any(not 0 <= length <= self._longest for length in lengths):
-            raise refused(ValueError, _WHERE, f"seq_len_{side}", lengths, f"numbers from 0 to {self._longest}")
+            raise make_error(ValueError, _WHERE, f"seq_len_{side}", lengths, f"numbers from 0 to {self._longest}")
 
     def readable(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor as the graph can read it; a copy where it lies otherwise."""
@@ -215,7 +217,7 @@ class Layout:
 def _layouts(q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, ...]) -> tuple[Layout, Layout]:
     if (lengths[2] is None) != (lengths[3] is None):
         missing = "cumulative_seq_len_q" if lengths[2] is None else "cumulative_seq_len_kv"
-        raise refused(ValueError, _WHERE, missing, "None with the other one set", "both or neither", "pass both")
+        raise make_error(ValueError, _WHERE, missing, "None with the other one set", "both or neither", "pass both")
     varying = any(x is not None for x in lengths)
     return Layout("q", q, lengths[0], lengths[2], varying), Layout("kv", k, lengths[1], lengths[3], varying)
 
@@ -225,22 +227,22 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bou
     ranks = [x.ndim == 4 for x in (q, k, v)]
     if not all(ranks) or q.shape[0] != k.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
         allowed = "[B, H_q, S_q, D], [B, H_kv, S_kv, D] and [B, H_kv, S_kv, D_v]"
-        raise refused(ValueError, _WHERE, "shapes", shapes, allowed)
+        raise make_error(ValueError, _WHERE, "shapes", shapes, allowed)
     kinds = {"query": (q.dtype, q.device), "key": (k.dtype, k.device), "value": (v.dtype, v.device)}
     if len(set(kinds.values())) > 1:
         got = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
-        raise refused(ValueError, _WHERE, "types and devices", got, "one type, and one device, for all three")
+        raise make_error(ValueError, _WHERE, "types and devices", got, "one type, and one device, for all three")
     if not q.is_floating_point() or q.element_size() < 2:
         allowed = "torch.float16 or torch.bfloat16; torch.float32 or torch.float64 on the CPU"
-        raise refused(TypeError, _WHERE, "type of query", q.dtype, allowed, "convert all three")
+        raise make_error(TypeError, _WHERE, "type of query", q.dtype, allowed, "convert all three")
     hq, hk = q.shape[1], k.shape[1]
     if hq % max(hk, 1):
-        raise refused(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key and value")
+        raise make_error(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key and value")
     if alignment not in (0, 1):
-        raise refused(ValueError, _WHERE, "diagonal_alignment", alignment, "0 (top left) or 1 (bottom right)")
+        raise make_error(ValueError, _WHERE, "diagonal_alignment", alignment, "0 (top left) or 1 (bottom right)")
     for name, bound in bounds.items():
         if bound < -1:
-            raise refused(ValueError, _WHERE, name, bound, "-1 for none, or 0 and more")
+            raise make_error(ValueError, _WHERE, name, bound, "-1 for none, or 0 and more")
 
 
 def _options(
@@ -321,15 +323,15 @@ def _check_scores(q: torch.Tensor, k: torch.Tensor, bias: Maybe, dropout_p: floa
     if bias is not None:
         allowed = [(full[0], 1), (full[1], 1), (full[2],), (full[3],)]
         if bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed, strict=True)):
-            raise refused(ValueError, _WHERE, "shape of bias", tuple(bias.shape), f"{full}, the first two or 1")
+            raise make_error(ValueError, _WHERE, "shape of bias", tuple(bias.shape), f"{full}, the first two or 1")
         if bias.device != q.device or not bias.is_floating_point():
             got, allowed = f"{bias.dtype} on {bias.device}", f"floating-point numbers on {q.device}"
-            raise refused(ValueError, _WHERE, "bias", got, allowed)
+            raise make_error(ValueError, _WHERE, "bias", got, allowed)
     if not 0 <= dropout_p < 1:
-        raise refused(ValueError, _WHERE, "dropout_p", dropout_p, "0 and more, less than 1")
+        raise make_error(ValueError, _WHERE, "dropout_p", dropout_p, "0 and more, less than 1")
     if (seed is not None) != (dropout_p > 0):
         got = "None" if seed is None else "a tensor"
-        raise refused(ValueError, _WHERE, "seed", got, "a tensor with dropout, None without")
+        raise make_error(ValueError, _WHERE, "seed", got, "a tensor with dropout, None without")
 
 
 def _scores(bias: Maybe, seed: Maybe) -> dict[str, torch.Tensor]:
@@ -550,7 +552,7 @@ def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
     if bias is not None and ctx.needs_input_grad[12]:
         others = [*ctx.options[1:], *(x is not None for x in lengths)]
         if others != [False, 0, -1, -1, *[False] * 4]:
-            raise refused(NotImplementedError, _WHERE, "gradient of bias", "other masks with it", "none")
+            raise make_error(NotImplementedError, _WHERE, "gradient of bias", "other masks with it", "none")
         scale, p = ctx.options[0], ctx.dropout_p
         *gradients, d_bias = sdpa_bias_bwd(d_o, q, k, v, o, stats, bias, scale, p, seed, deterministic)
         return *gradients, *[None] * 9, d_bias, None, None

@@ -8,7 +8,7 @@ from cudnn.attention import fused
 from cudnn.attention.graphs import attend, check_tensors, integers, sdpa
 from cudnn.attention.sinks import attend_with_sinks
 from cudnn.enums import diagonal_alignment as alignments
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.runtime.registration import autocast_type, in_type
 
 _WHERE = "scaled_dot_product_attention"
@@ -79,11 +79,11 @@ def scaled_dot_product_attention(
     check_tensors(query, key, value, lengths, attn_mask=attn_mask, sinks=sinks)
     bounds = integers(is_causal, diagonal_alignment, left_bound, right_bound)
     if not 0 <= checked_number(_WHERE, "dropout_p", dropout_p) < 1:
-        raise refused(ValueError, _WHERE, "dropout_p", dropout_p, "0 and more, less than 1")
+        raise make_error(ValueError, _WHERE, "dropout_p", dropout_p, "0 and more, less than 1")
     if scale is not None:
         scale = checked_number(_WHERE, "scale", scale)
     if backend not in (None, "cudnn", "fused"):
-        raise refused(ValueError, _WHERE, "backend", backend, 'None, "cudnn" or "fused"')
+        raise make_error(ValueError, _WHERE, "backend", backend, 'None, "cudnn" or "fused"')
     if dtype := autocast_type(query):  # before anything is chosen by type, or kept
         cast = functools.partial(in_type, dtype=dtype)
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
@@ -101,8 +101,8 @@ def scaled_dot_product_attention(
     if attn_mask is None:
         return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed, operator)
     if bounds != (False, 0, -1, -1) or any(x is not None for x in lengths):
-        got, cure = "a tensor with bounds or lengths", "put all of them into the mask"
-        raise refused(ValueError, _WHERE, "attn_mask", got, "a mask without other masks", cure)
+        got, hint = "a tensor with bounds or lengths", "put all of them into the mask"
+        raise make_error(ValueError, _WHERE, "attn_mask", got, "a mask without other masks", hint)
     bias, seen = _bias(query, key, attn_mask)
     out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed, operator)
     return out.masked_fill(~seen, 0)
@@ -116,13 +116,13 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> tuple[t
     full = (*query.shape[:3], key.shape[2]) if query.ndim == key.ndim == 4 else ()
     pairs = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.ndim > len(full) or any(size not in (1, wanted) for size, wanted in pairs):
-        raise refused(ValueError, _WHERE, "shape of attn_mask", tuple(mask.shape), f"what broadcasts to {full}")
+        raise make_error(ValueError, _WHERE, "shape of attn_mask", tuple(mask.shape), f"what broadcasts to {full}")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         allowed = f"torch.bool, torch.float32 or {query.dtype}, the type of query"
-        raise refused(TypeError, _WHERE, "type of attn_mask", mask.dtype, allowed, "call .to(query.dtype)")
+        raise make_error(TypeError, _WHERE, "type of attn_mask", mask.dtype, allowed, "call .to(query.dtype)")
     if mask.device != query.device:
-        cure = f"call .to({str(query.device)!r})"
-        raise refused(ValueError, _WHERE, "device of attn_mask", mask.device, f"{query.device}, that of query", cure)
+        hint = f"call .to({str(query.device)!r})"
+        raise make_error(ValueError, _WHERE, "device of attn_mask", mask.device, f"{query.device}, that of query", hint)
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
     mask = mask.expand(-1, -1, *full[2:])
     if mask.dtype is torch.bool:

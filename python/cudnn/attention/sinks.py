@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn.attention.graphs import sdpa, sdpa_bwd
-from cudnn.errors import refused
+from cudnn.errors import make_error
 
 _WHERE = "scaled_dot_product_attention"
 
@@ -18,13 +18,13 @@ def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any,
     heads = query.shape[1] if query.ndim == 4 else None
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
         got = f"{sinks.dtype} of the shape {tuple(sinks.shape)} on {sinks.device}"
-        raise refused(
+        raise make_error(
             ValueError, _WHERE, "sinks", got, f"floating-point numbers of the shape ({heads},), {query.device}"
         )
     if any(x is not None for x in lengths):
-        raise refused(ValueError, _WHERE, "sinks", "lengths with them", "none", "put the lengths into a mask")
+        raise make_error(ValueError, _WHERE, "sinks", "lengths with them", "none", "put the lengths into a mask")
     if bias is not None and bias.requires_grad:
-        raise refused(ValueError, _WHERE, "sinks", "a mask with a gradient", "a mask without one", "detach the mask")
+        raise make_error(ValueError, _WHERE, "sinks", "a mask with a gradient", "a mask without one", "detach the mask")
 
 
 class Attend(torch.autograd.Function):

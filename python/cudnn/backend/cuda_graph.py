@@ -13,7 +13,7 @@ from typing import Any
 
 from cudnn.backend import library
 from cudnn.backend.handle import Handle, on_device
-from cudnn.errors import CudnnError, refused
+from cudnn.errors import CudnnError, make_error
 
 _log = logging.getLogger("cudnn")
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
@@ -106,7 +106,7 @@ class Chain:
         self._graph = graph
         self._last: list[c_void_p] = []
         if not _is_empty(graph):
-            raise refused(
+            raise make_error(
                 ValueError,
                 "populate_cuda_graph",
                 "graph",

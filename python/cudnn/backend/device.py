@@ -10,7 +10,7 @@ from typing import Any
 from cudnn.backend.attributes import Attribute
 from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.enums import DescriptorType
-from cudnn.errors import refused
+from cudnn.errors import make_error
 
 
 class DeviceProperties:
@@ -62,8 +62,8 @@ class KernelCache:
 
     def _get(self, attribute: Attribute) -> Any:
         if not self._finalized:
-            got, cure = "a cache that no graph was built with", "build a graph that has it as kernel_cache, on cuDNN"
-            raise refused(RuntimeError, "KernelCache", "contents", got, "a cache with kernels", cure)
+            got, hint = "a cache that no graph was built with", "build a graph that has it as kernel_cache, on cuDNN"
+            raise make_error(RuntimeError, "KernelCache", "contents", got, "a cache with kernels", hint)
         return self.descriptor.get(attribute)
 
     def serialize(self) -> str:

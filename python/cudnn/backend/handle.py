@@ -14,7 +14,7 @@ from ctypes import c_int, c_void_p
 from typing import Any
 
 from cudnn.backend import library
-from cudnn.errors import refused
+from cudnn.errors import make_error
 
 _log = logging.getLogger("cudnn")
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
@@ -174,9 +174,9 @@ def resolve(handle: Handle | int) -> Handle:
         got = f"{handle:#x}, which is no live handle of this library"
     else:
         got = type(handle).__name__
-        raise refused(TypeError, "cudnn", "handle", got, "a cudnn.Handle", "pass what create_handle() returned")
-    cure = "call create_handle() and keep the handle until its last use"
-    raise refused(ValueError, "cudnn", "handle", got, "a live handle", cure)
+        raise make_error(TypeError, "cudnn", "handle", got, "a cudnn.Handle", "pass what create_handle() returned")
+    hint = "call create_handle() and keep the handle until its last use"
+    raise make_error(ValueError, "cudnn", "handle", got, "a live handle", hint)
 
 
 def destroy_handle(handle: Handle | int) -> None:
@@ -262,7 +262,7 @@ def _primary_context(device: int) -> tuple[ctypes.CDLL, c_void_p]:
     driver = _driver()
     context = c_void_p()
     if driver is None or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
-        raise refused(ValueError, "cudnn", "device", device, f"0 to {device_count() - 1}")
+        raise make_error(ValueError, "cudnn", "device", device, f"0 to {device_count() - 1}")
     return driver, context
 
 

@@ -20,7 +20,7 @@ from cudnn.backend.engine import EngineConfig, OperationGraph, heuristics
 from cudnn.backend.enums import DescriptorType
 from cudnn.backend.handle import Handle, resolve
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, numerical_note
-from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refused
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, make_error
 
 _log = logging.getLogger("cudnn")
 _VARIANT_PACK = int(DescriptorType.VARIANT_PACK)
@@ -141,7 +141,7 @@ class ExecutionPlan:
         """
         if resolve(handle).is_reference:
             what = "one that selects the reference executor"
-            raise refused(ValueError, "ExecutionPlan.from_json", "handle", what, "a handle of a GPU")
+            raise make_error(ValueError, "ExecutionPlan.from_json", "handle", what, "a handle of a GPU")
         descriptor = Descriptor.make(
             DescriptorType.EXECUTION_PLAN,
             {Attribute.EXECUTION_PLAN_HANDLE: handle, Attribute.EXECUTION_PLAN_JSON_REPRESENTATION: text},
@@ -221,11 +221,11 @@ class ExecutionPlan:
     def _first_pack(self, key: tuple[int, ...]) -> _PackCache:
         if len(key) != len(self.uids) + 2:
             count = len(key) - 2
-            raise refused(
+            raise make_error(
                 ValueError, "variant pack", "pointers", count, f"{len(self.uids)}, one for each of the uids {self.uids}"
             )
         if resolve(key[-1]).is_reference:
-            raise refused(
+            raise make_error(
                 ValueError, "variant pack", "handle", "one that selects the reference executor", "a handle of a GPU"
             )
         handle_packs = self._by_handle[key[-1]] = _PackCache(self._new_pack())
@@ -317,7 +317,7 @@ class ExecutionPlan:
         native = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
         if not self.fills_cuda_graphs:
             notes = ", ".join(note.name for note in self.config.behavior_notes) or "none"
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 "populate_cuda_graph",
                 f"notes of the plan {self.config.tag}",

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from cudnn.api_base import check_tensor
 from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.full_precision import full_precision
 from cudnn.runtime.registration import custom_op
 from cudnn.runtime.vmap import in_front
@@ -43,7 +43,7 @@ def causal_conv1d(
     """
     check_tensor(_WHERE, "x", x)
     if x.ndim != 3:
-        raise refused(ValueError, _WHERE, "shape of x", tuple(x.shape), _RANKS["x"])
+        raise make_error(ValueError, _WHERE, "shape of x", tuple(x.shape), _RANKS["x"])
     return causal_conv1d_fwd_primitive(x, weight, x.new_zeros(x.shape[1]) if bias is None else bias, activation)
 
 
@@ -51,22 +51,22 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation
     tensors_by_name = {"x": x, "weight": weight, "bias": bias}
     for name, tensor in tensors_by_name.items():
         if tensor.ndim != _RANKS[name].count(",") + 1:
-            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(tensor.shape), _RANKS[name])
+            raise make_error(ValueError, _WHERE, f"shape of {name}", tuple(tensor.shape), _RANKS[name])
     types = {name: tensor.dtype for name, tensor in tensors_by_name.items()}
     if len(set(types.values())) > 1:
-        raise refused(TypeError, _WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)")
+        raise make_error(TypeError, _WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)")
     if x.dtype not in _TYPES:
-        raise refused(ValueError, _WHERE, "type of x", x.dtype, ", ".join(map(str, _TYPES)))
+        raise make_error(ValueError, _WHERE, "type of x", x.dtype, ", ".join(map(str, _TYPES)))
     devices = {name: str(tensor.device) for name, tensor in tensors_by_name.items()}
     if len(set(devices.values())) > 1 or x.device.type not in ("cuda", "cpu", "meta"):
-        raise refused(ValueError, _WHERE, "devices", devices, "one device, cuda or cpu", "move them to one")
+        raise make_error(ValueError, _WHERE, "devices", devices, "one device, cuda or cpu", "move them to one")
     channels = {name: tensor.shape[1 if name == "x" else 0] for name, tensor in tensors_by_name.items()}
     if any(count != x.shape[1] for count in channels.values()):
-        raise refused(ValueError, _WHERE, "channels", channels, "the same number in all tensors")
+        raise make_error(ValueError, _WHERE, "channels", channels, "the same number in all tensors")
     if weight.shape[1] < 1:
-        raise refused(ValueError, _WHERE, "shape of weight", tuple(weight.shape), "[C, W] with W of 1 or more")
+        raise make_error(ValueError, _WHERE, "shape of weight", tuple(weight.shape), "[C, W] with W of 1 or more")
     if activation not in _ACTIVATIONS:
-        raise refused(ValueError, _WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS)))
+        raise make_error(ValueError, _WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS)))
 
 
 @custom_op(
@@ -122,7 +122,7 @@ def _launch(function: Any, tensors: tuple[torch.Tensor, ...], dtype_codes: tuple
     library.require(backend.SINCE, _WHERE)
     if weight.shape[1] not in backend.WIDTHS:
         allowed = f"{', '.join(map(str, backend.WIDTHS))} on CUDA"
-        raise refused(
+        raise make_error(
             cudnnGraphNotSupportedError,
             _WHERE,
             "W of weight",

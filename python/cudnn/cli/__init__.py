@@ -10,7 +10,7 @@ import typer
 import cudnn
 from cudnn.cli.bench import main as _bench
 from cudnn.cli.cache import app as _cache
-from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
+from cudnn.cli.commands import Command, Group, check_choice, option_error, sizes
 from cudnn.cli.explain import main as _explain
 from cudnn.demo_cases import PROGRAMS
 
@@ -100,13 +100,13 @@ def _emulate(
     check_choice("--scheduler", scheduler, SCHEDULERS)
     is_script = target.endswith(".py")
     if is_script and not Path(target).is_file():
-        raise refused("TARGET", repr(target), "a file that exists")
+        raise option_error("TARGET", repr(target), "a file that exists")
     if not is_script:
         check_choice("TARGET", target, (*PROGRAMS, "or a script (*.py), for everything else"))
     if is_script and shape:
-        raise refused("--shape", repr(shape), "only with a fused API")
+        raise option_error("--shape", repr(shape), "only with a fused API")
     if not is_script and arguments:
-        raise refused("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
+        raise option_error("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
     problem = _problem(shape, demo_cases.find(target).dimensions) if shape else None
     options = emulate.Options(arch, races, scheduler, seed, load_waits)
     raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))

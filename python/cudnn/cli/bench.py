@@ -19,7 +19,7 @@ from cudnn import bench
 from cudnn.bench import report as reports
 from cudnn.bench.monitor import Monitor, command
 from cudnn.cli import progress
-from cudnn.cli.commands import check_choice, refused
+from cudnn.cli.commands import check_choice, option_error
 from cudnn.lazy import torch
 
 _BAR = 4  # length of the bar of ratio 1, in characters
@@ -70,12 +70,12 @@ def main(
     if from_csv is not None:
         raise typer.Exit(_show(from_csv, plot))
     if name not in bench.BENCHMARKS:
-        raise refused("NAME", repr(name) if name else "nothing", ", ".join(bench.BENCHMARKS))
+        raise option_error("NAME", repr(name) if name else "nothing", ", ".join(bench.BENCHMARKS))
     benchmark = bench.find(name)
     dtype = dtype or benchmark.dtypes[0]
     check_choice("--dtype", dtype, benchmark.dtypes)
     if no_ab12 and benchmark.optional != "ab12":
-        raise refused("--no-ab12", name, "only with results that have ab12")
+        raise option_error("--no-ab12", name, "only with results that have ab12")
     check_choice("--routing", routing, benchmark.routings)
     try:
         chosen_shapes = benchmark.shapes(shapes) if shapes else ()
@@ -89,7 +89,7 @@ def main(
         chosen_shapes = benchmark.quick
     if sonicmoe is not None:
         if not benchmark.external or not (sonicmoe / "bench" / "moe-cute.py").is_file():
-            raise refused("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
+            raise option_error("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
         benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.external))
     if ranks:
         raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or all_shapes or sonicmoe or plot)))
@@ -102,7 +102,7 @@ def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, has_other_
     from cudnn.cli import ranks as ranks_command
 
     if name != "moe" or has_other_options or not 2 <= ranks <= 16:
-        raise refused("--ranks", ranks, "2 to 16, with moe, --quick and --csv alone")
+        raise option_error("--ranks", ranks, "2 to 16, with moe, --quick and --csv alone")
     return ranks_command.run(ranks, quick, csv)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cudnn.cli.commands import Command, Group, check_choice, refused, sizes
+from cudnn.cli.commands import Command, Group, check_choice, option_error, sizes
 from cudnn.fused.registry import compiled
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _warm(
         raise typer.Exit(1)
     if os.getuid() != store.owner:
         allowed = "root, because files of other users are refused when kernels are loaded"
-        raise refused("--system", f"user {os.getuid()}", allowed)
+        raise option_error("--system", f"user {os.getuid()}", allowed)
     try:
         shapes = [sizes(text, "sizes such as 4096x4096x4096") for text in shape or ()]
         kernels = warm.wanted(arch, api or (), dtype or (), shapes)

@@ -31,7 +31,7 @@ def _without_types(params: list[Any]) -> list[Any]:
     return params
 
 
-def refused(option: str, got: object, allowed: str) -> typer.BadParameter:
+def option_error(option: str, got: object, allowed: str) -> typer.BadParameter:
     """Returns the error for an invalid argument."""
     return typer.BadParameter(f"got {got}; allowed: {allowed}.", param_hint=option)
 
@@ -39,12 +39,12 @@ def refused(option: str, got: object, allowed: str) -> typer.BadParameter:
 def check_choice(option: str, got: str, allowed: Iterable[str]) -> None:
     """Raises an error unless ``got`` is one of the allowed values."""
     if got not in allowed:
-        raise refused(option, repr(got), ", ".join(allowed))
+        raise option_error(option, repr(got), ", ".join(allowed))
 
 
 def sizes(shape: str, allowed: str, count: int = 0) -> tuple[int, ...]:
     """Parses the sizes of ``--shape``, such as 512x1024: ``count`` of them, or any number if ``count`` is 0."""
     values = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x"))
     if min(values) < 1 or len(values) != (count or len(values)):
-        raise refused("--shape", repr(shape), allowed)
+        raise option_error("--shape", repr(shape), allowed)
     return values

@@ -16,7 +16,7 @@ from rich.console import Console
 import cudnn
 from cudnn.backend.handle import gpu_available
 from cudnn.cli import progress
-from cudnn.cli.commands import check_choice, refused
+from cudnn.cli.commands import check_choice, option_error
 from cudnn.errors import CudnnError, CudnnLibraryError
 
 EXAMPLES = {
@@ -67,7 +67,7 @@ def main(
         graphs = [_example(example)] if example else _load(target)
     if form == "svg" and len(graphs) > 1:
         allowed = "one graph for an SVG file; FILE.py:NAME takes one"
-        raise refused("FILE", f"{len(graphs)} graphs", allowed)
+        raise option_error("FILE", f"{len(graphs)} graphs", allowed)
     explanations = []
     with progress.shown("building plans", len(graphs)) as steps:
         for graph in graphs:
@@ -113,11 +113,11 @@ def _example(name: str) -> Any:
 def _load(target: str) -> list[Any]:
     path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
     if not Path(path).is_file():
-        raise refused("FILE", repr(target), "a file that exists")
+        raise option_error("FILE", repr(target), "a file that exists")
     graphs = _of_program(Path(path), name) if path.endswith(".py") else [_restored(Path(path))]
     if not graphs:
         allowed = "a program with a graph in a variable, or FILE.py:NAME with a function that returns one"
-        raise refused("FILE", f"{target!r}, without a graph", allowed)
+        raise option_error("FILE", f"{target!r}, without a graph", allowed)
     return graphs
 
 
@@ -146,7 +146,7 @@ def _of_program(path: Path, name: str) -> list[Any]:
         if not name:
             return _graphs(namespace.values())
         if name not in namespace:
-            raise refused("FILE.py:NAME", repr(name), f"a name in {path.name}")
+            raise option_error("FILE.py:NAME", repr(name), f"a name in {path.name}")
         value = namespace[name]
         return _graphs([value() if callable(value) and not _graphs([value]) else value])
     except REFUSALS as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused import pointer_arrays
 
 
@@ -18,4 +18,6 @@ def _require_pointer_tensor(t: Any, name: str, expected_len: int | None = None) 
     where = "discrete_grouped_gemm"
     pointer_arrays.check(where, name, t, expected_len, getattr(t, "device", None))
     if not t.is_cuda:
-        raise refused(ValueError, where, f"{name} must be a CUDA tensor", f"one on {t.device}", "one on a CUDA device")
+        raise make_error(
+            ValueError, where, f"{name} must be a CUDA tensor", f"one on {t.device}", "one on a CUDA device"
+        )

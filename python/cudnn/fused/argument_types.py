@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.gemm.formats import torch_type
 from cudnn.lazy import torch
 
@@ -53,7 +53,7 @@ def _checks(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Ca
 
 
 def _refused(where: str, name: str, value: Any, allowed: str) -> TypeError:
-    return refused(TypeError, where, name, repr(value), allowed)
+    return make_error(TypeError, where, name, repr(value), allowed)
 
 
 def _tensor(where: str, name: str, value: Any) -> Any:

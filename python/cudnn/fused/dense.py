@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cudnn import settings
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused import registry
 from cudnn.fused.gemm import ONE, OPERAND_TYPES, FusedGemm, OperandType
 from cudnn.fused.host import FusedAPI
@@ -83,11 +83,11 @@ class DenseGemm(FusedGemm):
         for name, dims in (("a", "(m, k, l)"), ("b", "(n, k, l)")):
             if len(shapes[name]) != 3:
                 got, allowed = f"the shape {tuple(shapes[name])}", f"three dimensions, {dims}"
-                cure = f"pass {name}.unsqueeze(-1), a batch of one" if len(shapes[name]) == 2 else ""
-                raise refused(ValueError, cls._title(), f"{name} tensor", got, allowed, cure)
+                hint = f"pass {name}.unsqueeze(-1), a batch of one" if len(shapes[name]) == 2 else ""
+                raise make_error(ValueError, cls._title(), f"{name} tensor", got, allowed, hint)
         (m, k, batch), n = shapes["a"], shapes["b"][0]
         if min(n, k, batch) < 1:
-            raise refused(ValueError, cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1")
+            raise make_error(ValueError, cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1")
         scaled = {"vector": options["sf_vec_size"], "sfb_rows": options.get("sfb_rows", BLOCKWISE_SIZE)}
         return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, **scaled}
 

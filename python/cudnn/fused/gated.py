@@ -144,8 +144,8 @@ class GatedGemm(GluLayout):
     def _check_halves(self) -> None:
         """TMA copies at least 16 contiguous bytes, so rows of B have to be contiguous along k."""
         if self.major("b") != "k":
-            cure = "interleave the weights once, by cudnn.interleave_glu_weights"
-            raise self.unsupported("b tensor major", self.major("b"), "k, for glu_layout='concatenated'", cure)
+            hint = "interleave the weights once, by cudnn.interleave_glu_weights"
+            raise self.unsupported("b tensor major", self.major("b"), "k, for glu_layout='concatenated'", hint)
 
     def check_blockwise_scales(self, scales: str) -> None:
         """All are supported: the epilogue processes a block of pairs one subtile at a time."""

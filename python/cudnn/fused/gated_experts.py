@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import (
@@ -66,8 +66,8 @@ class Activated(ExpertsGemm):
             raise self.error("glu_layout", repr(self.glu_layout), " or ".join(map(repr, LAYOUTS)))
         if self.concat_glu and (self.scaled or self.quantizes()):
             allowed = f"None, for glu_layout={self.glu_layout!r}"
-            cure = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
-            raise self.unsupported("scale factors", "tensors", allowed, cure)
+            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
+            raise self.unsupported("scale factors", "tensors", allowed, hint)
 
     def check_activation(self, allowed: Sequence[str]) -> None:
         """Raises for another activation, or for numbers that it cannot have. situglu needs block-scaled operands."""
@@ -88,7 +88,7 @@ def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
     """Raises for numbers that situglu cannot have, where it is asked for."""
     for name in SITU if str(arguments.get("act_func")).endswith("situglu") else ():
         if checked_number(where, name, arguments.get(name, 1.0)) <= 0:
-            raise refused(ValueError, where, name, arguments[name], "finite positive numbers")
+            raise make_error(ValueError, where, name, arguments[name], "finite positive numbers")
 
 
 class GatedExperts(Activated):
@@ -137,8 +137,8 @@ class GatedExperts(Activated):
     def check_own_rules(self, sizes: Sizes) -> None:
         if self.concat_glu and (self.has("b_ptrs") or self.major("b") != "k"):
             got = "b_ptrs" if self.has("b_ptrs") else f"major {self.major('b')}"
-            cure = "interleave the weights once, by cudnn.interleave_glu_weights"
-            raise self.unsupported("b", got, f"a tensor, k-major, for glu_layout={self.glu_layout!r}", cure)
+            hint = "interleave the weights once, by cudnn.interleave_glu_weights"
+            raise self.unsupported("b", got, f"a tensor, k-major, for glu_layout={self.glu_layout!r}", hint)
 
 
 class GatedExpertsBackward(Activated):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cudnn.api_base import TensorDesc, is_power_of_2
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, SCALES, name_of
@@ -168,7 +168,7 @@ class FusedGemm(FusedAPI):
         """Raises unless ``size`` elements may share a scale factor."""
         if size not in cls.vectors:
             *rest, last = map(str, cls.vectors)
-            raise refused(ValueError, cls._title(), "sf_vec_size", size, f"{', '.join(rest)} or {last}")
+            raise make_error(ValueError, cls._title(), "sf_vec_size", size, f"{', '.join(rest)} or {last}")
 
     def check_rules(self, sizes: Sizes) -> None:
         if self.acc_dtype != torch.float32:

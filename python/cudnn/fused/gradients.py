@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from cudnn.api_base import ceil_div, check_rank, check_tensor, unpad
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused import pointer_arrays
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, gather
@@ -117,11 +117,11 @@ class ExpertGradients(ExpertsGemm):
         """
         for name, rank, dims in (("a", 3, "(hidden, tokens)"), ("b", 3, "(tokens, hidden)"), ("offsets", 1, "(e,)")):
             if len(shapes[name]) != rank:
-                raise refused(ValueError, cls._title(), f"{name} tensor", f"the shape {tuple(shapes[name])}", dims)
+                raise make_error(ValueError, cls._title(), f"{name} tensor", f"the shape {tuple(shapes[name])}", dims)
         (m, k, _), n, experts = shapes["a"], shapes["b"][0], shapes["offsets"][0]
         if min(m, n, experts) < 1 or experts > MOST_EXPERTS:
             got, allowed = f"{m} x {n}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
-            raise refused(ValueError, cls._title(), "sizes", got, allowed)
+            raise make_error(ValueError, cls._title(), "sizes", got, allowed)
         tokens = {"tokens of a": k, "tokens of b": shapes["b"][1]}
         (k,) = shapes.get("a_index", (k,))
         tokens |= {f"tokens of {name}": k for name in "ab" if f"{name}_index" not in shapes}
@@ -188,7 +188,7 @@ class ExpertGradients(ExpertsGemm):
         """Raises unless tokens may come in this order."""
         orders = [order.value for order in WGradInputOrder]
         if getattr(order, "value", order) not in orders:
-            raise refused(ValueError, cls._title(), "input_order", repr(order), " or ".join(map(repr, orders)))
+            raise make_error(ValueError, cls._title(), "input_order", repr(order), " or ".join(map(repr, orders)))
 
     @classmethod
     def check_descriptors(cls, where: str, workspace: Any, experts: int, discrete: bool, like: Any) -> None:
@@ -198,10 +198,10 @@ class ExpertGradients(ExpertsGemm):
         if workspace.dtype != torch.uint8 or not workspace.is_contiguous() or workspace.numel() < needed:
             got = f"{workspace.numel()} elements of {workspace.dtype}, strides {workspace.stride()}"
             allowed = f"at least {needed} bytes, torch.uint8, contiguous"
-            cure = "ask get_grouped_gemm_wgrad_workspace_size"
-            raise refused(ValueError, where, "descriptor_workspace", got, allowed, cure)
+            hint = "ask get_grouped_gemm_wgrad_workspace_size"
+            raise make_error(ValueError, where, "descriptor_workspace", got, allowed, hint)
         if workspace.device != like.device:
-            raise refused(
+            raise make_error(
                 ValueError, where, "descriptor_workspace", workspace.device, f"{like.device}, as the operands"
             )
 
@@ -221,7 +221,7 @@ class ExpertGradients(ExpertsGemm):
         m, n = cls.shape_of(arguments["a_tensor"])[0], b.shape[1]  # packed elements lie along the tokens
         if (pointers is not None) != (arguments["output_mode"] == "discrete"):
             got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if pointers is None else 'given'}"
-            raise refused(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")
+            raise make_error(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")
         dtype, device = cls.dtype_or_default(arguments["wgrad_dtype"]), arguments["a_tensor"].device
         if arguments["descriptor_workspace"] is not None:
             cls.check_descriptors(where, arguments["descriptor_workspace"], experts, pointers is not None, b)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from cudnn import settings
 from cudnn.api_base import ceil_div, check_rank
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused import pointer_arrays, registry
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
 from cudnn.fused.host import ALIGNMENT, FusedAPI
@@ -165,7 +165,7 @@ def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: i
     count = 512 * rows * groups * batch
     if scales.numel() != count or not scales.is_contiguous():
         got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
-        raise refused(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
+        raise make_error(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
     return scales.view(batch, rows, groups, 32, 4, 4)
 
 
@@ -329,8 +329,8 @@ class ExpertsGemm(FusedGemm):
         if not isinstance(cls.spec(name).layout, OneMatrix) or (tensor.dtype, tensor.ndim) == (dtype, a.ndim):
             return
         got, allowed = f"{tensor.dtype} with {tensor.ndim} dimensions", f"{dtype} with {a.ndim}, as a"
-        cure = f"pass {name}_dtype={tensor.dtype}" if tensor.dtype != dtype else ""
-        raise refused(ValueError, f"{cls.folder()}_wrapper", f"{name}_tensor", got, allowed, cure)
+        hint = f"pass {name}_dtype={tensor.dtype}" if tensor.dtype != dtype else ""
+        raise make_error(ValueError, f"{cls.folder()}_wrapper", f"{name}_tensor", got, allowed, hint)
 
     @classmethod
     def dtype_or_default(cls, dtype: Any, other: Any = None) -> Any:
@@ -366,11 +366,11 @@ class ExpertsGemm(FusedGemm):
         for name, dims in (("a", "(m, k, 1)"), ("b", "(n, k, experts)")):
             if len(shapes[name]) != 3 or (name == "a" and shapes[name][2] != 1):
                 got = f"the shape {tuple(shapes[name])}"
-                raise refused(ValueError, cls._title(), f"{name} tensor", got, f"three dimensions, {dims}")
+                raise make_error(ValueError, cls._title(), f"{name} tensor", got, f"three dimensions, {dims}")
         (m, k, _), (n, _, experts) = shapes["a"], shapes["b"]
         if min(n, k, experts) < 1 or experts > MOST_EXPERTS:
             got, allowed = f"n={n}, k={k}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
-            raise refused(ValueError, cls._title(), "sizes", got, allowed)
+            raise make_error(ValueError, cls._title(), "sizes", got, allowed)
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
         rows, (m, *_) = m, shapes.get("a_index", (m,))
         named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
@@ -409,8 +409,8 @@ class ExpertsGemm(FusedGemm):
             RuntimeError: a CUDA graph is captured.
         """
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            name, cure = settings.VALIDATE_DEVICE_VALUES.name, "unset it before objects are compiled"
-            raise refused(RuntimeError, self._title(), name, "1 in a CUDA graph's capture", "0, then", cure)
+            name, hint = settings.VALIDATE_DEVICE_VALUES.name, "unset it before objects are compiled"
+            raise make_error(RuntimeError, self._title(), name, "1 in a CUDA graph's capture", "0, then", hint)
         by_name = dict(zip(self.names, tensors, strict=True))
         if self.schedule.searches:  # else the kernel does not read the offsets
             ends = next(by_name[spec.name] for spec in self.tensors if spec.init == "ends")
@@ -472,14 +472,14 @@ class ExpertsGemm(FusedGemm):
         where, b, pointers = f"{cls.folder()}_wrapper", arguments.get("b_tensor"), arguments.get("b_ptrs")
         if (b is None) == (pointers is None):
             got = "both" if b is not None else "neither"
-            raise refused(ValueError, where, "b_tensor and b_ptrs", got, "one of them")
+            raise make_error(ValueError, where, "b_tensor and b_ptrs", got, "one of them")
         if b is not None:
             if arguments.get("n") is not None:
-                raise refused(ValueError, where, "n", arguments["n"], "None, where b is a tensor")
+                raise make_error(ValueError, where, "n", arguments["n"], "None, where b is a tensor")
             return arguments
         a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")
         if n is None or b_dtype is None:
-            raise refused(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, with b_ptrs")
+            raise make_error(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, with b_ptrs")
         check_rank(where, "a", a, (2, 3), "(m, k, 1)")
         experts = arguments["padded_offsets"].numel()
         pointer_arrays.check(where, "b_ptrs", pointers, experts, a.device)

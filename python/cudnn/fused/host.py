@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from cudnn import settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.full_precision import full_precision
 from cudnn.fused import argument_types
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
@@ -121,7 +121,7 @@ class FusedAPI(APIBase):
         super().__init_subclass__(**options)
         if "execute" in vars(cls):
             if cls.counted and vars(FusedAPI)["flops"].__func__ is getattr(cls.flops, "__func__", None):
-                raise refused(TypeError, cls.__name__, "flops", "no definition", "a class method", "count its GEMMs")
+                raise make_error(TypeError, cls.__name__, "flops", "no definition", "a class method", "count its GEMMs")
             declared = {spec.name for spec in cls.tensors}
             called = inspect.signature(cls.execute).parameters
             tensors = {cls.aliases.get(name, name.removesuffix("_tensor")): name for name in called}
@@ -374,8 +374,8 @@ class FusedAPI(APIBase):
         except RuntimeError as error:
             stride = tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
             allowed = "dimensions that one stride leads through, before the last"
-            got, cure = f"the strides {tuple(stride)} of {tuple(tensor.shape)}", f"pass {name}.contiguous()"
-            raise refused(ValueError, cls._title(), name, got, allowed, cure) from error
+            got, hint = f"the strides {tuple(stride)} of {tuple(tensor.shape)}", f"pass {name}.contiguous()"
+            raise make_error(ValueError, cls._title(), name, got, allowed, hint) from error
 
     def noncanonical(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of tensors whose dimensions are not those of their layouts, e.g. with trailing ones of size 1."""
@@ -383,13 +383,13 @@ class FusedAPI(APIBase):
             name for name, t in tensors.items() if t is not None and not self.spec(name).layout.is_canonical(t)
         )
 
-    def error(self, what: str, got: object, allowed: str, cure: str = "") -> ValueError:
+    def error(self, what: str, got: object, allowed: str, hint: str = "") -> ValueError:
         """The exception for a value that is not allowed."""
-        return refused(ValueError, self._title(), what, got, allowed, cure)
+        return make_error(ValueError, self._title(), what, got, allowed, hint)
 
-    def unsupported(self, what: str, got: object, allowed: str, cure: str = "") -> NotImplementedError:
+    def unsupported(self, what: str, got: object, allowed: str, hint: str = "") -> NotImplementedError:
         """The exception for a combination that no kernel supports."""
-        return refused(NotImplementedError, self._title(), what, got, allowed, cure)
+        return make_error(NotImplementedError, self._title(), what, got, allowed, hint)
 
     def _described(self, name: str, tensor: Any) -> TensorDesc | None:
         if tensor is None:
@@ -444,8 +444,8 @@ class FusedAPI(APIBase):
         for spec, desc in present:
             bits = BITS.get(name_of(desc.dtype), desc.dtype.itemsize * 8)
             if not spec.layout.accepts(desc.shape, desc.stride, sizes, bits, spec.written):
-                allowed, cure = spec.layout.allowed(sizes, spec.written)
-                raise self._refuse(f"{spec.name} tensor stride", desc.stride, allowed, cure)
+                allowed, hint = spec.layout.allowed(sizes, spec.written)
+                raise self._refuse(f"{spec.name} tensor stride", desc.stride, allowed, hint)
 
     def _target(self) -> str | None:
         """The architecture to compile for: as given, or the device's; None on the CPU."""
@@ -453,13 +453,13 @@ class FusedAPI(APIBase):
         where = self._title()
         if arch is None and device.type == "cuda":
             if not torch.cuda.is_available():
-                raise refused(RuntimeError, where, "device", device, "a CUDA device that is available", _WITHOUT_GPU)
+                raise make_error(RuntimeError, where, "device", device, "a CUDA device that is available", _WITHOUT_GPU)
             arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
         if arch is not None:
             self._check_architecture(arch)
         elif device.type != "cpu":
             allowed = "cuda or cpu; others, such as meta, with arch"
-            raise refused(RuntimeError, where, "device", device, allowed, _WITHOUT_GPU)
+            raise make_error(RuntimeError, where, "device", device, allowed, _WITHOUT_GPU)
         return arch
 
     def _check_architecture(self, arch: str) -> None:
@@ -538,7 +538,9 @@ class FusedAPI(APIBase):
     def _run_from_cpu_samples(self, tensors: tuple[Any, ...], *rest: Any) -> None:
         if getattr(tensors[0], "is_cuda", False):
             allowed = "CPU tensors, as the samples"
-            raise refused(RuntimeError, self._title(), "tensors", "CUDA tensors", allowed, "compile from CUDA samples")
+            raise make_error(
+                RuntimeError, self._title(), "tensors", "CUDA tensors", allowed, "compile from CUDA samples"
+            )
         self.run_on_cpu(tensors, *rest)
 
     def run_on_cpu(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cudnn.api_base import TensorDesc, check_tensor
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT4, name_of
 from cudnn.gemm.scales import ATOM_BLOCKS, ATOM_ROWS, blockwise_scale_shape, scale_shape
 from cudnn.lazy import torch
@@ -27,7 +27,7 @@ def check(where: str, name: str, addresses: Any, count: int | None, device: Any)
         ValueError: None, or another type, shape, stride or device.
     """
     if addresses is None:
-        raise refused(ValueError, where, name, "None", "an array of addresses, int64, one for each expert")
+        raise make_error(ValueError, where, name, "None", "an array of addresses, int64, one for each expert")
     check_tensor(where, name, addresses)
     length, expected = addresses.numel(), f"expected {count}, one for each expert"
     for wrong, what, got, allowed in (
@@ -38,7 +38,7 @@ def check(where: str, name: str, addresses: Any, count: int | None, device: Any)
         (addresses.device != device, f"must be on {device}", addresses.device, f"{device}, as the operands"),
     ):
         if wrong:
-            raise refused(ValueError, where, f"{name} {what}", got, allowed)
+            raise make_error(ValueError, where, f"{name} {what}", got, allowed)
 
 
 def matrices(addresses: Any, rows: int, columns: int, dtype: Any, column_major: bool = False) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cudnn import settings
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 
 
@@ -41,8 +41,8 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             for order in sorted(fitting, key=lambda order: not _has_int32_tensors_in_place(positional, order)):
                 return function(**dict(zip(order, positional, strict=False)), **named)
             got = ", ".join(type(x).__name__ for x in positional)
-            cure = "pass arguments by name"
-            raise refused(TypeError, function.__qualname__, "positional arguments", got, ", ".join(newer), cure)
+            hint = "pass arguments by name"
+            raise make_error(TypeError, function.__qualname__, "positional arguments", got, ", ".join(newer), hint)
 
         call.older_order = names  # pyright: ignore[reportAttributeAccessIssue]
         return call

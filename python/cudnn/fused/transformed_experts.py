@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, operands, output
 from cudnn.fused.layouts import BlockScales, Contiguous, OneMatrix, Sizes, TensorSpec
 from cudnn.gemm.formats import FLOAT4, SCALES, name_of
@@ -125,7 +125,7 @@ class TransformedExperts(ExpertsGemm):
         if columns is not None and (rows or columns != FLOAT4):
             got = f"{columns}{', with one of rows' * rows}"
             allowed = f"{FLOAT4}, without one of rows"
-            raise refused(NotImplementedError, cls._title(), "a transform of columns", got, allowed)
+            raise make_error(NotImplementedError, cls._title(), "a transform of columns", got, allowed)
 
     def check_options(self) -> None:
         super().check_options()

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.registry import AotPreset, aot_preset, compiled
 from cudnn.runtime import kernels
 from cudnn.runtime.architecture import ARCHITECTURES
@@ -48,12 +48,12 @@ def wanted(
     dtype_names = list(dict.fromkeys(dtype for api in chosen.values() for dtype in api.dtypes))
     for dtype in dtypes:
         if dtype not in dtype_names:
-            raise refused(ValueError, "warm", "dtype", repr(dtype), ", ".join(dtype_names))
+            raise make_error(ValueError, "warm", "dtype", repr(dtype), ", ".join(dtype_names))
     kernels_by_key: dict[tuple[str, Any, str], Kernel] = {}
     for arch in archs:
         for name in apis:
             if arch not in chosen[name].architectures:
-                raise refused(ValueError, name, "architecture", arch, ", ".join(chosen[name].architectures))
+                raise make_error(ValueError, name, "architecture", arch, ", ".join(chosen[name].architectures))
         for name, api in ((name, api) for name, api in chosen.items() if arch in api.architectures):
             for shape in shapes or api.shapes:
                 _check(name, api, shape)
@@ -68,7 +68,7 @@ def wanted(
 def _check(name: str, api: AotPreset, shape: Sequence[int]) -> None:
     if len(shape) != len(api.dimensions):
         got, allowed = "x".join(map(str, shape)), " x ".join(api.dimensions)
-        raise refused(ValueError, name, "shape", got, allowed, "choose the APIs that the shape is for")
+        raise make_error(ValueError, name, "shape", got, allowed, "choose the APIs that the shape is for")
 
 
 def warm(chosen: Sequence[Kernel], store: Store, jobs: int = 1) -> Iterator[tuple[Kernel, float]]:

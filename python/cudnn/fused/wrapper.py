@@ -9,7 +9,7 @@ from typing import Any
 
 from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused import argument_types, registry
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.object_cache import cache_object, options_of
@@ -70,7 +70,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     inputs = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
     for name, value in arguments.items():
         if name.endswith("_major") and name not in _options(api) and value not in api.majors:
-            raise refused(ValueError, where, name, repr(value), " or ".join(map(repr, api.majors)))
+            raise make_error(ValueError, where, name, repr(value), " or ".join(map(repr, api.majors)))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
         inputs = api.resolved(inputs, arguments.get("stream", arguments.get("current_stream")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.dense import DenseGemm, amax, operands
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.host import derived
@@ -95,8 +95,8 @@ class GemmAmax(DenseGemm):
     def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         if name_of(arguments["c_dtype"]) == FLOAT4:
             allowed = "torch.float32, float16, bfloat16, float8_e4m3fn, float8_e5m2"
-            cure = "use the class GemmAmax"
-            raise refused(ValueError, "gemm_amax_wrapper", "c_dtype", arguments["c_dtype"], allowed, cure)
+            hint = "use the class GemmAmax"
+            raise make_error(ValueError, "gemm_amax_wrapper", "c_dtype", arguments["c_dtype"], allowed, hint)
         return {"c": (arguments["c_dtype"], arguments["c_major"]), "amax": (torch.float32, "")}
 
     def _check_tiles(self) -> None:

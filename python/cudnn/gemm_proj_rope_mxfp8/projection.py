@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.full_precision import full_precision
 from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
@@ -67,12 +67,12 @@ class Projection(FusedAPI):
         for name in cls.sized_by:
             if len(shapes[name]) != 2:
                 got = f"the shape {tuple(shapes[name])}"
-                raise refused(ValueError, cls._title(), name, got, "two dimensions")
+                raise make_error(ValueError, cls._title(), name, got, "two dimensions")
         (m, k), w = (shapes[name] for name in cls.sized_by)
         n = w[0] if options["w_out_in"] else w[1]
         for name, size, step in (("tokens", m, TOKENS), ("columns", n, cls.columns()), ("k", k, cls.step)):
             if size % step or (not size and name != "tokens"):
-                raise refused(ValueError, cls._title(), name, size, f"multiples of {step}")
+                raise make_error(ValueError, cls._title(), name, size, f"multiples of {step}")
         rows = (n, k) if options["w_out_in"] else (k, n)
         return {
             "m": m,
@@ -280,13 +280,13 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
     """
     where, scaled = "gemm_proj_rope_mxfp8", x.dtype == torch.float8_e4m3fn
     if x.dtype != w.dtype:
-        raise refused(AssertionError, where, "w dtype", w.dtype, f"{x.dtype}, that of x")
+        raise make_error(AssertionError, where, "w dtype", w.dtype, f"{x.dtype}, that of x")
     if x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-        raise refused(AssertionError, where, "x dtype", x.dtype, "torch.bfloat16, torch.float8_e4m3fn")
+        raise make_error(AssertionError, where, "x dtype", x.dtype, "torch.bfloat16, torch.float8_e4m3fn")
     for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
         if (scale is not None) != scaled:
             got, allowed = ("None", "a tensor") if scaled else ("a tensor", "None")
-            raise refused(AssertionError, where, name, got, f"{allowed}, for {x.dtype}")
+            raise make_error(AssertionError, where, name, got, f"{allowed}, for {x.dtype}")
     api: Any = GemmProjRopeMxfp8Mxfp8InSm100 if scaled else GemmProjRopeMxfp8Bf16InSm100
     if scaled and not w_out_in:
         w, w_scale = _transposed(w, True).contiguous(), _transposed(w_scale, True).contiguous()
@@ -323,7 +323,7 @@ def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tenso
 def _transposed(w: Any, transposed: bool) -> Any:
     """A matrix, or its transpose."""
     if transposed and w.ndim != 2:
-        raise refused(ValueError, "gemm_proj_rope_mxfp8", "w", f"the shape {tuple(w.shape)}", "two dimensions")
+        raise make_error(ValueError, "gemm_proj_rope_mxfp8", "w", f"the shape {tuple(w.shape)}", "two dimensions")
     return w.t() if transposed else w
 
 

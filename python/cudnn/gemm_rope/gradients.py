@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.gemm import reference
 from cudnn_kernels.epilogue import Rotate
 
@@ -34,7 +34,7 @@ def backward(ctx: Any, d_c: Any, d_sfc: Any) -> tuple[Any, ...]:
         RuntimeError: a type has 8 bits or fewer.
     """
     if ctx.reason:
-        raise refused(RuntimeError, "cudnn::gemm_rope", "gradient", ctx.reason, "a and c of 16 or 32 bits")
+        raise make_error(RuntimeError, "cudnn::gemm_rope", "gradient", ctx.reason, "a and c of 16 or 32 bits")
     a, b, cos, sin, positions = ctx.saved_tensors
     values = {"x": d_c.float()}
     reference.rotate(ctx.rotate, values, {"cos": cos, "sin": sin, "positions": positions})

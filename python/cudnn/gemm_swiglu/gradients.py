@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 
 BLOCK = 32  # columns of one role
@@ -43,7 +43,7 @@ def backward(ctx: Any, d_ab12: Any, d_c: Any, d_sfc: Any, d_amax: Any) -> tuple[
     """
     if ctx.reason:
         allowed = "a stored ab12, operands and c of 16 or 32 bits"
-        raise refused(RuntimeError, "cudnn::gemm_swiglu", "gradient", ctx.reason, allowed)
+        raise make_error(RuntimeError, "cudnn::gemm_swiglu", "gradient", ctx.reason, allowed)
     a, b, ab12 = ctx.saved_tensors
     gradient = torch.zeros_like(ab12, dtype=torch.float32)
     if d_c is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.gemm.formats import FLOAT4, name_of
 from cudnn.lazy import torch
 
@@ -30,10 +30,10 @@ def interleave_glu_weights(weights: Any, *, order: str = "up_gate", gate_first: 
     """
     where = "interleave_glu_weights"
     if order not in ("up_gate", "gate_up"):
-        raise refused(ValueError, where, "order", repr(order), "'up_gate' or 'gate_up'")
+        raise make_error(ValueError, where, "order", repr(order), "'up_gate' or 'gate_up'")
     if weights.ndim not in (2, 3) or weights.shape[0] % (2 * PAIR):
         allowed = f"(2 inner, k) or (2 inner, k, l), inner a multiple of {PAIR}"
-        raise refused(ValueError, where, "weights", f"the shape {tuple(weights.shape)}", allowed, "pad both halves")
+        raise make_error(ValueError, where, "weights", f"the shape {tuple(weights.shape)}", allowed, "pad both halves")
     inner = weights.shape[0] // 2
     up, gate = weights[:inner], weights[inner:]
     if order == "gate_up":
@@ -60,10 +60,10 @@ def interleave_gate_up(gate: Any, up: Any, *, gate_first: bool = False) -> Any:
     where = "interleave_gate_up"
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         got = f"{gate.dtype} {tuple(gate.shape)} and {up.dtype} {tuple(up.shape)}"
-        raise refused(ValueError, where, "gate and up", got, "one shape and type")
+        raise make_error(ValueError, where, "gate and up", got, "one shape and type")
     if gate.ndim not in (2, 3) or gate.shape[0] % PAIR:
         allowed = f"(inner, k) or (inner, k, l), inner a multiple of {PAIR}"
-        raise refused(ValueError, where, "gate and up", f"the shape {tuple(gate.shape)}", allowed, "pad inner")
+        raise make_error(ValueError, where, "gate and up", f"the shape {tuple(gate.shape)}", allowed, "pad inner")
     dtype = gate.dtype
     if name_of(dtype) == FLOAT4:  # PyTorch copies its bytes only
         gate, up = gate.view(torch.uint8), up.view(torch.uint8)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 
 
 class CausalMask(Tensor):
@@ -132,5 +132,5 @@ def _on_dense(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refused_write(where: str) -> ValueError:
-    cure = "call .clone() on the mask first"
-    return refused(ValueError, where, "self", "a CausalMask", "a mask with storage", cure)
+    hint = "call .clone() on the mask first"
+    return make_error(ValueError, where, "self", "a CausalMask", "a mask with storage", hint)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cudnn.attention.operator import scaled_dot_product_attention
 from cudnn.enums import diagonal_alignment
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.integrations._causal_mask import MASKS, CausalMask
 from cudnn.moe.operator import moe_mlp
 
@@ -85,8 +85,8 @@ def register() -> None:
         )
         from transformers.integrations.moe import ExpertsInterface  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        cure = "pip install transformers"
-        raise refused(ImportError, _WHERE, "transformers", str(error), "version 5", cure) from error
+        hint = "pip install transformers"
+        raise make_error(ImportError, _WHERE, "transformers", str(error), "version 5", hint) from error
     ExpertsInterface.register(NAME, experts)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -126,8 +126,8 @@ def _check_model(model_class: Any, base: Any) -> None:
     else:
         return
     other = "sdpa" if model_class._supports_sdpa else "eager"
-    cure = f'choose attn_implementation="{other}"; a dict, as {{"text_config": "cudnn"}}, chooses for parts of a model'
-    raise refused(ValueError, f"{_WHERE}.attention", "model", got, allowed, cure)
+    hint = f'choose attn_implementation="{other}"; a dict, as {{"text_config": "cudnn"}}, chooses for parts of a model'
+    raise make_error(ValueError, f"{_WHERE}.attention", "model", got, allowed, hint)
 
 
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def _check_experts(module: Any) -> None:
     if got:
         got_text = f"{', '.join(got)} in {type(module).__name__}"
         allowed = "two products with an activation between them"
-        cure = 'choose experts_implementation="grouped_mm" or "eager"'
-        raise refused(ValueError, f"{_WHERE}.experts", "module", got_text, allowed, cure)
+        hint = 'choose experts_implementation="grouped_mm" or "eager"'
+        raise make_error(ValueError, f"{_WHERE}.experts", "module", got_text, allowed, hint)
 
 
 @torch.compiler.assume_constant_result
@@ -208,8 +208,8 @@ def _activation(module: Any) -> tuple[str, bool, dict[str, Any]]:
     through = f" through {gate}, {order}," if module.has_gate else " without gates"
     got = f"{_name_of(act)}{through} in {type(module).__name__}"
     allowed = "SiLU gates, those of gpt-oss, or squared ReLU without gates"
-    cure = 'choose experts_implementation="grouped_mm" or "eager"'
-    raise refused(ValueError, f"{_WHERE}.experts", "activation", got, allowed, cure)
+    hint = 'choose experts_implementation="grouped_mm" or "eager"'
+    raise make_error(ValueError, f"{_WHERE}.experts", "activation", got, allowed, hint)
 
 
 @torch.compiler.assume_constant_result
@@ -305,20 +305,20 @@ def _check_arguments(others: dict[str, Any]) -> None:
         if value is None or name in _ELSEWHERE or (value is False and name in _FLAGS):
             continue
         got = value if isinstance(value, (bool, int, float, str)) else type(value).__name__
-        cure = _CURES.get(name, 'choose attn_implementation="eager", or "sdpa" where the model supports it')
+        hint = _CURES.get(name, 'choose attn_implementation="eager", or "sdpa" where the model supports it')
         allowed = "None or False" if name in _FLAGS else "None"
-        raise refused(ValueError, f"{_WHERE}.attention", name, got, allowed, cure)
+        raise make_error(ValueError, f"{_WHERE}.attention", name, got, allowed, hint)
 
 
 def _check_causal(rows: int, keys: int, window: int | None) -> None:
     """Refuses causal attention without a mask, where it is not known which keys a row sees."""
-    cure = 'pass the mask, or choose attn_implementation="eager", or "sdpa" where the model supports it'
+    hint = 'pass the mask, or choose attn_implementation="eager", or "sdpa" where the model supports it'
     if rows != keys:
         got, allowed = f"None, with {rows} rows and {keys} keys", "None with equal numbers of keys and rows, or a mask"
-        raise refused(ValueError, f"{_WHERE}.attention", "attention_mask", got, allowed, cure)
+        raise make_error(ValueError, f"{_WHERE}.attention", "attention_mask", got, allowed, hint)
     if window is not None and window < rows:
         got, allowed = f"{window} without a mask for {rows} rows", "a window that the mask has"
-        raise refused(ValueError, f"{_WHERE}.attention", "sliding_window", got, allowed, cure)
+        raise make_error(ValueError, f"{_WHERE}.attention", "sliding_window", got, allowed, hint)
 
 
 def mask(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.moe import reference
 from cudnn.runtime import flops
 from cudnn.runtime.memory import placed
@@ -46,8 +46,8 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
     return moe_combine(rows, row_of_choice, weights)
 
 
-def _refuse(what: str, got: object, allowed: str, cure: str = "") -> None:
-    raise refused(ValueError, "combine", what, got, allowed, cure)
+def _refuse(what: str, got: object, allowed: str, hint: str = "") -> None:
+    raise make_error(ValueError, "combine", what, got, allowed, hint)
 
 
 def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.gemm.formats import name_of
 from cudnn.moe.combining import combine, moe_combine_bwd
 from cudnn.runtime.memory import placed
@@ -129,7 +129,7 @@ class Exchange:
             ("max_rows", max_rows, max_rows is None or max_rows > 0, "1 or more, or None"),
         ):
             if not is_right:
-                raise refused(ValueError, _WHERE, what, got, allowed)
+                raise make_error(ValueError, _WHERE, what, got, allowed)
         self.layers: set[Any] = set()  # those that all ranks have called
         self.milliseconds = min(max(1, int(1000 * time_limit)), 2**31 - 1)
         self.local_experts = experts // self.ranks
@@ -148,7 +148,7 @@ class Exchange:
         """The process group; the exchange holds a weak reference."""
         group = self._group()
         if group is None:
-            raise refused(RuntimeError, _WHERE, "group", "one that was destroyed", "a process group that is in use")
+            raise make_error(RuntimeError, _WHERE, "group", "one that was destroyed", "a process group that is in use")
         return group
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> Received:
@@ -164,7 +164,7 @@ class Exchange:
         self._check("weights", weights, self.top_k, self.dtype if self.dtype is torch.float64 else torch.float32)
         if not len(x) == len(indices) == len(weights):
             got = f"{len(x)}, {len(indices)} and {len(weights)}"
-            raise refused(ValueError, _WHERE, "tokens of x, indices and weights", got, "the same number")
+            raise make_error(ValueError, _WHERE, "tokens of x, indices and weights", got, "the same number")
         return Received(*_Dispatch.apply(x, weights, indices, self))
 
     def combine(self, rows: Tensor, row_of_choice: Tensor, received: Received) -> Tensor:
@@ -179,17 +179,17 @@ class Exchange:
         """
         if rows.ndim != 2 or rows.shape[1] != self.hidden or rows.dtype != self.dtype:
             got = f"{rows.dtype} of the shape {tuple(rows.shape)}"
-            raise refused(ValueError, _WHERE, "rows", got, f"{self.dtype} of the shape (rows, {self.hidden})")
+            raise make_error(ValueError, _WHERE, "rows", got, f"{self.dtype} of the shape (rows, {self.hidden})")
         if row_of_choice.shape != received.indices.shape or row_of_choice.dtype != torch.int32:
             got = f"{row_of_choice.dtype} of the shape {tuple(row_of_choice.shape)}"
             allowed = f"torch.int32 of the shape {tuple(received.indices.shape)}"
-            raise refused(ValueError, _WHERE, "row_of_choice", got, allowed)
+            raise make_error(ValueError, _WHERE, "row_of_choice", got, allowed)
         return _Combine.apply(rows, received.weights, row_of_choice.contiguous(), received.sent, self)
 
     def _check(self, name: str, tensor: Tensor, columns: int, dtype: torch.dtype) -> None:
         if tensor.ndim != 2 or tensor.shape[1] != columns or tensor.dtype != dtype or tensor.device != self.device:
             got = f"{tensor.dtype} of the shape {tuple(tensor.shape)} on {tensor.device}"
-            raise refused(ValueError, _WHERE, name, got, f"{dtype} of the shape (T, {columns}) on {self.device}")
+            raise make_error(ValueError, _WHERE, name, got, f"{dtype} of the shape (T, {columns}) on {self.device}")
 
     def is_sent(self, indices: Tensor) -> Tensor:
         """Whether each token has an expert on each rank, bool (T, ranks)."""
@@ -218,7 +218,7 @@ def size_of(where: str, group: Any) -> int:
     if not isinstance(group, dist.ProcessGroup):
         got = "no initialised torch.distributed" if group is None else repr(group)
         allowed = "a process group of torch.distributed that this rank belongs to, or a cudnn.moe.Exchange"
-        raise refused(TypeError, where, "group", got, allowed)
+        raise make_error(TypeError, where, "group", got, allowed)
     return dist.get_world_size(group)
 
 
@@ -304,7 +304,7 @@ def check_all_ranks(group: Any, config: str, value: int, time_limit: float, wher
     """
     limit = checked_number(where, "time_limit", time_limit)
     if limit <= 0:
-        raise refused(ValueError, where, "time_limit", time_limit, "seconds, above 0")
+        raise make_error(ValueError, where, "time_limit", time_limit, "seconds, above 0")
     config = f"{config}; time_limit={limit:g}"
     rank = dist.get_rank(group)
     try:
@@ -312,12 +312,12 @@ def check_all_ranks(group: Any, config: str, value: int, time_limit: float, wher
     except RuntimeError as error:  # the process that holds the store has exited
         failure, messages = f"an error of its store, {error}", []
     if failure:
-        raise refused(RuntimeError, where, "group", failure, "every rank calls the layer")
+        raise make_error(RuntimeError, where, "group", failure, "every rank calls the layer")
     for other, (_, other_config) in enumerate(messages):
         if other_config != config:
             here, there = _difference(config, other_config), _difference(other_config, config)
             got = f"{here} on rank {rank}, {there} on rank {other}"
-            raise refused(ValueError, where, "layer", got, "the same layer and time_limit on all ranks")
+            raise make_error(ValueError, where, "layer", got, "the same layer and time_limit on all ranks")
     return [int(value) for value, _ in messages]
 
 
@@ -413,7 +413,9 @@ class AllToAll:
         group, limit = self.e.group, self.e.time_limit
         if group in _LATE:
             got = "one in which a rank did not answer in time"
-            raise refused(RuntimeError, _WHERE, "group", got, "one whose ranks are in step", "make a new process group")
+            raise make_error(
+                RuntimeError, _WHERE, "group", got, "one whose ranks are in step", "make a new process group"
+            )
         work: Any = dist.all_to_all_single(*arguments, group=group, async_op=True)
         end = time.monotonic() + limit
         try:
@@ -425,7 +427,7 @@ class AllToAll:
         except RuntimeError as error:
             _LATE.add(group)
             got = f"no answer of all ranks within {limit:g} s, or an error of one"
-            raise refused(RuntimeError, _WHERE, "group", got, "every rank calls the layer") from error
+            raise make_error(RuntimeError, _WHERE, "group", got, "every rank calls the layer") from error
 
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
         """Sends values of tokens (T, n) as their tokens were sent: (R, n)."""
@@ -482,7 +484,7 @@ def capture_of(device: torch.device) -> int:
     outputs = ctypes.byref(status), ctypes.byref(capture_id), None, None, None
     error = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(stream, *outputs)
     if error:
-        raise refused(RuntimeError, _WHERE, "stream", f"error {error} of CUDA", "a stream in capture")
+        raise make_error(RuntimeError, _WHERE, "stream", f"error {error} of CUDA", "a stream in capture")
     return capture_id.value
 
 
@@ -515,8 +517,8 @@ class SymmetricMemory:
         """The fields of :class:`Received`; the next call overwrites the tokens."""
         e, count = self.e, len(x)
         if count > e.max_tokens:
-            cure = "make the Exchange, which a layer takes as its group, with a larger max_tokens"
-            raise refused(ValueError, _WHERE, "tokens of x", count, f"max_tokens={e.max_tokens}", cure)
+            hint = "make the Exchange, which a layer takes as its group, with a larger max_tokens"
+            raise make_error(ValueError, _WHERE, "tokens of x", count, f"max_tokens={e.max_tokens}", hint)
         self._free(self.slots, self.tokens)
         row_of_rank = indices.new_empty(max(1, count), e.ranks)
         x, sent = x.contiguous(), Sent(indices.contiguous(), row_of_rank[:count], e.max_rows)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cudnn.enums import moe_grouped_matmul_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.pygraph import operator_graphs
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.operator_graphs import GraphCache, Tensors
@@ -67,24 +67,26 @@ def moe_grouped_matmul(
 
 def _check(token: torch.Tensor, weight: torch.Tensor, index_tensors: dict[str, torch.Tensor | None], mode: str) -> None:
     if mode not in _NEEDED:
-        raise refused(ValueError, _WHERE, "mode", repr(mode), " or ".join(map(repr, _NEEDED)))
+        raise make_error(ValueError, _WHERE, "mode", repr(mode), " or ".join(map(repr, _NEEDED)))
     for name, x in index_tensors.items():
         if (x is not None) != (name in _NEEDED[mode]):
             allowed = f"{', '.join(_NEEDED[mode]) or 'neither index'} with mode {mode!r}"
-            raise refused(ValueError, _WHERE, name, "None" if x is None else "a tensor", allowed)
+            raise make_error(ValueError, _WHERE, name, "None" if x is None else "a tensor", allowed)
     if token.ndim != 3 or weight.ndim != 3 or token.shape[0] != 1 or token.shape[2] != weight.shape[1]:
         got = f"{tuple(token.shape)} and {tuple(weight.shape)}"
-        raise refused(ValueError, _WHERE, "shapes of token and weight", got, "[1, M, K] and [E, K, N]")
+        raise make_error(ValueError, _WHERE, "shapes of token and weight", got, "[1, M, K] and [E, K, N]")
     if token.dtype != weight.dtype:
-        raise refused(ValueError, _WHERE, "types of token and weight", f"{token.dtype} and {weight.dtype}", "one type")
+        raise make_error(
+            ValueError, _WHERE, "types of token and weight", f"{token.dtype} and {weight.dtype}", "one type"
+        )
     if weight.stride(1) != 1 and weight.shape[1] > 1:
-        cure = "pass weight.mT.contiguous().mT"
-        raise refused(ValueError, _WHERE, "strides of weight", weight.stride(), "K contiguous, a stride of 1", cure)
+        hint = "pass weight.mT.contiguous().mT"
+        raise make_error(ValueError, _WHERE, "strides of weight", weight.stride(), "K contiguous, a stride of 1", hint)
 
 
 def _integers(x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point():
-        raise refused(ValueError, _WHERE, "type of offsets and indices", x.dtype, "integers")
+        raise make_error(ValueError, _WHERE, "type of offsets and indices", x.dtype, "integers")
     return aligned(x.int()).view(-1, 1, 1)
 
 

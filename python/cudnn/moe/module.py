@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.fused import argument_types
 from cudnn.fused.gated import LAYOUTS
 from cudnn.gemm.formats import wide
@@ -124,8 +124,8 @@ class _Router(torch.nn.Linear):
         if not fits or tokens.shape[-1] != weight.shape[1]:
             got = f"{tokens.dtype} [..., {tokens.shape[-1]}]"
             allowed = f"{' or '.join(map(str, types))} [..., {weight.shape[1]}]"
-            cure = "" if fits else "use x.to(layer.up.dtype), or torch.autocast"
-            raise refused(ValueError, "MoE", "x", got, allowed, cure)
+            hint = "" if fits else "use x.to(layer.up.dtype), or torch.autocast"
+            raise make_error(ValueError, "MoE", "x", got, allowed, hint)
 
     @property
     def is_customized(self) -> bool:
@@ -215,30 +215,30 @@ class MoE(torch.nn.Module):
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in _TYPES:
-            raise refused(ValueError, "MoE", "dtype", dtype, ", ".join(map(str, _TYPES)))
+            raise make_error(ValueError, "MoE", "dtype", dtype, ", ".join(map(str, _TYPES)))
         if activation not in ACTIVATIONS:
-            raise refused(ValueError, "MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+            raise make_error(ValueError, "MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
         for name, size, step in (("hidden", hidden, 8), ("intermediate", intermediate, 32), ("experts", experts, 1)):
             if size < 1 or size % step:
                 allowed = f"a multiple of {step}" if step > 1 else "1 or more"
-                cure = f"take {-(-max(size, 1) // step) * step} and pad the weights with zeros"
-                raise refused(ValueError, "MoE", name, size, allowed, cure if step > 1 else "")
+                hint = f"take {-(-max(size, 1) // step) * step} and pad the weights with zeros"
+                raise make_error(ValueError, "MoE", name, size, allowed, hint if step > 1 else "")
         if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
             got = f"{glu_layout!r} with {activation!r}"
-            raise refused(ValueError, "MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates")
+            raise make_error(ValueError, "MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates")
         if fp8 and (activation not in GATED or glu_layout != LAYOUTS[0] or hidden % 128 or intermediate % 128):
             got = f"{activation!r}, {glu_layout!r}, hidden={hidden}, intermediate={intermediate}"
-            raise refused(ValueError, "MoE", "fp8", got, "gates, interleaved, multiples of 128", "leave fp8 out")
+            raise make_error(ValueError, "MoE", "fp8", got, "gates, interleaved, multiples of 128", "leave fp8 out")
         if shared_experts < 0 or (shared_gate and not shared_experts):
             got = f"{shared_experts}{', with shared_gate' * shared_gate}"
-            raise refused(ValueError, "MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more")
+            raise make_error(ValueError, "MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more")
         rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
         check_rule("MoE", experts, rule, correction_bias)
         if top_k + shared_experts > MOST_SUMMED or experts + shared_experts > MOST_EXPERTS:
             got = f"{experts} and {shared_experts} shared ones, top_k {top_k}"
             allowed = f"{MOST_EXPERTS} with shared ones, at most {MOST_SUMMED} of them for a token"
-            cure = "make the shared experts a separate layer: one expert of S times the size computes the same as S"
-            raise refused(ValueError, "MoE", "experts", got, allowed, cure if shared_experts else "")
+            hint = "make the shared experts a separate layer: one expert of S times the size computes the same as S"
+            raise make_error(ValueError, "MoE", "experts", got, allowed, hint if shared_experts else "")
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
@@ -251,7 +251,7 @@ class MoE(torch.nn.Module):
         if experts % ranks or (group is not None and shared_experts):
             got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
             allowed = "the same number of experts on each rank, and no shared ones with a group"
-            raise refused(ValueError, "MoE", "experts", got, allowed, "make the shared experts a separate layer")
+            raise make_error(ValueError, "MoE", "experts", got, allowed, "make the shared experts a separate layer")
         self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
         self._is_checked = group is None
         count, n = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
@@ -296,7 +296,7 @@ class MoE(torch.nn.Module):
         check_tensor("MoE.load_gate_up", "gate_up", gate_up)
         if self.activation not in GATED or gate_up.shape != self.up.shape:
             got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
-            raise refused(ValueError, "MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one")
+            raise make_error(ValueError, "MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one")
         if self.glu_layout == "interleaved":
             gate_up = gate_up.detach().unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
         with torch.no_grad():
@@ -324,8 +324,10 @@ class MoE(torch.nn.Module):
         if not self._is_checked:
             self._check_same_layer(tokens)
         if self.into_main_grad and torch.is_grad_enabled() and self._main_grads() is None:
-            cure = "set both, or call the layer under torch.no_grad()"
-            raise refused(ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", cure)
+            hint = "set both, or call the layer under torch.no_grad()"
+            raise make_error(
+                ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", hint
+            )
         parameters = (self.up, self.down, self.up_bias, self.down_bias)
         if routing is None and self._is_one_node(tokens, parameters):
             self.router.check(tokens)

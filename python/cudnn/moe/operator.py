@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
@@ -133,7 +133,7 @@ def moe_mlp(
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
     elif routing.offsets.shape[0] != shape_of(up)[0]:
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
-        raise refused(ValueError, _WHERE, "routing", got, allowed)
+        raise make_error(ValueError, _WHERE, "routing", got, allowed)
     experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
     return _single_rank(tokens, routing, *experts).view(x.shape)
 
@@ -226,7 +226,7 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or not x.ndim:
         got = "a tensor of no dimension" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise refused(ValueError, where, "x", got, "a tensor [..., H]")
+        raise make_error(ValueError, where, "x", got, "a tensor [..., H]")
     check_tensor(where, "x", x)
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
@@ -234,7 +234,7 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
 def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
     tensors = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
     if not tensors:
-        raise refused(ValueError, _WHERE, name, weights, "a tensor, or a list of the experts'")
+        raise make_error(ValueError, _WHERE, name, weights, "a tensor, or a list of the experts'")
     for tensor in tensors:
         check_tensor(_WHERE, name, tensor)
     return tensors
@@ -243,72 +243,72 @@ def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
 def _two(name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         got = f"{len(pair)} of them" if isinstance(pair, (tuple, list)) else type(pair).__name__
-        raise refused(ValueError, _WHERE, name, got, allowed)
+        raise make_error(ValueError, _WHERE, name, got, allowed)
     return pair[0], pair[1]
 
 
 def _check_slots(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
     shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
     if indices.ndim != 2 or indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
-        raise refused(ValueError, _WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]")
+        raise make_error(ValueError, _WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]")
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     if indices.dtype not in _INTEGERS or weights.dtype is not dtype:
         name, got = str(dtype).removeprefix("torch."), f"{indices.dtype} and {weights.dtype}"
         fits = weights.is_floating_point() and indices.dtype in _INTEGERS
-        cure = f"pass weights.{'float' if dtype is torch.float32 else 'double'}()" if fits else ""
-        raise refused(ValueError, _WHERE, "types of indices and weights", got, f"integers and {name}", cure)
+        hint = f"pass weights.{'float' if dtype is torch.float32 else 'double'}()" if fits else ""
+        raise make_error(ValueError, _WHERE, "types of indices and weights", got, f"integers and {name}", hint)
 
 
 def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, main_grad: Sequence[Any]) -> None:
     if e.activation not in ACTIVATIONS:
         allowed = " or ".join(map(repr, ACTIVATIONS))
-        raise refused(ValueError, _WHERE, "activation", repr(e.activation), allowed)
+        raise make_error(ValueError, _WHERE, "activation", repr(e.activation), allowed)
     if e.glu_layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
-        raise refused(ValueError, _WHERE, "glu_layout", repr(e.glu_layout), allowed)
+        raise make_error(ValueError, _WHERE, "glu_layout", repr(e.glu_layout), allowed)
     if e.glu_layout == LAYOUTS[1] and (is_list(e.up) or e.activation not in GATED):
         gated = e.activation in GATED
         got = "a list of tensors" if gated else f"the activation {e.activation!r}"
-        cure = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
-        raise refused(ValueError, _WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", cure)
+        hint = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
+        raise make_error(ValueError, _WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", hint)
     _check_slots(x, indices, weights)
     for name, tensors in (("up", e.up), ("down", e.down)):
         shapes = {tuple(w.shape) for w in tensors}
         if len(shapes) != 1 or tensors[0].ndim not in (2, 3) or (tensors[0].ndim == 3 and len(tensors) > 1):
-            raise refused(ValueError, _WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
+            raise make_error(ValueError, _WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
         if any(not w.is_contiguous() for w in tensors):
-            cure = f"pass {name}.contiguous(), made once"
-            raise refused(ValueError, _WHERE, f"strides of {name}", tensors[0].stride(), "contiguous tensors", cure)
+            hint = f"pass {name}.contiguous(), made once"
+            raise make_error(ValueError, _WHERE, f"strides of {name}", tensors[0].stride(), "contiguous tensors", hint)
     up, down, h = shape_of(e.up), shape_of(e.down), x.shape[1]
     n = down[2] * (2 if e.activation in GATED else 1)
     if up != (down[0], n, h) or down[1] != h:
         got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if n > down[2] else "N = I"
-        raise refused(ValueError, _WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
+        raise make_error(ValueError, _WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
     _check_multiples(h, down[2], e, x.dtype)
     if e.fp8 and (e.activation not in GATED or e.glu_layout != LAYOUTS[0] or h % 128 or down[2] % 128):
         got, allowed = f"{e.activation!r}, {e.glu_layout!r}, H {h}, I {down[2]}", "gates, interleaved, multiples of 128"
-        raise refused(ValueError, _WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once")
+        raise make_error(ValueError, _WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once")
     for name, bias, shape in (("up_bias", e.up_bias, up[:2]), ("down_bias", e.down_bias, down[:2])):
         if bias is not None and tuple(bias.shape) != shape:
-            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(bias.shape), str(shape))
+            raise make_error(ValueError, _WHERE, f"shape of {name}", tuple(bias.shape), str(shape))
         if bias is not None and not bias.is_contiguous():
-            cure = f"pass {name}.contiguous()"
-            raise refused(ValueError, _WHERE, f"strides of {name}", bias.stride(), "a contiguous tensor", cure)
+            hint = f"pass {name}.contiguous()"
+            raise make_error(ValueError, _WHERE, f"strides of {name}", bias.stride(), "a contiguous tensor", hint)
     biases = [bias for bias in (e.up_bias, e.down_bias) if bias is not None]
     types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
     is_wide = x.dtype in WIDE
     if len(types) > 1 or (x.dtype not in _TYPES and (not is_wide or e.fp8 or architecture(x))):
         got, allowed = sorted(map(str, types)), f"one of {', '.join(map(str, _TYPES))} for all but weights"
-        cure = "use that, or torch.autocast; others are for the reference, on the CPU, without fp8" if is_wide else ""
-        raise refused(ValueError, _WHERE, "types", ", ".join(got), allowed, cure)
+        hint = "use that, or torch.autocast; others are for the reference, on the CPU, without fp8" if is_wide else ""
+        raise make_error(ValueError, _WHERE, "types", ", ".join(got), allowed, hint)
     devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *main_grad[0], *main_grad[1])}
     if len(devices) > 1:
-        raise refused(ValueError, _WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one")
+        raise make_error(ValueError, _WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one")
     for name, tensors, like in (("up", main_grad[0], e.up), ("down", main_grad[1], e.down)):
         wrong = [w for w in tensors if w.dtype is not torch.float32 or not w.is_contiguous()]
         if wrong or (tensors and (shape_of(tensors) != shape_of(like))):
             got = f"{tensors[0].dtype} {shape_of(tensors)}"
-            raise refused(ValueError, _WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
+            raise make_error(ValueError, _WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
 
 
 def _check_multiples(h: int, intermediate: int, e: Experts, dtype: torch.dtype) -> None:
@@ -317,20 +317,20 @@ def _check_multiples(h: int, intermediate: int, e: Experts, dtype: torch.dtype) 
     of_i = 32 if e.activation in GATED else of_h
     why = f"for {e.activation!r} and {dtype}"
     if intermediate < 1 or intermediate % of_i:
-        cure = "pad up's rows, gates and others alike, and down's columns with zeros, which changes no result"
+        hint = "pad up's rows, gates and others alike, and down's columns with zeros, which changes no result"
         allowed = f"a multiple of {of_i} {why}"
-        raise refused(ValueError, _WHERE, "intermediate size, I of down [E, H, I]", intermediate, allowed, cure)
+        raise make_error(ValueError, _WHERE, "intermediate size, I of down [E, H, I]", intermediate, allowed, hint)
     if h < 1 or h % of_h:
-        cure = "pad x, up's columns and down's rows with zeros"
-        raise refused(ValueError, _WHERE, "hidden size, H of x [..., H]", h, f"a multiple of {of_h} {why}", cure)
+        hint = "pad x, up's columns and down's rows with zeros"
+        raise make_error(ValueError, _WHERE, "hidden size, H of x [..., H]", h, f"a multiple of {of_h} {why}", hint)
 
 
 def _check_addresses(e: Experts, main_grad: Sequence[Sequence[torch.Tensor]]) -> None:
     names = ("up", "down", "main_grads of up", "main_grads of down")
     for name, tensors in zip(names, (e.up, e.down, *main_grad), strict=True):
         if address := next((w.data_ptr() for w in tensors if w.data_ptr() % ALIGNMENT), 0):
-            allowed, cure = f"multiples of {ALIGNMENT} bytes", "pass copies, made once"
-            raise refused(ValueError, _WHERE, f"address of {name}", f"{address:#x}", allowed, cure)
+            allowed, hint = f"multiples of {ALIGNMENT} bytes", "pass copies, made once"
+            raise make_error(ValueError, _WHERE, f"address of {name}", f"{address:#x}", allowed, hint)
 
 
 _CHECKED: dict[Any, GroupedGemmOps] = {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, check_all_ranks, size_of
 from cudnn.moe.experts import Experts, Permutation, grouped_gemm_ops, is_list, shape_of
@@ -80,7 +80,7 @@ def check_same_layer(where: str, group: Any, config: str, sizes: Sizes, x: Tenso
         actual, wanted = (group.experts, group.top_k, group.hidden, group.dtype, group.device), (*sizes, x.device)
         if actual != wanted:
             allowed = f"one of {wanted}, as the layer has: experts, top_k, hidden size, type, device"
-            raise refused(ValueError, where, "group, an Exchange", actual, allowed)
+            raise make_error(ValueError, where, "group, an Exchange", actual, allowed)
         check_all_ranks(group.group, config, 0, group.time_limit, where)
         return
     max_tokens = max(1, *check_all_ranks(group, config, len(x), time_limit, where))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.gemm.formats import wide
 from cudnn.moe import reference
 from cudnn.runtime import flops
@@ -109,7 +109,7 @@ def route(
     check_tensors("route", logits=logits, bias=bias)
     for name, flag in (("pre_softmax", pre_softmax), ("renormalize", renormalize)):
         if type(flag) is not bool:
-            raise refused(TypeError, "route", name, repr(flag), "True or False")
+            raise make_error(TypeError, "route", name, repr(flag), "True or False")
     counts = (("top_k", top_k), ("n_group", n_group), ("topk_group", topk_group))
     top_k, n_group, topk_group = (whole("route", name, count) for name, count in counts)
     rule = (top_k, score, pre_softmax, renormalize, n_group, topk_group)
@@ -168,7 +168,7 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
     where = "load_balance_loss"
     check_tensor(where, "logits", logits)
     if not isinstance(routing, Routing):
-        raise refused(TypeError, where, "routing", type(routing).__name__, "what cudnn.moe.route returned")
+        raise make_error(TypeError, where, "routing", type(routing).__name__, "what cudnn.moe.route returned")
     if score not in _SCORES:
         _refuse(where, "score", repr(score), _SCORES_IN_WORDS)
     routed = (routing.indices.shape[0], *routing.offsets.shape)
@@ -194,8 +194,8 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
 
 
-def _refuse(where: str, what: str, got: object, allowed: str, cure: str = "") -> None:
-    raise refused(ValueError, where, what, got, allowed, cure)
+def _refuse(where: str, what: str, got: object, allowed: str, hint: str = "") -> None:
+    raise make_error(ValueError, where, what, got, allowed, hint)
 
 
 def _check(logits: torch.Tensor, bias: Maybe, rule: Rule) -> None:

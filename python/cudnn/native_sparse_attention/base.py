@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cudnn.api_base import is_non_overlapping
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
@@ -40,7 +40,7 @@ class Sparse(OverHeads):
         q = arguments["sample_q"]
         if q.ndim not in (3, 4):
             allowed = "(t, h, d) or (b, h, s, d)"
-            raise refused(ValueError, self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed)
+            raise make_error(ValueError, self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed)
         self.packed = q.ndim == 3
         samples = {name: self.taken(name.removeprefix("sample_"), value) for name, value in arguments.items()}
         scale = checked_scale(self, arguments["scale_softmax"], positive=False)
@@ -62,7 +62,7 @@ class Sparse(OverHeads):
             if len(shapes[name]) != (3 if packed else 4):
                 allowed = "(t, h, d), as q" if packed else "(b, h, s, d), as q"
                 got = f"the shape {tuple(shapes[name])}"
-                raise refused(ValueError, cls._title(), f"{name} tensor", got, allowed)
+                raise make_error(ValueError, cls._title(), f"{name} tensor", got, allowed)
         (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
         if packed:
             first, hq, sq, hk, sk = [0], sq, hq, sk, hk

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.full_precision import full_precision
 from cudnn.gemm.formats import name_of
 from cudnn.native_sparse_attention import reference
@@ -82,7 +82,7 @@ def nsa_decode(
     d = query.shape[-1]
     check_choice(_WHERE, block_size, compress_stride, selected_blocks, window_size)
     if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
-        raise refused(ValueError, _WHERE, "scale", scale, "numbers above 0; None for D ** -0.5")
+        raise make_error(ValueError, _WHERE, "scale", scale, "numbers above 0; None for D ** -0.5")
     caches = (key, value, compressed_key, compressed_value)
     _check(query, *caches, gates, lengths, compressed_lengths)
     sizes = (block_size, compress_stride, selected_blocks - ALWAYS, window_size)
@@ -103,10 +103,10 @@ def _check(
     """Raises for tensors that do not fit together."""
     if q.ndim != 3 or k.ndim != 4 or ck.ndim != 4 or v.ndim != 4:
         got = [tuple(x.shape) for x in (q, k, v, ck)]
-        raise refused(ValueError, _WHERE, "shapes", got, "query [B, H, D], caches [B, H, S, D]")
+        raise make_error(ValueError, _WHERE, "shapes", got, "query [B, H, D], caches [B, H, S, D]")
     (b, hq, d), hk, dv = q.shape, k.shape[1], v.shape[3]
     if hk == 0 or hq % hk:
-        raise refused(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
+        raise make_error(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
     wanted = {
         "key": (k, (b, hk, k.shape[2], d)),
         "value": (v, (b, hk, k.shape[2], dv)),
@@ -118,10 +118,10 @@ def _check(
     }
     for name, (x, shape) in wanted.items():
         if tuple(x.shape) != shape:
-            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
+            raise make_error(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
         dtype = torch.int32 if name.endswith("lengths") else None if name == "gates" else q.dtype
         if dtype not in (None, x.dtype):
-            raise refused(ValueError, _WHERE, f"type of {name}", x.dtype, str(dtype))
+            raise make_error(ValueError, _WHERE, f"type of {name}", x.dtype, str(dtype))
 
 
 def _flops_of_step(
@@ -162,10 +162,10 @@ def nsa_decode_step(
         for name, x, cache in (("lengths", lengths, k), ("compressed_lengths", compressed_lengths, ck)):
             if ((x < 0) | (x > cache.shape[2])).any():
                 allowed = f"numbers from 0 to {cache.shape[2]}, the rows of the cache"
-                raise refused(ValueError, _WHERE, name, x.tolist(), allowed)
+                raise make_error(ValueError, _WHERE, name, x.tolist(), allowed)
     if not (q.element_size() == 2 and has_kernel(q, _WHERE)):
         if q.is_cuda:
-            raise refused(ValueError, _WHERE, "type of query", q.dtype, "torch.float16 or torch.bfloat16")
+            raise make_error(ValueError, _WHERE, "type of query", q.dtype, "torch.float16 or torch.bfloat16")
         arguments = (q, k, v, ck, cv, gates, lengths.tolist(), compressed_lengths.tolist(), o)
         with full_precision():
             reference.decode(*arguments, scale, (block_size, compress_stride, count, window))
@@ -174,13 +174,13 @@ def nsa_decode_step(
     if heads not in _HEADS or group > _MOST or block_size % 16:
         got = f"heads of {heads}, {group} for each of key, and blocks of {block_size}"
         allowed = f"heads of one of {_HEADS}, at most {_MOST} for each of key, blocks of a multiple of 16"
-        raise refused(NotImplementedError, _WHERE, "sizes", got, allowed)
+        raise make_error(NotImplementedError, _WHERE, "sizes", got, allowed)
     for name, x in (("query", q), ("key", k), ("value", v), ("compressed_key", ck), ("compressed_value", cv)):
         strides = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
         if x.stride(-1) != 1 or any(step % _VECTOR for step in strides) or x.data_ptr() % 16:
             allowed = "1 last, multiples of 16 bytes before, and an address that is one"
             got = f"{x.stride()} at {x.data_ptr():#x}"
-            raise refused(ValueError, _WHERE, f"strides of {name}", got, allowed, f"pass {name}.contiguous()")
+            raise make_error(ValueError, _WHERE, f"strides of {name}", got, allowed, f"pass {name}.contiguous()")
     gates = gates if gates.dtype in (torch.float16, torch.bfloat16) else gates.float()
     configuration = SparseDecodeConfiguration(
         name_of(q.dtype),

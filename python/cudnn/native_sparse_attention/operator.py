@@ -6,7 +6,7 @@ import torch
 
 from cudnn.api_base import check_tensor
 from cudnn.attention.graphs import describe_backward, describe_forward
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.fused.object_cache import run
 from cudnn.native_sparse_attention import NSA, flops, reference
 from cudnn.native_sparse_attention.branch_gradients import branch_gradients, has_one_call
@@ -106,14 +106,14 @@ def nsa_attention(
     packed = query.ndim == 3
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
     if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
-        raise refused(ValueError, _WHERE, "scale", scale, "a number above 0, or None")
+        raise make_error(ValueError, _WHERE, "scale", scale, "a number above 0, or None")
     for name, given in (
         ("cu_seqlens", cu_seqlens),
         ("cu_seqlens_compressed", cu_seqlens_compressed),
         ("block_indices", block_indices),
     ):
         if given is not None and given.dtype not in (torch.int32, torch.int64):
-            raise refused(ValueError, _WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64")
+            raise make_error(ValueError, _WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64")
     most = ALWAYS + MOST if query.dtype in _NARROW else None
     sizes = (block_size, compress_stride)
     check_choice(_WHERE, *sizes, selected_blocks, window_size, most, block_indices is not None)
@@ -136,7 +136,7 @@ def nsa_attention(
         expected = (*key.shape[:-1], max(lists.shape[-1], 1) if lists.ndim else 1)
         if lists.shape != expected:
             allowed = f"({', '.join(map(str, key.shape[:-1]))}, n), n of 1 and more"
-            raise refused(ValueError, _WHERE, "shape of block_indices", tuple(lists.shape), allowed)
+            raise make_error(ValueError, _WHERE, "shape of block_indices", tuple(lists.shape), allowed)
         lists = (lists if packed else lists.transpose(1, 2).flatten(0, 1)).int().contiguous()
     g = g if g.element_size() <= q.element_size() else g.float()
     differentiated = torch.is_grad_enabled() and any(
@@ -173,17 +173,19 @@ def _check(
     if packed != (ends[0] is not None) or packed != (ends[1] is not None):
         got = tuple(None if x is None else tuple(x.shape) for x in ends)
         allowed = "both, for [T, H, D]" if packed else "None, for [B, H, S, D]"
-        raise refused(ValueError, _WHERE, "cu_seqlens, cu_seqlens_compressed", got, allowed)
+        raise make_error(ValueError, _WHERE, "cu_seqlens, cu_seqlens_compressed", got, allowed)
     if ends[0] is not None and ends[1] is not None and (ends[0].ndim != 1 or ends[0].shape != ends[1].shape):
         got = [tuple(x.shape) for x in (ends[0], ends[1])]
-        raise refused(ValueError, _WHERE, "shapes of cu_seqlens, cu_seqlens_compressed", got, "(sequences + 1,), both")
+        raise make_error(
+            ValueError, _WHERE, "shapes of cu_seqlens, cu_seqlens_compressed", got, "(sequences + 1,), both"
+        )
     if any(x.ndim != q.ndim for x in (k, v, ck, cv, gates)) or q.ndim not in (3, 4):
         got = [tuple(x.shape) for x in (q, k, v, ck, cv, gates)]
-        raise refused(ValueError, _WHERE, "shapes", got, "[B, H, S, D], or [T, H, D], for all tensors")
+        raise make_error(ValueError, _WHERE, "shapes", got, "[B, H, S, D], or [T, H, D], for all tensors")
     row, head = (0, 1) if packed else (2, 1)
     hq, hk, d, dv = q.shape[head], k.shape[head], q.shape[-1], v.shape[-1]
     if hk == 0 or hq % hk:
-        raise refused(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
+        raise make_error(ValueError, _WHERE, "heads of query", hq, f"multiples of the {hk} heads of key")
     first = q.shape[:1] if not packed else ()
     wanted = {
         "key": (k, q.shape[row], hk, d),
@@ -195,10 +197,10 @@ def _check(
     for name, (x, rows, heads, width) in wanted.items():
         shape = (rows, heads, width) if packed else (*first, heads, rows, width)
         if x.shape != shape:
-            raise refused(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
+            raise make_error(ValueError, _WHERE, f"shape of {name}", tuple(x.shape), str(shape))
     dtypes = {"query": q.dtype} | {name: x.dtype for name, (x, *_) in wanted.items() if name != "gates"}
     if len(set(dtypes.values())) > 1:
-        raise refused(ValueError, _WHERE, "types", dtypes, "one type for all but gates", "call .to(query.dtype)")
+        raise make_error(ValueError, _WHERE, "types", dtypes, "one type for all but gates", "call .to(query.dtype)")
 
 
 def _ends(x: torch.Tensor) -> torch.Tensor:
@@ -520,7 +522,7 @@ def _window(
     else:
         if ends.device.type == "cpu" and int(ends.diff().max()) > longest:  # on a GPU the host would have to wait
             got, allowed = longest, f"at least {int(ends.diff().max())}, the longest sequence"
-            raise refused(ValueError, _WHERE, "max_seqlen", got, allowed, "leave it out")
+            raise make_error(ValueError, _WHERE, "max_seqlen", got, allowed, "leave it out")
         lengths, starts = ends.diff().view(-1, 1, 1, 1), ends.long().view(-1, 1, 1, 1)
         first = {step: starts * step for step in {x.stride(0) for x in rows.values()}}
         inputs = {**inputs, "seq_len_q": lengths, "seq_len_kv": lengths}

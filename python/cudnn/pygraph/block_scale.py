@@ -11,7 +11,7 @@ from cudnn.arrays.layout import stride_order, strides_in_order
 from cudnn.backend import enums as be
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.gemm.scales import compute_block_scales, scale_values
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
@@ -61,7 +61,7 @@ class BlockScaleDequantize(Node):
     def infer(self, context: Context) -> None:
         x, scale = self.inputs["X"], self.inputs["scale"]
         if not 0 < len(self.block_size) <= len(x.dim) or any(size < 1 for size in self.block_size):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "block_size",
@@ -72,7 +72,7 @@ class BlockScaleDequantize(Node):
         needed = blocks(x.dim, self._sizes())
         if not _fits(scale, needed):
             more = "" if scale.reordering_type is tensor_reordering.NONE else ", or more in the last two as padding"
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"descale (tensor {scale.name!r})",
@@ -85,7 +85,7 @@ class BlockScaleDequantize(Node):
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
         if self.is_negative_scale and lowering.version < 91400:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "is_negative_scale",
@@ -132,9 +132,9 @@ class BlockScaleQuantize(Node):
     def infer(self, context: Context) -> None:
         x, scale = self.inputs["X"], self.outputs["scale"]
         if not 0 <= self._axis < len(x.dim):
-            raise refused(ValueError, self.where, "axis", self.axis, f"0 to {len(x.dim) - 1}", "count from 0")
+            raise make_error(ValueError, self.where, "axis", self.axis, f"0 to {len(x.dim) - 1}", "count from 0")
         if self.block_size < 1 or x.dim[self._axis] % self.block_size:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "block_size",
@@ -159,19 +159,21 @@ class BlockScaleQuantize(Node):
         scale.fill(padded, lambda dims: strides_in_order(dims, order))
         if not _fits(scale, needed):
             allowed = f"dim={needed}, or more in the last two dimensions as padding of the layout F8_128x4"
-            raise self.refused(ValueError, "scale", f"dim={scale.dim}", allowed, "leave set_dim() out: it is inferred")
+            raise self.make_error(
+                ValueError, "scale", f"dim={scale.dim}", allowed, "leave set_dim() out: it is inferred"
+            )
 
     def lower(self, lowering: Lowering) -> None:
         a, scale = be.Attribute, self.outputs["scale"]
         tiled = scale.reordering_type is tensor_reordering.F8_128x4
         if tiled != (len(scale.dim) == 3):
-            cure = "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
-            raise self.refused(
+            hint = "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
+            raise self.make_error(
                 RuntimeError,
                 "scale",
                 f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
                 "F8_128x4 and rank 3, or another layout and rank",
-                "reshape the input to [batch, rows, columns]" if tiled else cure,
+                "reshape the input to [batch, rows, columns]" if tiled else hint,
             )
         lowering.operation(
             be.DescriptorType.OPERATION_BLOCK_SCALE_QUANTIZE,
@@ -187,7 +189,7 @@ class BlockScaleQuantize(Node):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x, y, scale = values["X"], self.outputs["Y"], self.outputs["scale"]
         if y.data_type not in LARGEST:
-            raise refused(
+            raise make_error(
                 NotImplementedError,
                 self.where,
                 "output Y",

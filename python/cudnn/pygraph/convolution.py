@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn import enums
 from cudnn.arrays.layout import channels_last
 from cudnn.backend import enums as be
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
@@ -47,7 +47,7 @@ class Convolution(Node):
         first, second = self.inputs.values()
         rank = len(first.dim)
         if len(second.dim) != rank or len(output.dim) not in (0, rank):
-            raise refused(ValueError, self.where, "shapes", self._shapes(), "one rank", "add extents of 1")
+            raise make_error(ValueError, self.where, "shapes", self._shapes(), "one rank", "add extents of 1")
         self._check_lists(rank - 2)
         if not output.dim:
             output.dim = self._missing(port)
@@ -77,7 +77,7 @@ class Convolution(Node):
         ):
             values: list[int] = getattr(self, what)
             if len(values) != spatial or min(values) < least:
-                raise refused(
+                raise make_error(
                     ValueError,
                     self.where,
                     what,
@@ -89,7 +89,7 @@ class Convolution(Node):
     def _check_channels(self) -> None:
         (_, channels, *_), (kernels, per_group, *_) = self._dim(self.image), self._dim(self.filter)
         if min(channels, per_group) < 1 or channels % per_group or kernels % (channels // per_group):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "channels",
@@ -103,7 +103,7 @@ class Convolution(Node):
         options = f"padding {self.pre_padding} and {self.post_padding}, stride {self.stride}, dilation {self.dilation}"
         expected = self._response(image, filter)
         if min(expected) < 1:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "window",
@@ -112,7 +112,7 @@ class Convolution(Node):
                 "pad more or dilate less",
             )
         if response != expected:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "shapes",
@@ -132,7 +132,7 @@ class Convolution(Node):
 
     def _needs_unit_stride(self, port: str) -> None:
         if any(step != 1 for step in self.stride):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"output {port}",
@@ -278,7 +278,7 @@ class ConvolutionMethods(NodeList[Operand]):
     ) -> Tensor:
         where, mode = where_of(name, cls.method), arguments["convolution_mode"]
         if not isinstance(mode, enums.convolution_mode):
-            raise refused(
+            raise make_error(
                 TypeError,
                 where,
                 "convolution_mode",
@@ -291,7 +291,7 @@ class ConvolutionMethods(NodeList[Operand]):
             for what in ("padding", "pre_padding", "post_padding", "stride", "dilation")
         )
         if padding and (pre_padding or post_padding):
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 "padding",
@@ -387,6 +387,6 @@ def _numbers(where: str, what: str, values: Iterable[int]) -> list[int]:
     try:
         return [int(value) for value in values]
     except TypeError:
-        raise refused(
+        raise make_error(
             TypeError, where, what, repr(values), "a list of numbers, one per spatial dimension", f"pass {what}=[..]"
         ) from None

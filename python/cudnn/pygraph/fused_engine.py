@@ -20,7 +20,7 @@ from cudnn.backend.handle import resolve
 from cudnn.backend.plan import ExecutionPlan, Pack
 from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
 from cudnn.enums import attention_implementation, behavior_note, data_type, numerical_note
-from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refused
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.fast_call import current_device
 from cudnn.runtime.architecture import ARCHITECTURES
@@ -95,7 +95,7 @@ def refuse(node: Any, reason: str = "") -> None:
     """Raises if a node asks for these kernels and they cannot compute it: for ``reason``, or for their own."""
     reason = (reason or unsupported_reason(node)) if node.implementation is FUSED else ""
     if reason:
-        raise refused(
+        raise make_error(
             cudnnGraphNotSupportedError,
             node.where,
             "implementation",
@@ -241,7 +241,7 @@ def memory(address: int, size: int, device: int) -> Any:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
     buffer = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}", dtype=torch.uint8)
     if buffer.data_ptr() != address:
-        raise refused(
+        raise make_error(
             ValueError,
             "execute",
             "data",
@@ -291,7 +291,7 @@ class FusedPlan(ExecutionPlan):
                 continue
             address, dims, strides = addresses[tensor.get_uid()], tensor.dim, tensor.stride
             if name != "lse" and address % _ALIGNMENT:
-                raise refused(
+                raise make_error(
                     ValueError,
                     "execute",
                     f"tensor {tensor.name!r} (uid {tensor.uid})",
@@ -335,11 +335,11 @@ class FusedPlan(ExecutionPlan):
     def to_json(self) -> bytes:
         raise CudnnError(f"the plan {self.config.tag} is compiled again where it is needed", 3000, "NOT_SUPPORTED")
 
-    def _unsupported(self, what: str, allowed: str, cure: str) -> cudnnGraphNotSupportedError:
+    def _unsupported(self, what: str, allowed: str, hint: str) -> cudnnGraphNotSupportedError:
         alternative = "leave implementation=FUSED out" if self.config.asked else 'call deselect_engines(["fused"])'
-        cure = f"{cure}, or {alternative} for a plan of cuDNN"
+        hint = f"{hint}, or {alternative} for a plan of cuDNN"
         where, got = f"plan {self.config.tag}", "a plan of our kernels"
-        return refused(cudnnGraphNotSupportedError, where, what, got, allowed, cure)
+        return make_error(cudnnGraphNotSupportedError, where, what, got, allowed, hint)
 
     def close(self) -> None:
         self.packs.clear()

@@ -28,7 +28,7 @@ from cudnn.datatypes import (
     library_type,
 )
 from cudnn.enums import build_plan_policy, heur_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.methods import Methods
@@ -83,7 +83,9 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         backend: str | None = None,
     ) -> None:
         if backend not in (None, "cudnn", "reference"):
-            raise refused(ValueError, "pygraph", "backend", repr(backend), "'cudnn', 'reference' or None", "choose one")
+            raise make_error(
+                ValueError, "pygraph", "backend", repr(backend), "'cudnn', 'reference' or None", "choose one"
+            )
         if sm_version is None and device_property is not None:
             sm_version = device_property.sm_version
         super().__init__(
@@ -130,7 +132,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         if not self._runs_on_reference() and library.is_available():
             known_faults.refuse(self.nodes, library.version())
         if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
-            raise refused(
+            raise make_error(
                 ValueError,
                 f"graph {self.name!r}",
                 "outputs",
@@ -150,7 +152,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
 
     def _prepare(self) -> None:
         if not self.nodes:
-            raise refused(
+            raise make_error(
                 ValueError,
                 f"graph {self.name!r}",
                 "nodes",
@@ -159,7 +161,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
                 "call graph.matmul() or another",
             )
         if len(self._arrays_on) > 1:
-            raise refused(
+            raise make_error(
                 ValueError,
                 f"graph {self.name!r}",
                 "tensor_like",
@@ -173,7 +175,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         for node in self.nodes:
             for port, tensor in node.inputs.items():
                 if tensor.is_virtual and not tensor.is_pass_by_value and tensor not in produced:
-                    raise node.refused(
+                    raise node.make_error(
                         ValueError,
                         port,
                         "a virtual tensor that no operation of this graph makes",
@@ -187,7 +189,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         for node in self.nodes:
             for tensor in node.tensors():
                 if tensor.data_type is NOT_SET:
-                    raise refused(
+                    raise make_error(
                         ValueError,
                         node.where,
                         f"tensor {tensor.name!r}",
@@ -196,7 +198,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
                         "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type",
                     )
             if node.computes and node.compute_data_type is NOT_SET:
-                raise refused(
+                raise make_error(
                     ValueError,
                     node.where,
                     "compute_data_type",
@@ -406,7 +408,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
 
     def _check_modes(self, step: str, modes: Any) -> None:
         if not hasattr(modes, "__iter__") or {*map(type, modes)} - {heur_mode}:
-            raise refused(
+            raise make_error(
                 TypeError,
                 f"graph {self.name!r}",
                 f"modes of {step}",
@@ -551,7 +553,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
     def _gpu_program(self, step: str) -> CudnnProgram:
         program = self._planned()
         if isinstance(program, ReferenceProgram):
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 f"graph {self.name!r}",
                 step,
@@ -590,7 +592,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
         """Addresses in the order of ``_get_variant_pack_uids_sorted()``. Nothing is checked but their number."""
         uids = self._get_variant_pack_uids_sorted()
         if len(pointers) != len(uids):
-            raise refused(
+            raise make_error(
                 ValueError,
                 "_execute_with_ptrs",
                 "pointers",
@@ -657,7 +659,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
             for tensor in node.tensors():
                 if tensor.uid == uid:
                     return Tensor.like(tensor, tensor.name).set_uid(uid)
-        raise refused(
+        raise make_error(
             RuntimeError,
             f"graph {self.name!r}",
             "uid",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cudnn.backend.library import format_version
 from cudnn.enums import behavior_note, data_type, moe_grouped_matmul_mode, resample_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.pygraph import matmul_faults
 from cudnn.pygraph.block_scale import BlockScaleDequantize
 from cudnn.pygraph.convolution import (
@@ -47,7 +47,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
         if isinstance(node, Resample):
             _refuse_pooling(node, version)
         if isinstance(node, MoeGroupedMatmul) and node.mode is moe_grouped_matmul_mode.GATHER:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 node.where,
                 "mode",
@@ -56,7 +56,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
                 "gather the tokens with PyTorch",
             )
         if isinstance(node, BlockScaleDequantize) and node.is_negative_scale:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 node.where,
                 "is_negative_scale",
@@ -67,7 +67,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
     if any(isinstance(node, Convolution) for node in nodes):
         for node in nodes:
             if isinstance(node, Concatenate):
-                raise refused(
+                raise make_error(
                     cudnnGraphNotSupportedError,
                     node.where,
                     "a convolution in the same graph",
@@ -95,7 +95,7 @@ def _refuse_pooling(node: Resample, version: int) -> None:
     }
     for fault, present in faults.items():
         if present:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 node.where,
                 "graph",
@@ -109,7 +109,7 @@ def _refuse_crash(nodes: Sequence[Node]) -> None:
     """cuDNN 9.19 and 9.28 have no engine for a graph with a convolution and a matmul; some such graphs crash them."""
     matmuls = [node for node in nodes if isinstance(node, Matmul)]
     if matmuls and any(isinstance(node, Convolution) for node in nodes):
-        raise refused(
+        raise make_error(
             cudnnGraphNotSupportedError,
             matmuls[0].where,
             "a convolution in the same graph",
@@ -132,7 +132,7 @@ def _refuse_broadcast(node: Node, version: int) -> None:
         dims = [1] * (3 - len(tensor.dim)) + tensor.dim
         one_per_row, one_for_all_entries = dims[:2] == out.dim[:2], dims[1:] == out.dim[1:]
         if prod(dims) > 1 and not one_per_row and not one_for_all_entries:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 node.where,
                 f"input {port} (tensor {tensor.name!r})",

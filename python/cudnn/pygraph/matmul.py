@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
@@ -35,7 +35,7 @@ class Matmul(Node):
         rank = max(len(a.dim), len(b.dim))
         for operand in (a, b):
             if len(operand.dim) < 2 or (operand.is_virtual and len(operand.dim) < rank):
-                raise refused(
+                raise make_error(
                     ValueError,
                     self.where,
                     "A and B",
@@ -48,15 +48,15 @@ class Matmul(Node):
                 operand.dim.insert(0, 1)
         if a.dim[-1] != b.dim[-2]:
             fitting = "B" if a.dim[-1] == b.dim[-1] else "A" if a.dim[-2] == b.dim[-2] else ""
-            cure = (
+            hint = (
                 f"transpose {fitting}: swap its last two dims and strides" if fitting else "correct one of the shapes"
             )
             got = f"dim={a.dim} and dim={b.dim}: inner extents {a.dim[-1]} and {b.dim[-2]}"
-            raise refused(ValueError, self.where, "A and B", got, "[.., M, K] and [.., K, N]", cure)
+            raise make_error(ValueError, self.where, "A and B", got, "[.., M, K] and [.., K, N]", hint)
         batch = [max(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)]
         # Grouped heads in attention: cuDNN lets one matrix serve several consecutive ones of the other operand.
         if any(max(pair) % min(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "A and B",

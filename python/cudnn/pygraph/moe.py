@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.arrays.layout import strides_in_order
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, moe_grouped_matmul_mode
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
@@ -33,17 +33,17 @@ class Grouped(Node):
             if tensor.dim[2] != 1 or (tensor.dim[1] != 1 if port == "FIRST_TOKEN_OFFSET" else tensor.dim[0] != 1):
                 self._refuse_shape(port, "dim=[experts, 1, 1]" if port == "FIRST_TOKEN_OFFSET" else "dim=[1, rows, 1]")
             if tensor.data_type is not data_type.INT32:
-                raise self.refused(ValueError, port, tensor.data_type.name, "INT32", "call .to(torch.int32)")
+                raise self.make_error(ValueError, port, tensor.data_type.name, "INT32", "call .to(torch.int32)")
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
-        raise self.refused(ValueError, port, f"dim={self.inputs[port].dim}", allowed, "reshape it")
+        raise self.make_error(ValueError, port, f"dim={self.inputs[port].dim}", allowed, "reshape it")
 
     def _segments(self, first: Any, tokens: int) -> list[tuple[int, int]]:
         """The rows of each expert: from its offset to the next one's, the last expert's to the end."""
         starts: list[int] = first.flatten().tolist()
         ends = [*starts[1:], tokens]
         if any(not 0 <= start <= end <= tokens for start, end in zip(starts, ends, strict=True)):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "first_token_offset",
@@ -99,7 +99,7 @@ class MoeGroupedMatmul(Grouped):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         weight, first = values["WEIGHT"], values["FIRST_TOKEN_OFFSET"]
         if first.numel() != weight.shape[0]:
-            raise refused(
+            raise make_error(
                 NotImplementedError,
                 self.where,
                 "first_token_offset",
@@ -192,7 +192,7 @@ class MoeMethods(NodeList[Operand]):
         where = f"{name} (moe_grouped_matmul)"
         if not isinstance(mode, moe_grouped_matmul_mode):  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = "cudnn.moe_grouped_matmul_mode. NONE, GATHER, SCATTER"
-            raise refused(ValueError, where, "mode", repr(mode), allowed, "pass one of them")
+            raise make_error(ValueError, where, "mode", repr(mode), allowed, "pass one of them")
         arguments: dict[str, object] = {"token_index": token_index, "token_ks": token_ks, "top_k": top_k or None}
         needed = {NONE: (), GATHER: ("token_index",), SCATTER: ("token_index", "token_ks", "top_k")}[mode]
         if mode is not SCATTER:
@@ -202,7 +202,7 @@ class MoeMethods(NodeList[Operand]):
                 allowed = (
                     f"{', '.join(needed)} for mode {mode.name}" if needed else f"none of them for mode {mode.name}"
                 )
-                raise refused(
+                raise make_error(
                     ValueError,
                     where,
                     argument,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_typ
 from cudnn.arrays.layout import row_major
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
-from cudnn.errors import E, refused
+from cudnn.errors import E, make_error
 from cudnn.pygraph.schema import ENUMERATIONS, conforming
 from cudnn.pygraph.tensor import Tensor
 
@@ -97,10 +97,10 @@ class Node:
         """How messages call the node."""
         return where_of(self.name, self.method)
 
-    def refused(self, error_type: type[E], port: str, got: object, allowed: str, cure: str) -> E:
+    def make_error(self, error_type: type[E], port: str, got: object, allowed: str, hint: str) -> E:
         """The exception that refuses the tensor at a port."""
         direction, tensor = ("input", self.inputs[port]) if port in self.inputs else ("output", self.outputs[port])
-        return refused(error_type, self.where, f"{direction} {port} (tensor {tensor.name!r})", got, allowed, cure)
+        return make_error(error_type, self.where, f"{direction} {port} (tensor {tensor.name!r})", got, allowed, hint)
 
     def output(self, port: str) -> Tensor:
         """Adds a virtual output tensor named ``<node>::<port>``."""
@@ -121,8 +121,8 @@ class Node:
             self.compute_data_type = context.compute_data_type
         for port, tensor in self.inputs.items():
             if not tensor.dim or not tensor.stride:
-                got, cure = f"dim={tensor.dim}, stride={tensor.stride}", "create the node that makes this tensor first"
-                raise self.refused(ValueError, port, got, "both set or inferred", f"set them, or {cure}")
+                got, hint = f"dim={tensor.dim}, stride={tensor.stride}", "create the node that makes this tensor first"
+                raise self.make_error(ValueError, port, got, "both set or inferred", f"set them, or {hint}")
             self._default_type(tensor, context)
         self.infer(context)
         for tensor in self.outputs.values():
@@ -142,16 +142,16 @@ class Node:
         tensor = self.outputs[port]
         tensor.fill(dim, layout)
         if tensor.dim != [*dim]:
-            cure = "leave set_dim() out: it is inferred"
-            raise self.refused(ValueError, port, f"dim={tensor.dim}", f"dim={[*dim]}", cure)
+            hint = "leave set_dim() out: it is inferred"
+            raise self.make_error(ValueError, port, f"dim={tensor.dim}", f"dim={[*dim]}", hint)
 
     def rank_check(self, ranks: Sequence[int], *ports: str) -> None:
         """Refuses inputs whose rank is not one of ``ranks``."""
         for port in ports:
             dim = self.inputs[port].dim
             if len(dim) not in ranks:
-                allowed, cure = f"rank {', '.join(map(str, ranks))}", "add dimensions of extent 1 or merge some"
-                raise self.refused(ValueError, port, f"rank {len(dim)}, dim={dim}", allowed, cure)
+                allowed, hint = f"rank {', '.join(map(str, ranks))}", "add dimensions of extent 1 or merge some"
+                raise self.make_error(ValueError, port, f"rank {len(dim)}, dim={dim}", allowed, hint)
 
     def attributes(self) -> dict[str, Any]:
         """The fields that the subclass adds, as JSON-able data; defaults are left out."""
@@ -256,7 +256,7 @@ class NodeList(Generic[Operand]):
                 continue
             if not isinstance(tensor, Tensor):
                 got = "None" if tensor is None else type(tensor).__name__
-                raise refused(
+                raise make_error(
                     TypeError,
                     node.where,
                     f"input {port}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from cudnn.arrays.layout import channels_last, strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, norm_forward_phase
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Results, Tensor
@@ -125,7 +125,7 @@ class Normalization(Node):
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
         got = f"dim={self.inputs[port].dim} with X of dim={self.inputs['X'].dim}"
-        raise self.refused(ValueError, port, got, allowed, "reshape it")
+        raise self.make_error(ValueError, port, got, allowed, "reshape it")
 
 
 def _like(tensor: Tensor) -> Callable[[Dims], list[int]]:
@@ -352,7 +352,7 @@ class NormalizationMethods(NodeList[Operand]):
         name, phase = arguments["name"], arguments["norm_forward_phase"]
         where = where_of(name, cls.method)
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 "norm_forward_phase",
@@ -564,7 +564,7 @@ class NormalizationMethods(NodeList[Operand]):
         present = [tensor for tensor in running.values() if tensor is not None]
         if len(present) == 1 or (present and momentum is None):
             arguments = {"in_running_mean": in_running_mean, "in_running_var": in_running_var, "momentum": momentum}
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 "running statistics",

@@ -9,7 +9,7 @@ from cudnn.backend.device import DeviceProperties
 from cudnn.backend.engine import Knob, OperationGraph
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.enums import behavior_note, knob_type, numerical_note
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.pygraph.program import CudnnProgram
 from cudnn.reference.executor import ReferenceProgram
 
@@ -24,7 +24,7 @@ class PlanMethods:
 
     def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
         if self._program is None:
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 f"graph {self.name!r}",
                 step,
@@ -42,7 +42,7 @@ class PlanMethods:
                 raise RuntimeError(f"plan index: got {index}; allowed: 0, the reference executor's only plan.")
             return None
         if program.plans is None:
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 f"graph {self.name!r}",
                 step,
@@ -63,7 +63,7 @@ class PlanMethods:
     def _planned(self) -> CudnnProgram | ReferenceProgram:
         program = self._built("plan")
         if program.plan is None:
-            raise refused(
+            raise make_error(
                 RuntimeError, f"graph {self.name!r}", "plan", "none built", "one built plan", "call build_plans() first"
             )
         return program

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.arrays.layout import broadcast, strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type
-from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
+from cudnn.errors import checked_number, cudnnGraphNotSupportedError, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
@@ -40,7 +40,7 @@ class Pointwise(Node):
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise refused(ValueError, "pointwise", "mode", repr(self.mode), ", ".join(_MODES), "choose one of these")
+            raise make_error(ValueError, "pointwise", "mode", repr(self.mode), ", ".join(_MODES), "choose one of these")
 
     @property
     def method(self) -> str:  # type: ignore[override]
@@ -55,7 +55,7 @@ class Pointwise(Node):
                 tensor.dim, tensor.stride = [1] * rank, [1] * rank
         dims = broadcast([t.dim for t in ports])
         if dims is None:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "inputs",
@@ -64,11 +64,11 @@ class Pointwise(Node):
                 "reshape or transpose one of them",
             )
         if self.axis is not None and not 0 <= self.axis < len(dims):
-            raise refused(ValueError, self.where, "axis", str(self.axis), f"0 to {len(dims) - 1}", "count from 0")
+            raise make_error(ValueError, self.where, "axis", str(self.axis), f"0 to {len(dims) - 1}", "count from 0")
         if not out.dim:
             out.dim = dims
         elif out.dim != dims:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"output (tensor {out.name!r})",
@@ -87,7 +87,7 @@ class Pointwise(Node):
         first = ports[0]
         if out.is_virtual and len(first.dim) == len(out.dim):
             return strides_like(first.stride, first.dim, out.dim)
-        raise refused(
+        raise make_error(
             ValueError,
             self.where,
             f"output (tensor {out.name!r})",
@@ -143,7 +143,7 @@ class Pointwise(Node):
         if not missing:
             return tensor
         if tensor.is_virtual or id(tensor) in lowering.produced:
-            raise self.refused(
+            raise self.make_error(
                 cudnnGraphNotSupportedError,
                 port,
                 f"dim={tensor.dim}, the result of another operation",

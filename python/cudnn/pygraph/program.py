@@ -22,7 +22,7 @@ from cudnn.datatypes import (
     element_bytes,
 )
 from cudnn.enums import data_type
-from cudnn.errors import cudnnGraphNotSupportedError, refusal, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
@@ -55,7 +55,7 @@ def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
         elif isinstance(key, int):
             keys[int(key)] = key
         else:
-            raise refused(
+            raise make_error(
                 TypeError,
                 "execute",
                 "key",
@@ -74,7 +74,7 @@ def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, 
     """
     uids, shapes, strides = override
     if not len(uids) == len(shapes) == len(strides):
-        raise refused(
+        raise make_error(
             ValueError,
             "execute",
             "override_uids, override_shapes, override_strides",
@@ -85,12 +85,12 @@ def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, 
     changed: dict[int, Shape] = {}
     for uid, dims, steps in zip(uids, shapes, strides, strict=True):
         if uid not in built:
-            raise refused(
+            raise make_error(
                 ValueError, "execute", "override_uids", str(uid), "uids of tensors of this graph", "correct the uid"
             )
         overridden = [*map(int, dims)], [*map(int, steps)]
         if [len(values) for values in overridden] != [len(built[uid][0])] * 2:
-            raise refused(
+            raise make_error(
                 ValueError,
                 "execute",
                 f"override of uid {uid}",
@@ -105,8 +105,8 @@ def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, 
 
 def not_overridable(uids: Iterable[int]) -> ValueError:
     """What is raised for overrides of a graph that was not built for them."""
-    cure = "build the graph with is_override_shape_enabled=True"
-    return refused(ValueError, "execute", "override_uids", str([*uids]), "None for this graph", cure)
+    hint = "build the graph with is_override_shape_enabled=True"
+    return make_error(ValueError, "execute", "override_uids", str([*uids]), "None for this graph", hint)
 
 
 def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
@@ -117,7 +117,7 @@ def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
         return int(data)
     if hasattr(data, "__dlpack__"):
         return data_pointer(data)
-    raise refused(
+    raise make_error(
         TypeError,
         "execute",
         label(),
@@ -254,7 +254,7 @@ class CudnnProgram:
         keys = keys_by_uid(variant_pack)
         for uid in self.bindings.user:
             if uid not in keys:
-                raise refused(
+                raise make_error(
                     ValueError,
                     "execute",
                     self._label(uid),
@@ -364,7 +364,7 @@ class CudnnProgram:
         if plan.is_rebuilt and self.plans is not None:  # our own, which fills none: programs expect one that does
             plan = self.bound(self.plans.native(plan.workspace_size))
         if self.before:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 "populate_cuda_graph",
                 "graph",
@@ -389,7 +389,7 @@ class CudnnProgram:
         elif graph in self._chains:
             self._chains[graph].update(used, before, fill, after)
         else:
-            raise refused(
+            raise make_error(
                 ValueError,
                 "update_cuda_graph",
                 "graph",
@@ -434,7 +434,7 @@ class CudnnProgram:
             if parts or uid in self.bindings.narrowed or self.bindings.scratch:
                 form = "that the graph also reads in another form (a slice, a reshape)"
                 reason = form if parts else "in a graph with separate memory for one shape"
-                raise refused(
+                raise make_error(
                     cudnnGraphNotSupportedError,
                     "execute",
                     f"override of {self._label(uid)}",
@@ -500,7 +500,7 @@ class CudnnProgram:
         """
         resolve(handle)
         if handle.is_reference:
-            raise refused(
+            raise make_error(
                 ValueError,
                 "execute",
                 "handle",
@@ -513,7 +513,7 @@ class CudnnProgram:
                 continue
             if uid in self.by_value:
                 if value.get_device() >= 0:  # cuDNN would read the address of a device on the host
-                    raise refused(
+                    raise make_error(
                         ValueError,
                         "execute",
                         self._label(uid),
@@ -522,7 +522,7 @@ class CudnnProgram:
                         "pass tensor.cpu()",
                     )
             elif value.get_device() != handle.device:
-                raise refused(
+                raise make_error(
                     ValueError,
                     "execute",
                     self._label(uid),
@@ -544,7 +544,7 @@ class CudnnProgram:
         check_output("execute", "workspace", workspace)
         have = 0 if workspace is None else getattr(workspace, "nbytes", needed)
         if have < needed:
-            raise refused(
+            raise make_error(
                 ValueError,
                 "execute",
                 "workspace",
@@ -553,7 +553,7 @@ class CudnnProgram:
                 "allocate get_workspace_size() bytes on the device",
             )
         if _is_torch_tensor(workspace) and workspace.get_device() != handle.device:
-            raise refused(
+            raise make_error(
                 ValueError,
                 "execute",
                 "workspace",

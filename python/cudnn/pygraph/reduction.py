@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.arrays.layout import channels_last
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, reduction_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.pointwise import PointwiseMethods
@@ -42,8 +42,8 @@ class Reduction(Node):
             return self._infer_groups(x, y, first)
         y.fill(x.dim, channels_last)
         if len(y.dim) != len(x.dim) or any(out not in (1, extent) for extent, out in zip(x.dim, y.dim, strict=True)):
-            allowed, cure = "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape"
-            raise self.refused(ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, cure)
+            allowed, hint = "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape"
+            raise self.make_error(ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, hint)
 
     def _infer_groups(self, x: Tensor, y: Tensor, first: Tensor) -> None:
         self.rank_check([3], "X", "GROUP_OFFSET")
@@ -51,7 +51,7 @@ class Reduction(Node):
         groups = y.dim[0]
         valid_offsets = first.dim == [first.dim[0], 1, 1] and first.data_type is data_type.INT32 and x.dim[0] == 1
         if not valid_offsets or groups not in (first.dim[0], first.dim[0] - 1) or y.dim[1:] != [1, x.dim[2]]:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "group_offset",
@@ -87,7 +87,7 @@ class Reduction(Node):
         x, mode = self.inputs["X"], self.mode
         plain = {reduction_mode.AVG: "ADD", reduction_mode.NORM1: "ADD", reduction_mode.MUL_NO_ZEROS: "MUL"}
         if mode is reduction_mode.NORM2:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "mode",
@@ -96,7 +96,7 @@ class Reduction(Node):
                 "reduce x * x with ADD and take the root in a second graph, or run this one with backend='reference'",
             )
         if mode is reduction_mode.AVG and "GROUP_OFFSET" in self.inputs:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "mode",
@@ -107,7 +107,7 @@ class Reduction(Node):
         if mode not in plain:
             return be.ReduceTensorOp[mode.name], x
         if self.compute_data_type not in FLOATING:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 f"compute_data_type for mode {mode.name}",
@@ -148,7 +148,7 @@ class Reduction(Node):
     def _by_group(self, x: Any, first: list[int]) -> Any:
         ends = [*first[1:], x.shape[1]][: self.outputs["Y"].dim[0]]
         if any(not 0 <= start < end <= x.shape[1] for start, end in zip(first, ends, strict=False)):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "group_offset",
@@ -237,7 +237,9 @@ class ReductionMethods(NodeList[Operand]):
         if not isinstance(mode, reduction_mode) or mode is reduction_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = ", ".join(member.name for member in reduction_mode if member)
             where = where_of(name, "reduction")
-            raise refused(ValueError, where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them")
+            raise make_error(
+                ValueError, where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them"
+            )
         inputs = {"X": input, "GROUP_OFFSET": group_offset}
         return self._add(Reduction, name, compute_data_type, inputs, ["Y"], mode=mode).outputs["Y"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn.arrays.layout import strides_like
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, padding_mode, resample_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
@@ -43,7 +43,7 @@ class Resample(Node):
 
     def _check_options(self, spatial: int) -> None:
         if self.resampling_mode not in POOLING:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "resampling_mode",
@@ -56,7 +56,7 @@ class Resample(Node):
         for what, least in (("window", 1), ("stride", 1), ("pre_padding", 0), ("post_padding", 0)):
             values: list[int] = getattr(self, what)
             if len(values) != spatial or min(values) < least:
-                raise refused(
+                raise make_error(
                     ValueError,
                     self.where,
                     what,
@@ -66,7 +66,7 @@ class Resample(Node):
                 )
         padding = zip(self.pre_padding, self.post_padding, self.window, strict=True)
         if any(max(pre, post) >= window for pre, post, window in padding):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "pre_padding and post_padding",
@@ -80,7 +80,7 @@ class Resample(Node):
         options = zip(image[2:], self.pre_padding, self.post_padding, self.window, self.stride, strict=True)
         extents = [1 + (extent + pre + post - window) // stride for extent, pre, post, window, stride in options]
         if min(extents) < 1:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "window",
@@ -96,14 +96,14 @@ class Resample(Node):
             index.data_type = data_type.INT8 if last < 128 else data_type.INT32
         fits = index.data_type is not data_type.INT8 or last < 128
         if index.data_type not in INDEX_TYPES or not fits or index.dim != response.dim:
-            cure = "set its type to INT8 or INT32, and leave its shape to inference"
-            raise refused(
+            hint = "set its type to INT8 or INT32, and leave its shape to inference"
+            raise make_error(
                 ValueError,
                 self.where,
                 f"index (tensor {index.name!r})",
                 f"{index.data_type.name} dim={index.dim}",
                 f"INT8 (up to 128 elements in a window) or INT32, dim={response.dim}",
-                cure if fits else f"make it INT32: a window has {last + 1} elements",
+                hint if fits else f"make it INT32: a window has {last + 1} elements",
             )
 
     def lower(self, lowering: Lowering) -> None:
@@ -112,7 +112,7 @@ class Resample(Node):
         padding = ZERO_PAD if self.resampling_mode is not MAXPOOL else padding_mode.NEG_INF_PAD
         counted = self.resampling_mode is not resample_mode.AVGPOOL_EXCLUDE_PADDING
         if self.padding_mode is not padding and counted and any(self.pre_padding + self.post_padding):
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "padding_mode",
@@ -177,7 +177,7 @@ class ResampleForward(Resample):
             self.fill_output(port, self._extents(x.dim), lambda dims: strides_like(x.stride, x.dim, dims))
         if "INDEX" in self.outputs:
             if self.resampling_mode is not MAXPOOL:
-                raise refused(
+                raise make_error(
                     ValueError,
                     self.where,
                     "generate_index",
@@ -190,7 +190,7 @@ class ResampleForward(Resample):
     def lower(self, lowering: Lowering) -> None:
         # The engine that cuDNN 9.19 has for row-major tensors takes an index of any type; 9.28 has none.
         if "INDEX" in self.outputs and self.inputs["X"].stride[1] != 1:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "generate_index",
@@ -225,7 +225,7 @@ class ResampleBackward(Resample):
         self.rank_check([3, 4, 5], *self.inputs)
         self._check_options(len(dy.dim) - 2)
         if self.resampling_mode is MAXPOOL and "INDEX" not in self.inputs and not {"X", "Y"} <= self.inputs.keys():
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "index",
@@ -234,7 +234,7 @@ class ResampleBackward(Resample):
                 "pass the second result of resample(generate_index=True)",
             )
         if x is None and not dx.dim:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "output DX",
@@ -246,7 +246,7 @@ class ResampleBackward(Resample):
         y = self.inputs.get("Y", dy)
         expected = self._extents(dims) if len(dims) == len(dy.dim) else "the number of spatial dimensions of DX"
         if not dy.dim == y.dim == expected:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "shapes",
@@ -342,7 +342,7 @@ class ResampleMethods(NodeList[Operand]):
         for what, enum in enums.items():
             if not isinstance(arguments[what], enum) or arguments[what] is resample_mode.NOT_SET:
                 allowed = ", ".join(member.name for member in enum if member.name != "NOT_SET")
-                raise refused(
+                raise make_error(
                     ValueError,
                     where,
                     what,
@@ -361,7 +361,7 @@ def _whole(where: str, what: str, values: Iterable[int]) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise refused(
+        raise make_error(
             TypeError,
             where,
             what,

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.backend import enums as be
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
@@ -40,7 +40,7 @@ class Rope(Node):
         x, freqs = self.inputs[self.source], self.inputs["FREQS"]
         self.rank_check([4], self.source)
         if self._rotated % 2 or not 2 <= self._rotated <= x.dim[-1]:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "rope_dim",
@@ -50,7 +50,7 @@ class Rope(Node):
             )
         *leading, angles = freqs.dim
         if angles < self._rotated or max(leading, default=1) != prod(leading) or prod(leading) < x.dim[2]:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"freqs (tensor {freqs.name!r})",

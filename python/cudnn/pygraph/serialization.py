@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn.backend import library
 from cudnn.backend.plan import Origin
 from cudnn.enums import behavior_note, data_type, numerical_note
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.pygraph.lowering import Bindings
 from cudnn.pygraph.node import Context, Node
 from cudnn.pygraph.schema import conforming
@@ -102,7 +102,9 @@ def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
         written = document.get("format", FORMAT)
         if written == FORMAT:
             return _restore(document, with_plan=not isinstance(data, str))
-    raise refused(ValueError, "deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialise with this version")
+    raise make_error(
+        ValueError, "deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialise with this version"
+    )
 
 
 @contextlib.contextmanager
@@ -111,7 +113,7 @@ def refusing(what: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise refused(
+        raise make_error(
             ValueError,
             "deserialize",
             what,

@@ -14,7 +14,7 @@ from cudnn.backend import enums as be
 from cudnn.backend.library import format_version
 from cudnn.datatypes import element_bits
 from cudnn.enums import data_type
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
@@ -54,7 +54,7 @@ class _Moving(Node):
     def _refuse_conversion(self) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if x.data_type is not y.data_type:
-            raise self.refused(
+            raise self.make_error(
                 RuntimeError,
                 "Y",
                 f"{y.data_type.name} for an input of {x.data_type.name}",
@@ -78,19 +78,19 @@ class Reshape(_Moving):
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if not y.dim:
-            raise self.refused(ValueError, "Y", "no dim", "the new shape", "call set_dim() on it")
+            raise self.make_error(ValueError, "Y", "no dim", "the new shape", "call set_dim() on it")
         y.fill(y.dim, channels_last)
         self._type_of_input(context)
         if self.reshape_mode is enums.reshape_mode.LOGICAL:
             self._refuse_conversion()
         if math.prod(x.dim) != math.prod(y.dim):
             allowed = f"the number of elements of the input, {math.prod(x.dim)}"
-            raise self.refused(
+            raise self.make_error(
                 ValueError, "Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, "correct set_dim()"
             )
         if self.reshape_mode is enums.reshape_mode.VIEW_ONLY and span(y.dim, y.stride) > span(x.dim, x.stride):
             got = f"dim={y.dim}, stride={y.stride} for an input of dim={x.dim}, stride={x.stride}"
-            raise self.refused(
+            raise self.make_error(
                 ValueError, "Y", got, "a view that stays inside the input's memory", "correct set_stride()"
             )
 
@@ -140,7 +140,7 @@ class Transpose(_Moving):
     def infer(self, context: Context) -> None:
         x = self.inputs["X"]
         if not self.permutation:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "permutation",
@@ -149,7 +149,7 @@ class Transpose(_Moving):
                 "pass permutation=[..]",
             )
         if sorted(self.permutation) != list(range(len(x.dim))):
-            raise refused(
+            raise make_error(
                 RuntimeError,
                 self.where,
                 "permutation",
@@ -201,15 +201,15 @@ class Slice(_Moving):
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if len(self.slices) > len(x.dim):
-            raise refused(
+            raise make_error(
                 ValueError, self.where, "slices", f"{len(self.slices)} of them", f"at most {len(x.dim)}", "drop some"
             )
         if any(step is not None and step < 1 for *_, step in self.slices):
-            raise refused(ValueError, self.where, "slices", self.slices, "positive steps", "leave the step out")
+            raise make_error(ValueError, self.where, "slices", self.slices, "positive steps", "leave the step out")
         ranges = self._ranges()
         dims = [len(indices) for indices in ranges]
         if 0 in dims:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "slices",
@@ -223,7 +223,7 @@ class Slice(_Moving):
             y.alignment = math.gcd(x.alignment, self._offset())
         if not y.is_virtual:
             allowed = "a virtual tensor: nothing writes a slice to memory"
-            raise self.refused(
+            raise self.make_error(
                 ValueError, "Y", "set_output(True)", allowed, "copy it: graph.identity(y).set_output(True)"
             )
         self._type_of_input(context)
@@ -256,7 +256,7 @@ class Slice(_Moving):
         elements = sum(indices.start * step for indices, step in zip(self._ranges(), x.stride, strict=True))
         offset, rest = divmod(elements * element_bits(x.data_type), 8)
         if rest:
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "slices",
@@ -291,12 +291,12 @@ class Concatenate(Node):
         first = inputs[0]
         rank = len(first.dim)
         if not 0 <= self.axis < rank:
-            raise refused(ValueError, self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0")
+            raise make_error(ValueError, self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0")
         other_extents = [[*tensor.dim[: self.axis], *tensor.dim[self.axis + 1 :]] for tensor in inputs]
         if any(len(tensor.dim) != rank for tensor in inputs) or any(
             other != other_extents[0] for other in other_extents
         ):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "inputs",
@@ -306,9 +306,9 @@ class Concatenate(Node):
             )
         if any(tensor.data_type is not first.data_type for tensor in inputs):
             dtypes = ", ".join(tensor.data_type.name for tensor in inputs)
-            raise refused(ValueError, self.where, "inputs", dtypes, "one data type", "convert some with identity()")
+            raise make_error(ValueError, self.where, "inputs", dtypes, "one data type", "convert some with identity()")
         if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "in_place_index",
@@ -338,8 +338,8 @@ class Concatenate(Node):
 
 def _too_old(where: str, what: str, got: str, version: int) -> cudnnGraphNotSupportedError:
     got_version = f"{got} with cuDNN {format_version(version)}"
-    cure = "install a newer cuDNN"
-    return refused(cudnnGraphNotSupportedError, where, what, got_version, "cuDNN 9.22 or newer", cure)
+    hint = "install a newer cuDNN"
+    return make_error(cudnnGraphNotSupportedError, where, what, got_version, "cuDNN 9.22 or newer", hint)
 
 
 class StructureMethods(NodeList[Operand]):
@@ -383,7 +383,7 @@ class StructureMethods(NodeList[Operand]):
         where = where_of(name, "slice")
         for item in slices:
             if not isinstance(item, builtins.slice):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise refused(
+                raise make_error(
                     TypeError, where, "slices", repr(item), "Python slice objects", "write slice(start, stop)"
                 )
         triples = [[item.start, item.stop, item.step] for item in slices]
@@ -399,7 +399,7 @@ class StructureMethods(NodeList[Operand]):
         """
         name = self._indexed(name)
         if not inputs:
-            raise refused(ValueError, f"{name} (concatenate)", "inputs", "none", "one tensor or more", "pass a list")
+            raise make_error(ValueError, f"{name} (concatenate)", "inputs", "none", "one tensor or more", "pass a list")
         ports: dict[str, object] = {f"X_{index}": tensor for index, tensor in enumerate(inputs)}
         node = self._add(Concatenate, name, NOT_SET, ports, ["Y"], axis=int(axis), in_place_index=in_place_index)
         return node.outputs["Y"]

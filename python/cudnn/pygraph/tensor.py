@@ -18,7 +18,7 @@ from cudnn.datatypes import (
     library_type,
 )
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.pygraph.schema import conforming
 from cudnn.strided import check_strided
 
@@ -107,7 +107,7 @@ class Tensor:
             dims, strides, code, bits, on_cpu = describe(source)
             dtype = dlpack_to_data_type(code, bits)
         else:
-            raise refused(
+            raise make_error(
                 ValueError,
                 "tensor_like",
                 "source",
@@ -141,7 +141,9 @@ class Tensor:
         """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
         number = _integer(self.name, "uid", uid)
         if not 0 <= number < _LIMIT:
-            raise refused(ValueError, f"tensor {self.name!r}", "uid", number, "0 to 2^63 - 1", "choose another number")
+            raise make_error(
+                ValueError, f"tensor {self.name!r}", "uid", number, "0 to 2^63 - 1", "choose another number"
+            )
         self.uid = number
         return self
 
@@ -209,7 +211,7 @@ class Tensor:
             self.reordering_type = tensor_reordering(reordering_type)
         except ValueError:
             allowed = ", ".join(map(str, tensor_reordering))
-            raise refused(
+            raise make_error(
                 ValueError, f"tensor {self.name!r}", "reordering_type", repr(reordering_type), allowed, "choose one"
             ) from None
         return self
@@ -225,7 +227,7 @@ class Tensor:
         """
         number = _integer(self.name, "alignment", alignment)
         if number < 1 or number & (number - 1):
-            raise refused(
+            raise make_error(
                 ValueError, f"tensor {self.name!r}", "alignment", str(number), "a power of two", "round it down to one"
             )
         self.alignment = number
@@ -253,7 +255,7 @@ class Tensor:
         """Batch entries start at the offsets (in elements) in a ``[batch + 1, 1, 1, 1]`` INT32 or INT64 tensor."""
         if not isinstance(ragged_offset, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             got = type(ragged_offset).__name__
-            raise refused(TypeError, f"tensor {self.name!r}", "ragged_offset", got, "a cudnn.tensor", "describe one")
+            raise make_error(TypeError, f"tensor {self.name!r}", "ragged_offset", got, "a cudnn.tensor", "describe one")
         self.ragged_offset = ragged_offset
         return self
 
@@ -278,7 +280,7 @@ class Tensor:
         """Refuses a tensor that cannot be described to cuDNN."""
         label = f"tensor {self.name!r}"
         if not self.dim or not self.stride:
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 label,
@@ -287,7 +289,7 @@ class Tensor:
                 "call set_dim() and set_stride() on it",
             )
         if len(self.dim) != len(self.stride):
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 label,
@@ -296,16 +298,16 @@ class Tensor:
                 "give both the same length",
             )
         if len(self.dim) > 8:
-            raise refused(ValueError, where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions")
+            raise make_error(ValueError, where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions")
         if any(extent < 1 for extent in self.dim):
-            raise refused(ValueError, where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions")
+            raise make_error(ValueError, where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions")
         if any(step < 0 for step in self.stride):
-            raise refused(
+            raise make_error(
                 ValueError, where, label, f"stride={self.stride}", "strides of 0 or more", "turn the tensor round first"
             )
         last = sum((extent - 1) * step for extent, step in zip(self.dim, self.stride, strict=True))
         if max(*self.dim, *self.stride, prod(self.dim), last) >= _LIMIT // 8:
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 label,
@@ -314,9 +316,9 @@ class Tensor:
                 "correct the shape",
             )
         if self.is_virtual and self.is_pass_by_value:
-            raise refused(ValueError, where, label, "virtual and pass-by-value", "one of the two", "choose one")
+            raise make_error(ValueError, where, label, "virtual and pass-by-value", "one of the two", "choose one")
         if self.value is not None and not self.is_pass_by_value:
-            raise refused(
+            raise make_error(
                 ValueError, where, label, "a stored constant", "pass-by-value only", "call set_is_pass_by_value(True)"
             )
 
@@ -330,7 +332,7 @@ class Tensor:
             for (extent, step), (more, other) in itertools.combinations(axes, 2)
         )
         if overlap:
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 f"output tensor {self.name!r}",
@@ -383,13 +385,13 @@ class Tensor:
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
         """Called by PyTorch's functions that are given a graph tensor: they cannot compute with one."""
-        cure = "call the graph's operation in its place: graph.relu(input=x), say"
+        hint = "call the graph's operation in its place: graph.relu(input=x), say"
         where = f"torch.{getattr(function, '__name__', function)}"
-        raise refused(TypeError, where, "argument", _WITHOUT_DATA, "a torch.Tensor", cure)
+        raise make_error(TypeError, where, "argument", _WITHOUT_DATA, "a torch.Tensor", hint)
 
     def _operator(self, *_: object) -> NoReturn:
-        cure = "call the graph's operation in its place: graph.add(a=x, b=y), say"
-        raise refused(TypeError, "arithmetic operator", "operand", _WITHOUT_DATA, "numbers and arrays", cure)
+        hint = "call the graph's operation in its place: graph.add(a=x, b=y), say"
+        raise make_error(TypeError, "arithmetic operator", "operand", _WITHOUT_DATA, "numbers and arrays", hint)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = _operator
@@ -399,7 +401,7 @@ def _integer(name: str, what: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise refused(
+        raise make_error(
             TypeError, f"tensor {name!r}", what, repr(value), "an integer", "pass an int, or a NumPy or PyTorch integer"
         ) from None
 
@@ -408,7 +410,7 @@ def _integers(name: str, what: str, values: Sequence[int]) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise refused(
+        raise make_error(
             TypeError, f"tensor {name!r}", what, repr(values), "a sequence of integers", f"pass {what}=[4, 8], say"
         ) from None
 

@@ -12,7 +12,7 @@ from cudnn.arrays.check import check_array, span_bytes
 from cudnn.backend.handle import resolve
 from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.full_precision import full_precision
 from cudnn.lazy import torch
 from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
@@ -60,7 +60,7 @@ class ReferenceProgram:
         """Makes the one plan. RuntimeError for another engine than number 0, and for knobs, which it does not have."""
         if engine_id or knobs:
             got = f"engine {engine_id} with knobs {dict(knobs or {})}"
-            raise refused(RuntimeError, "reference executor", "plan", got, "engine 0, its only one, without knobs")
+            raise make_error(RuntimeError, "reference executor", "plan", got, "engine 0, its only one, without knobs")
         self.plan = "reference"
 
     @property
@@ -99,7 +99,7 @@ class ReferenceProgram:
         for direction, tensors in (("input", self._inputs), ("output", self._outputs)):
             for uid, tensor in tensors.items():
                 if buffers.get(uid) is None:
-                    raise refused(
+                    raise make_error(
                         ValueError,
                         "execute",
                         f"{direction} tensor {tensor.name!r} (uid {uid})",
@@ -110,7 +110,7 @@ class ReferenceProgram:
                 data = buffers[uid]
                 if not _is_torch_tensor(data) and not hasattr(data, "__dlpack__"):
                     got = "an address" if isinstance(data, int) else type(data).__name__
-                    raise refused(
+                    raise make_error(
                         TypeError,
                         "execute",
                         f"{direction} tensor {tensor.name!r} (uid {uid})",
@@ -131,7 +131,7 @@ class ReferenceProgram:
         devices = {str(data.device) for _, data in big}
         if len(devices) > 1:
             listing = ", ".join(f"uid {uid} on {data.device}" for uid, data in big)
-            raise refused(ValueError, "execute", "tensors", listing, "one device for all", "move them to one device")
+            raise make_error(ValueError, "execute", "tensors", listing, "one device for all", "move them to one device")
         for uid, tensor in {**self._inputs, **self._outputs}.items():
             check_array(tensor, buffers[uid], f"tensor {tensor.name!r} (uid {uid})", uid in self._pools)
         self._check_places(buffers)
@@ -147,7 +147,7 @@ class ReferenceProgram:
             nbytes = 0 if tensor.data_type is data_type.BOOLEAN else span_bytes(tensor)
             raw[uid] = memory(buffers[uid], nbytes, where)
             if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment and not self._any_address:
-                raise refused(
+                raise make_error(
                     ValueError,
                     "execute",
                     where,
@@ -159,7 +159,7 @@ class ReferenceProgram:
             for other in raw.keys() - {uid}:
                 if self._collide(uid, other, raw):
                     overlapped = self._inputs.get(other) or self._outputs[other]
-                    raise refused(
+                    raise make_error(
                         ValueError,
                         "execute",
                         f"output tensor {self._outputs[uid].name!r} (uid {uid})",

@@ -12,7 +12,7 @@ from cudnn.datatypes import (
     element_bits,
 )
 from cudnn.enums import data_type, tensor_reordering
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
 from cudnn.strided import readable
@@ -28,7 +28,7 @@ def torch_type(element_type: data_type, where: str) -> Any:
     """The torch.dtype that holds single values of a type: that type, and float32 for FP4_E2M1."""
     dtype = torch.float32 if element_type is data_type.FP4_E2M1 else _cudnn_to_torch_data_type(element_type)
     if dtype is None:
-        raise refused(
+        raise make_error(
             NotImplementedError,
             where,
             "data type",
@@ -67,7 +67,7 @@ def memory(data: Any, nbytes: int, where: str) -> Any:
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start
     if available < nbytes:
-        raise refused(
+        raise make_error(
             ValueError,
             where,
             "memory",
@@ -84,7 +84,7 @@ def view(raw: Any, element_type: data_type, dims: Sequence[int], strides: Sequen
     size = element_bits(element_type) // 8
     usable = raw[: raw.numel() // size * size]
     if raw.data_ptr() % size:
-        raise refused(
+        raise make_error(
             ValueError,
             where,
             "memory",
@@ -143,7 +143,7 @@ def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
     along the columns. The last ones are padded (cuBLAS documentation, "1D Block Scaling Factors Layout").
     """
     if tensor.reordering_type is not tensor_reordering.F8_128x4 or element_bits(tensor.data_type) != 8:
-        raise refused(
+        raise make_error(
             NotImplementedError,
             where,
             "reordering_type",

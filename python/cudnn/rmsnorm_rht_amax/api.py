@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Rows, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
@@ -121,13 +121,13 @@ class RmsNormRhtAmax(FusedAPI):
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         if len(shapes["x"]) != 2:
             got = f"the shape {tuple(shapes['x'])}"
-            raise refused(ValueError, cls._title(), "x", got, "two dimensions or more, rows and columns")
+            raise make_error(ValueError, cls._title(), "x", got, "two dimensions or more, rows and columns")
         (m, n), rows = shapes["x"], options["rows_per_cta"]
         rows = pick_rows_per_cta(m) if rows is None else rows
         if n == 0 or n % BLOCK:
-            raise refused(ValueError, cls._title(), "columns of x", n, f"multiples of {BLOCK}")
+            raise make_error(ValueError, cls._title(), "columns of x", n, f"multiples of {BLOCK}")
         if rows <= 0 or m % rows:
-            raise refused(ValueError, cls._title(), "rows_per_cta", rows, f"divisors of the {m} rows of x")
+            raise make_error(ValueError, cls._title(), "rows_per_cta", rows, f"divisors of the {m} rows of x")
         return {"m": m, "n": n, "groups": m // rows}
 
     def check_rules(self, sizes: Sizes) -> None:

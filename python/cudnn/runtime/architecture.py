@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 
 ARCHITECTURES: Mapping[tuple[int, int], str] = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
@@ -29,7 +29,7 @@ def pick(kernels: Mapping[str, Any], arch: str, where: str) -> Any:
         RuntimeError: no kernel for the architecture; lists those that have one.
     """
     if arch not in kernels:
-        raise refused(
+        raise make_error(
             RuntimeError, where, "architecture", arch, ", ".join(kernels), "run on such a GPU, or on CPU tensors"
         )
     return kernels[arch]
@@ -49,4 +49,4 @@ def raw_stream(stream: Any, index: int) -> int:
     if type(stream).__module__.startswith("cuda."):  # of cuda-python
         return int(stream)
     allowed = "None, an int, a torch.cuda.Stream or a cuda.bindings.driver.CUstream"
-    raise refused(TypeError, "execute", "current_stream", type(stream).__name__, allowed)
+    raise make_error(TypeError, "execute", "current_stream", type(stream).__name__, allowed)

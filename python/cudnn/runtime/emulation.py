@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudnn import settings
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.runtime.architecture import ARCHITECTURES
 from cudnn.runtime.kernels import emulated, emulated_kernel
 
@@ -32,7 +32,7 @@ def emulation(arch: str, **options: Any) -> Iterator[Any]:
         ptx_emulator.Fault: the kernel did something that PTX forbids.
     """
     if arch not in ARCHITECTURES.values():
-        raise refused(ValueError, "cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values()))
+        raise make_error(ValueError, "cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values()))
     import ptx_emulator
 
     with ptx_emulator.emulate(arch, **options) as report:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.runtime import cache, loader
 
 _logger = logging.getLogger("cudnn.launch")
@@ -78,8 +78,8 @@ def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
 def _build(source: str, configuration: Any, arch: str) -> bytes:
     if emulated.get():
         name = source.rpartition(":")[2]
-        got, cure = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"
-        raise refused(RuntimeError, name, "compilation for a GPU", got, "calls outside of it", cure)
+        got, hint = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"
+        raise make_error(RuntimeError, name, "compilation for a GPU", got, "calls outside of it", hint)
     compiled = compile_kernel(source, configuration, arch)
     from cudnn_kernels import compiler
 

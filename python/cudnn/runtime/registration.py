@@ -14,7 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
-from cudnn.errors import misfit, refused
+from cudnn.errors import find_signature_error, make_error
 from cudnn.runtime.flops import register as register_flops
 from cudnn.runtime.vmap import one_by_one
 from cudnn.strided import check_strided
@@ -115,7 +115,7 @@ class _Operator(CustomOpDef):
             tensors = {name: [t for t in x if isinstance(t, torch.Tensor)] for name, x in listed.items()}
             devices = {name: str(x[0].device) for name, x in tensors.items() if x}
             if len({device == "meta" for device in devices.values()}) > 1:
-                raise refused(ValueError, self._qualname, "devices", devices, "one device", "move them to one")
+                raise make_error(ValueError, self._qualname, "devices", devices, "one device", "move them to one")
             return results
 
         super().register_fake(described)
@@ -134,13 +134,13 @@ class _Operator(CustomOpDef):
             message = str(error)
             if not message.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
                 raise
-            if wrong := misfit(self._qualname, self._init_fn, args, kwargs):
+            if wrong := find_signature_error(self._qualname, self._init_fn, args, kwargs):
                 raise wrong from error
             if match := _WRONG_TYPE.search(message):
                 allowed = inspect.signature(self._init_fn).parameters[match["argument"]].annotation
                 if isinstance(allowed, type):
                     allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
-                raise refused(TypeError, self._qualname, match["argument"], match["type"], allowed) from error
+                raise make_error(TypeError, self._qualname, match["argument"], match["type"], allowed) from error
             raise
 
     def _refuse_unstrided(self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
@@ -142,12 +142,14 @@ class Attention(OverHeads):
         packed = arguments["sample_cum_seqlen_q"] is not None
         if packed != (arguments["sample_cum_seqlen_k"] is not None):
             got = "cum_seqlen_k alone" if not packed else "cum_seqlen_q alone"
-            raise refused(ValueError, self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither")
+            raise make_error(
+                ValueError, self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither"
+            )
         self.packed = packed
         samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in arguments.items()}
         ends = arguments["window_size"]
         if not isinstance(ends, Sequence) or isinstance(ends, str) or len(ends) != 2:
-            raise refused(TypeError, self._title(), "window_size", repr(ends), "a pair of ints")
+            raise make_error(TypeError, self._title(), "window_size", repr(ends), "a pair of ints")
         left, right = (
             checked_number(self._title(), "window_size", end, "a pair of ints", integer=True) for end in ends
         )
@@ -193,7 +195,7 @@ class Attention(OverHeads):
         for name, shape in shapes.items():
             if len(shape) != dims:
                 allowed = "(t, h, d), with offsets" if packed else "(b, h, s, d), without offsets"
-                raise refused(ValueError, cls._title(), f"{name} tensor", f"the shape {tuple(shape)}", allowed)
+                raise make_error(ValueError, cls._title(), f"{name} tensor", f"the shape {tuple(shape)}", allowed)
         (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
         if packed:
             first, hq, sq, hk, sk = [options["sequences"]], sq, hq, sk, hk
@@ -229,8 +231,8 @@ class Attention(OverHeads):
                 strides = [desc.stride[i] for i in order if desc.shape[i] != 1]
                 if strides != sorted(strides, reverse=True):
                     allowed = "the order (t, h, d)" if self.packed else "the order (b, s, h, d)"
-                    cure = "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
-                    raise self.error(f"{name} tensor stride", desc.stride, f"{allowed} in memory", cure)
+                    hint = "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
+                    raise self.error(f"{name} tensor stride", desc.stride, f"{allowed} in memory", hint)
         longest_q, longest_k = self.longest
         if self.window.left is not None and self.window.left >= longest_k - 1:
             raise self.error("window_size, left", self.window.left, f"less than {longest_k - 1}, or -1 for no end")

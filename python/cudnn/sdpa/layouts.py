@@ -49,8 +49,8 @@ class Heads(Layout):
 
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
         dense, _ = super().allowed(sizes, written)
-        cure = "" if sizes["packed"] else "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
-        return f"{dense}, or others with 1 last and multiples of {self.alignment} bytes before", cure
+        hint = "" if sizes["packed"] else "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
+        return f"{dense}, or others with 1 last and multiples of {self.alignment} bytes before", hint
 
     def canonicalize(self, tensor: Any) -> Any:
         return tensor

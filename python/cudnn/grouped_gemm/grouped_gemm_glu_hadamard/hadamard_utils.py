@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.api_base import is_power_of_2
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.lazy import torch
 
 HADAMARD_SIZE = 16
@@ -18,7 +18,7 @@ def hadamard_matrix(n: int, dtype: Any = None, device: Any = None) -> Any:
         ValueError: n is no power of 2.
     """
     if not is_power_of_2(n):
-        raise refused(ValueError, "hadamard_matrix", "n", n, "powers of 2")
+        raise make_error(ValueError, "hadamard_matrix", "n", n, "powers of 2")
     signs = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while signs.shape[0] < n:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])

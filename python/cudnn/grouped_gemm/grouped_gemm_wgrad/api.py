@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.gradients import ExpertGradients, WGradInputOrder
 from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
@@ -147,7 +147,7 @@ def grouped_gemm_wgrad_wrapper(
     arguments and errors as those of :class:`GroupedGemmWgrad`.
     """
     if output_mode not in ("dense", "discrete"):
-        raise refused(ValueError, "grouped_gemm_wgrad_wrapper", "output_mode", repr(output_mode), "dense, discrete")
+        raise make_error(ValueError, "grouped_gemm_wgrad_wrapper", "output_mode", repr(output_mode), "dense, discrete")
     if wgrad_ptrs is None:
         output_mode = "dense"  # of a tensor, it is the same
     return call(GroupedGemmWgradSm100, locals())
@@ -169,7 +169,7 @@ def get_grouped_gemm_wgrad_workspace_size(
         ("input_order", input_order, getattr(input_order, "value", input_order) not in orders, ", ".join(orders)),
     ):
         if wrong:
-            raise refused(ValueError, where, name, got, allowed)
+            raise make_error(ValueError, where, name, got, allowed)
     return ExpertGradients.descriptor_bytes(num_experts, output_mode == "discrete")
 
 

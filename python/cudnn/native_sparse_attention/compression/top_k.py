@@ -138,13 +138,13 @@ class CompressionTopK(Compressed):
     def check_sizes(self, sizes: Sizes) -> None:
         super().check_sizes(sizes)
         if sizes["sq"] and not sizes["sk"]:
-            cure = "use CompressionAttention and TopKReduction"
-            raise self.unsupported("compressed keys", "0 rows of k", "1 row and more", cure)
+            hint = "use CompressionAttention and TopKReduction"
+            raise self.unsupported("compressed keys", "0 rows of k", "1 row and more", hint)
         most, sampled = self.most_keys(sizes), self.most_keys(self.sizes(self.descs))
         if most > max(compression_top_k_tile_n(sampled), sampled):
-            got, cure = f"{most} rows of k", "pass max_s_k"
+            got, hint = f"{most} rows of k", "pass max_s_k"
             raise self.error(
-                "compressed keys", got, f"at most {compression_top_k_tile_n(sampled)}, after samples of {sampled}", cure
+                "compressed keys", got, f"at most {compression_top_k_tile_n(sampled)}, after samples of {sampled}", hint
             )
 
     def check_values(self, tensors: Sequence[Any]) -> None:
@@ -157,8 +157,8 @@ class CompressionTopK(Compressed):
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         if self.most_keys(sizes) > COMPRESSION_TOP_K_KEYS[-1]:
-            got, cure = self.most_keys(sizes), "use CompressionAttention and TopKReduction"
-            raise self.unsupported("compressed keys of a sequence", got, f"at most {COMPRESSION_TOP_K_KEYS[-1]}", cure)
+            got, hint = self.most_keys(sizes), "use CompressionAttention and TopKReduction"
+            raise self.unsupported("compressed keys of a sequence", got, f"at most {COMPRESSION_TOP_K_KEYS[-1]}", hint)
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
         configuration = ARCHITECTURES[arch].attention.configure_compression_top_k(

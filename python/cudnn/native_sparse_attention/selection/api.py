@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.object_cache import cache_object, written
 from cudnn.gemm.formats import name_of
@@ -85,8 +85,8 @@ class SelectionAttention(Selected):
     ) -> None:
         if getattr(sample_q, "ndim", 3) == 4:
             got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), varlen sequences, with cum_seqlen_q"
-            cure = "pass q.transpose(1, 2).flatten(0, 1), or call the wrapper"
-            raise refused(NotImplementedError, self._title(), "q tensor", got, allowed, cure)
+            hint = "pass q.transpose(1, 2).flatten(0, 1), or call the wrapper"
+            raise make_error(NotImplementedError, self._title(), "q tensor", got, allowed, hint)
         super().__init__(locals())
         if max_s_q != max_s_k:
             raise self.unsupported("max_s_q and max_s_k", (max_s_q, max_s_k), "the same number")

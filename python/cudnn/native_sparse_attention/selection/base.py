@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention.base import Sparse
@@ -50,7 +50,7 @@ def of_one_length(wrapper: Callable[P, TupleDict]) -> Callable[P, TupleDict]:
                 if not least <= x.ndim <= 4 or (x.shape[0], x.shape[2]) != (batch, rows):
                     got = f"the shape {tuple(x.shape)}"
                     allowed = f"(b, h, s{', d' * (least == 4)}), of {batch} sequences of {rows} rows, as q"
-                    raise refused(ValueError, title, name.replace("_", " "), got, allowed)
+                    raise make_error(ValueError, title, name.replace("_", " "), got, allowed)
                 arguments[name] = x.transpose(1, 2).flatten(0, 1)
         arguments["cum_seqlen_q_tensor"] = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
         results = wrapper(**arguments)  # pyright: ignore[reportCallIssue]

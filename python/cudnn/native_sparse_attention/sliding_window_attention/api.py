@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import APIBase, TupleDict, check_tensor
 from cudnn.backend.handle import get_stream, resolve, set_stream
-from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refused
+from cudnn.errors import checked_number, cudnnGraphNotSupportedError, make_error
 from cudnn.fused.host import with_resolved_inputs
 from cudnn.fused.object_cache import written
 from cudnn.lazy import torch
@@ -105,7 +105,7 @@ class SlidingWindowAttention(APIBase):
     def _count(self, name: str, value: Any) -> Any:
         """An argument of 0 and more, or None."""
         if value is not None and checked_number(self._title(), name, value, integer=True) < 0:
-            raise refused(ValueError, self._title(), name, value, "0 and more")
+            raise make_error(ValueError, self._title(), name, value, "0 and more")
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class SlidingWindowAttention(APIBase):
         Raises:
             NotImplementedError: always.
         """
-        raise refused(NotImplementedError, self._title(), "a call", "the object", "compile(), then execute(...)")
+        raise make_error(NotImplementedError, self._title(), "a call", "the object", "compile(), then execute(...)")
 
     def check_support(self) -> bool:
         """False where cuDNN has no kernel for the graph, rather than an exception; ``compile`` raises the reason.
@@ -171,7 +171,7 @@ class SlidingWindowAttention(APIBase):
         """
         arguments = dict(locals())
         if skip_compile:
-            raise refused(NotImplementedError, self._title(), "skip_compile", True, "False", "call compile() first")
+            raise make_error(NotImplementedError, self._title(), "skip_compile", True, "False", "call compile() first")
         if self._compiled_kernel is None:
             raise self._not_compiled()
         tensors = {name: arguments[f"{name}_tensor"] for name in self.descs}
@@ -198,20 +198,20 @@ class SlidingWindowAttention(APIBase):
             desc = self.descs[name]
             if desc is None or desc.ndim != rank:
                 got = "None" if desc is None else f"the shape {desc.shape}"
-                raise refused(ValueError, self._title(), f"{name} tensor", got, "(b, h, s, d), or (t, h, d), as q")
+                raise make_error(ValueError, self._title(), f"{name} tensor", got, "(b, h, s, d), or (t, h, d), as q")
         described = {name for name, desc in self.descs.items() if desc is not None}
         several = {*described & {*_LENGTHS, *_OFFSETS}, *(f"max_seq_len_{x}" for x, n in self.longest.items() if n)}
         if not self.packed and several:
-            cure = "pass them with q of the shape (t, h, d)"
-            raise refused(ValueError, self._title(), ", ".join(sorted(several)), f"values for {form}", "None", cure)
+            hint = "pass them with q of the shape (t, h, d)"
+            raise make_error(ValueError, self._title(), ", ".join(sorted(several)), f"values for {form}", "None", hint)
         needed = {*_LENGTHS, "max_seq_len_q", "max_seq_len_kv"}
         if self.packed and not needed <= several:
             missing = ", ".join(sorted(needed - several))
-            raise refused(ValueError, self._title(), missing, "None", f"values, for q of the shape {form}")
+            raise make_error(ValueError, self._title(), missing, "None", f"values, for q of the shape {form}")
         offsets = {f"{name}_ragged_offset" for name in _RAGGED if name in described}
         if described & {*_OFFSETS} not in (set(), offsets):
             got = ", ".join(sorted(described & {*_OFFSETS}))
-            raise refused(ValueError, self._title(), "ragged offsets", got, f"none, or {', '.join(sorted(offsets))}")
+            raise make_error(ValueError, self._title(), "ragged offsets", got, f"none, or {', '.join(sorted(offsets))}")
         self._check_shapes()
 
     def _check_shapes(self) -> None:
@@ -220,7 +220,7 @@ class SlidingWindowAttention(APIBase):
         heads = 1
         if k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
             allowed = f"multiples of the {k.shape[heads]} heads of k"
-            raise refused(ValueError, self._title(), "heads of q", q.shape[heads], allowed)
+            raise make_error(ValueError, self._title(), "heads of q", q.shape[heads], allowed)
         d, dv = q.shape[-1], v.shape[-1]
         self._check_shape(k, (*(q.shape[:1] if not self.packed else k.shape[:1]), k.shape[1], *k.shape[2:-1], d))
         self._check_shape(v, (*k.shape[:-1], dv))
@@ -238,9 +238,9 @@ class SlidingWindowAttention(APIBase):
                 desc = self.descs[name]
                 if desc is not None and math.prod(desc.shape) != count + (name in _OFFSETS):
                     allowed = f"{count + (name in _OFFSETS)} integers"
-                    raise refused(ValueError, self._title(), name, f"the shape {desc.shape}", allowed)
+                    raise make_error(ValueError, self._title(), name, f"the shape {desc.shape}", allowed)
         if 0 in (*q.shape[rows], *k.shape[rows]):
-            raise refused(ValueError, self._title(), "rows of q and k", 0, "1 and more")
+            raise make_error(ValueError, self._title(), "rows of q and k", 0, "1 and more")
 
     def _of(self, name: str) -> Any:
         desc = self.descs[name]
@@ -304,7 +304,7 @@ class SlidingWindowAttention(APIBase):
         desc = self.descs[name]
         if (tensor is None) != (desc is None):
             got, allowed = ("None", "a tensor") if tensor is None else ("a tensor", "None")
-            raise refused(ValueError, self._title(), f"{name} tensor", got, f"{allowed}, as the sample")
+            raise make_error(ValueError, self._title(), f"{name} tensor", got, f"{allowed}, as the sample")
         if desc is None:
             return
         check_tensor(self._title(), name, tensor)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.errors import checked_number, refused
+from cudnn.errors import checked_number, make_error
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.object_cache import written
 from cudnn.gemm.formats import name_of
@@ -53,13 +53,13 @@ def check_choice(
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):  # torch.compile traces this
             checked_number(where, name, value, integer=True)
     if window_size < 1:
-        raise refused(ValueError, where, "window_size", window_size, "1 and more")
+        raise make_error(ValueError, where, "window_size", window_size, "1 and more")
     if block_size < 1 or (not has_lists and (compress_stride < 1 or block_size % compress_stride)):
         got = f"{block_size} and {compress_stride}"
-        raise refused(ValueError, where, "block_size and compress_stride", got, "a block that is a multiple")
+        raise make_error(ValueError, where, "block_size and compress_stride", got, "a block that is a multiple")
     if not has_lists and (selected_blocks <= ALWAYS or (most is not None and selected_blocks > most)):
         allowed = f"more than {ALWAYS}" if most is None else f"{ALWAYS + 1} to {most}"
-        raise refused(ValueError, where, "selected_blocks", selected_blocks, allowed)
+        raise make_error(ValueError, where, "selected_blocks", selected_blocks, allowed)
 
 
 class TopKReduction(Compressed):

@@ -33,7 +33,7 @@ class Fault(NamedTuple):
     got: str
     effect: str
     allowed: str
-    cure: str
+    hint: str
     refused: bool = True  # else a warning: what is wrong depends on the data, or is an output that few read
 
 
@@ -93,7 +93,7 @@ def _refuse(node: Attention, version: int, faults: Iterable[Fault]) -> None:
         if fault.present:
             message = refusal(
                 node.where, fault.what, f"{fault.got} with cuDNN {format_version(version)}, {fault.effect}",
-                f"{fault.allowed}, or a cuDNN newer than {format_version(SEEN_IN)}", fault.cure
+                f"{fault.allowed}, or a cuDNN newer than {format_version(SEEN_IN)}", fault.hint
             )  # fmt: skip
             if fault.refused:
                 raise cudnnGraphNotSupportedError(message)

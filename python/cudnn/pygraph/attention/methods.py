@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from cudnn.enums import Enumeration, attention_implementation, data_type, diagonal_alignment
-from cudnn.errors import refused
+from cudnn.errors import make_error
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.scores import Attention, ScoreModifier
@@ -69,7 +69,7 @@ class AttentionNodes(NodeList[Operand]):
             if tensor is None or (port == "RNG_DUMP" and not node.dropout_probability):
                 continue
             if not isinstance(tensor, Tensor):
-                raise refused(
+                raise make_error(
                     TypeError, where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()"
                 )
             node.outputs[port] = tensor
@@ -245,13 +245,13 @@ class AttentionMethods(AttentionNodes[Operand]):
 
 def _conflict(where: str, broken: bool, what: str, got: str, allowed: str) -> None:
     if broken:
-        raise refused(RuntimeError, where, what, got, allowed, "leave one of them out")
+        raise make_error(RuntimeError, where, what, got, allowed, "leave one of them out")
 
 
 def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bool:
     for argument, value in (("is_inference", is_inference), ("generate_stats", generate_stats)):
         if value is not None and not isinstance(value, bool):
-            raise refused(RuntimeError, where, argument, repr(value), "True, False or None", "pass a bool")
+            raise make_error(RuntimeError, where, argument, repr(value), "True, False or None", "pass a bool")
     both_set = is_inference is not None and generate_stats is not None
     _conflict(
         where,
@@ -296,7 +296,7 @@ def _described(where: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any]
         left = window
     scale = arguments["attn_scale"]
     if scale is not None and not isinstance(scale, (int, float, Tensor)):
-        raise refused(
+        raise make_error(
             TypeError, where, "attn_scale", type(scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)"
         )
     tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
@@ -329,7 +329,7 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
     if len(items) == 3 and isinstance(items[0], (int, float)):
         probability = float(items[0])
         if not 0 <= probability < 1:
-            raise refused(
+            raise make_error(
                 ValueError,
                 where,
                 "dropout",
@@ -342,7 +342,7 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
         if all(tensors[1:]):
             return {"Dropout_seed": items[1], "Dropout_offset": items[2]}, probability
     got = ", ".join(type(item).__name__ for item in items)
-    raise refused(
+    raise make_error(
         TypeError,
         where,
         "dropout",
@@ -359,11 +359,11 @@ def _member(where: str, argument: str, value: object, enum: type[E]) -> E:
     """A member of an enumeration, which may be given by its number."""
     if value not in [*enum]:
         allowed = f"a cudnn.{enum.__name__}: {', '.join(member.name for member in enum)}"
-        raise refused(ValueError, where, argument, repr(value), allowed, "pass one of them")
+        raise make_error(ValueError, where, argument, repr(value), allowed, "pass one of them")
     return enum(value)
 
 
 def _bound(where: str, argument: str, value: object) -> int | None:
     if value is not None and not isinstance(value, int):
-        raise refused(TypeError, where, argument, type(value).__name__, "a Python int or None", "pass int(x)")
+        raise make_error(TypeError, where, argument, type(value).__name__, "a Python int or None", "pass int(x)")
     return value

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from cudnn.arrays.layout import broadcast, row_major
 from cudnn.enums import attention_implementation, data_type, diagonal_alignment, reduction_mode
-from cudnn.errors import cudnnGraphNotSupportedError, refused
+from cudnn.errors import cudnnGraphNotSupportedError, make_error
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
 from cudnn.pygraph.lowering import Lowering
@@ -160,7 +160,7 @@ class Attention(Node):
         pages = [port for port in "KV" if f"Page_table_{port}" in self.inputs]
         fits = k[3] == q[3] and (len(pages) > 0 or k[2] == v[2])
         if not fits or any(self.inputs[port].dim[0] != q[0] for port in "KV" if port not in pages):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 "Q, K and V",
@@ -201,7 +201,7 @@ class Attention(Node):
 
     def _check_offsets(self, tensor: Tensor, offset: Tensor) -> None:
         if offset.dim[:1] != [tensor.dim[0] + 1] or offset.data_type not in (*OFFSET_TYPES, data_type.NOT_SET):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"ragged_offset of tensor {tensor.name!r}",
@@ -214,7 +214,7 @@ class Attention(Node):
         """Refuses an input of another type than the integers allowed."""
         tensor = self.inputs[port]
         if tensor.data_type not in (*dtypes, data_type.NOT_SET):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"{port} (tensor {tensor.name!r})",
@@ -227,7 +227,7 @@ class Attention(Node):
         """Refuses an input or output that has a shape, but not a fitting one."""
         tensor = self.inputs.get(port) or self.outputs[port]
         if tensor.dim and not fits(tensor.dim):
-            raise refused(
+            raise make_error(
                 ValueError,
                 self.where,
                 f"{port} (tensor {tensor.name!r})",
@@ -239,7 +239,7 @@ class Attention(Node):
     def check_implementation(self, unsupported_reason: str) -> None:
         """Refuses an implementation that was asked for but cannot be used, cuDNN's one operation for a reason given."""
         if self.implementation is attention_implementation.UNIFIED and unsupported_reason:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 "implementation",
@@ -263,7 +263,7 @@ class Attention(Node):
         """Refuses to go on with the names of functions."""
         for function in self.functions:
             if isinstance(function, str):
-                raise refused(
+                raise make_error(
                     cudnnGraphNotSupportedError,
                     self.where,
                     "score modifier",
@@ -391,7 +391,7 @@ class Attention(Node):
         """
         tensor = self.inputs[port]
         if tensor.is_virtual:
-            raise refused(
+            raise make_error(
                 cudnnGraphNotSupportedError,
                 self.where,
                 f"input {port} (tensor {tensor.name!r})",
@@ -464,10 +464,10 @@ class ScoreGraph(SubGraph[Tensor]):
         """What a user's function makes of the scores."""
         if not callable(modifier):
             allowed = "a function (graph, scores) that returns a cudnn.tensor"
-            raise refused(TypeError, self.node.where, "score_mod", repr(modifier), allowed)
+            raise make_error(TypeError, self.node.where, "score_mod", repr(modifier), allowed)
         modified = modifier(self, scores)
         if not isinstance(modified, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise refused(
+            raise make_error(
                 TypeError,
                 self.node.where,
                 "score_mod",

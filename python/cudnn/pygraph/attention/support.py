@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     what: str
     got: str
     allowed: str
-    cure: str = ""
+    hint: str = ""
 
 
 def _apply(node: Attention, *groups: Iterable[Rule]) -> None:

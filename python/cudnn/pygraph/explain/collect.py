@@ -135,9 +135,9 @@ def _refusal(check: Callable[[], None]) -> Exception | None:
 
 
 def reason(error: Exception, nodes: Iterable[int] = ()) -> Reason:
-    """A refusal, taken apart into rule and cure."""
-    rule, _, cure = str(error).partition(" To fix it, ")
-    return Reason(tuple(nodes), rule, (cure.rstrip("."),) if cure else ())
+    """A refusal, taken apart into rule and hint."""
+    rule, _, hint = str(error).partition(" To fix it, ")
+    return Reason(tuple(nodes), rule, (hint.rstrip("."),) if hint else ())
 
 
 @dataclasses.dataclass

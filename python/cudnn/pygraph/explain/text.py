@@ -39,7 +39,7 @@ def refusal(reason: Reason) -> list[str]:
     """A reason, its alternative cures each on a line."""
     lines = [f"refused: {reason.rule}"]
     lines += [f"  cuDNN says: {reason.message}"] if reason.message else []
-    return lines + [f"  {'or' if number else 'to fix it'}: {cure}" for number, cure in enumerate(reason.cures)]
+    return lines + [f"  {'or' if number else 'to fix it'}: {hint}" for number, hint in enumerate(reason.cures)]
 
 
 def shape(tensor: ExplainedTensor) -> str:
