@@ -89,7 +89,7 @@ def main(
 
 def _properties(path: Path) -> Any:
     """The described device."""
-    refuse = functools.partial(refused, "--device-properties")
+    refuse = functools.partial(option_error, "--device-properties")
     if gpu_available():
         # With a GPU, cuDNN loads the modules that it builds for the described device into the driver.
         raise refuse(
