@@ -22,7 +22,7 @@ from cudnn import ops
 from cudnn.experimental.ops import moe_grouped_matmul
 from cudnn.fused import operator, registry
 from cudnn.ops import causal_conv1d, moe_mlp, scaled_dot_product_attention
-from support import gemms, grouped
+from support import grouped, oracle
 
 BF16 = torch.bfloat16
 
@@ -167,7 +167,7 @@ def dense(*names: str) -> dict[str, torch.Tensor]:
 
 
 def dense_fp4() -> dict[str, Any]:
-    a, b = (gemms.scaled(rows, K, L, gemms.FP4, gemms.E8M0, 32) for rows in (M, N))
+    a, b = (oracle.scaled(rows, K, L, oracle.FP4, oracle.E8M0, 32) for rows in (M, N))
     return {"a": a.tensor, "b": b.tensor, "sfa": a.scales, "sfb": b.scales}
 
 
@@ -176,7 +176,7 @@ def of_experts(name: str, kind: str = "bf16") -> dict[str, Any]:
     p = grouped.problem(name, kind, (0, 256, 512), n=N, k=K, inputs={"prob": torch.float32} | more)
     signature = operator.signature_of(registry.find(name), registry.wrapper(name))[0].parameters
     kept.append(p)
-    given = p.given | p.options
+    given = p.inputs | p.options
     return {key: given.get(key) for key, q in signature.items() if key in given or q.default is q.empty}
 
 
