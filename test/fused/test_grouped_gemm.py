@@ -25,14 +25,19 @@ ROWS = [name for name in NAMES if name != "grouped_gemm_wgrad"]
 
 CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm", "m": 220, "inputs": {"prob": F32}, "generate_c": True},
-    {"name": "grouped_gemm", "kind": "fp16", "inputs": {"prob": BF16, "bias": F16, "alpha": BF16}, "major": "mn"},
-    {"name": "grouped_gemm", "kind": "fp8", "d_dtype": F16},
+    {
+        "name": "grouped_gemm",
+        "operand_type": "fp16",
+        "inputs": {"prob": BF16, "bias": F16, "alpha": BF16},
+        "major": "mn",
+    },
+    {"name": "grouped_gemm", "operand_type": "fp8", "d_dtype": F16},
     {"name": "grouped_gemm_quant", "m": 220, "inputs": {"prob": F32, "row_scale": F32}},
     {"name": "grouped_gemm_quant", "inputs": {"prob": BF16, "bias": BF16}, "generate_amax": False},
-    {"name": "grouped_gemm_quant", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_quant", "operand_type": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
     {
         "name": "grouped_gemm_quant",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 256, 512),
         "n": 160,
         "inputs": {"norm_const": F32},
@@ -40,7 +45,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_quant",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 512),
         "m": 600,
         "n": 160,
@@ -61,19 +66,19 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_glu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 192,
         "inputs": {"norm_const": F32},
         "d_dtype": E4M3,
         "discrete_col_sfd": True,
     },
-    {"name": "grouped_gemm_glu", "kind": "mxfp4", "ends": (256, 256, 512), "inputs": {"bias": F32}},
-    {"name": "grouped_gemm_swiglu", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_glu", "operand_type": "mxfp4", "ends": (256, 256, 512), "inputs": {"bias": F32}},
+    {"name": "grouped_gemm_swiglu", "operand_type": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32, "bias": F32}},
     {
         "name": "grouped_gemm_srelu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 160,
         "major": "mn",
@@ -89,14 +94,14 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_dglu",
-        "kind": "fp16",
+        "operand_type": "fp16",
         "n": 96,
         "inputs": {"c": F16, "activation": F16},
         "act_func": "dgeglu",
     },
     {
         "name": "grouped_gemm_dglu",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 512),
         "n": 96,
         "inputs": {"c": F32, "beta": BF16, "prob": F32},
@@ -106,7 +111,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_dglu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 64,
         "major": "mn",
@@ -116,7 +121,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "discrete_grouped_gemm_swiglu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 192,
         "d_dtype": E4M3,
@@ -124,11 +129,11 @@ CASES: list[dict[str, Any]] = [
         "discrete_col_sfd": True,
         "major": "mn",
     },
-    {"name": "discrete_grouped_gemm_swiglu", "kind": "nvfp4", "ends": (256, 512), "act_func": "geglu"},
+    {"name": "discrete_grouped_gemm_swiglu", "operand_type": "nvfp4", "ends": (256, 512), "act_func": "geglu"},
     {"name": "discrete_grouped_gemm_swiglu", "act_func": "geglu", "semantics": "1.23"},
     {
         "name": "discrete_grouped_gemm_dswiglu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 64,
         "major": "mn",
@@ -139,7 +144,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "discrete_grouped_gemm_dswiglu", "inputs": {"c": BF16, "beta": F32}, "act_func": "dgeglu"},
     {
         "name": "discrete_grouped_gemm_dswiglu",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 512),
         "inputs": {"c": BF16, "beta": F32, "dprob": F32},
         "act_func": "dgeglu",
@@ -147,7 +152,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_dswiglu",
-        "kind": "mxfp4",
+        "operand_type": "mxfp4",
         "ends": (256, 256, 512),
         "n": 64,
         "inputs": {"c": F16, "prob": F32, "beta": F32},
@@ -156,13 +161,13 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32}, "semantics": "1.23"},
     {
         "name": "grouped_gemm_dsrelu",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 512),
         "d_dtype": F32,
         "inputs": {"c": F32, "prob": F32, "dprob": F32},
     },
     {"name": "grouped_gemm", "m": 220, "inputs": {"a_index": I32}},
-    {"name": "grouped_gemm_glu", "kind": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
+    {"name": "grouped_gemm_glu", "operand_type": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
     {"name": "grouped_gemm_swiglu", "m": 220, "inputs": {"a_index": I32}},
     {
         "name": "grouped_gemm_dglu",
@@ -176,7 +181,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32, "a_index": I32}},
     {
         "name": "grouped_gemm_dsrelu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 160,
         "d_dtype": E4M3,
@@ -186,7 +191,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_dglu",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 512),
         "n": 96,
         "act_func": "dsituglu",
@@ -213,14 +218,14 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_glu",
-        "kind": "mxfp4",
+        "operand_type": "mxfp4",
         "ends": (256, 768),
         "n": 192,
         "inputs": {"prob": BF16, "bias": BF16},
         "act_func": "situglu",
         "situ_beta1": 1.5,
     },
-    {"name": "grouped_gemm_glu", "kind": "nvfp4", "ends": (256, 512), "act_func": "situglu", "situ_beta2": 3.0},
+    {"name": "grouped_gemm_glu", "operand_type": "nvfp4", "ends": (256, 512), "act_func": "situglu", "situ_beta2": 3.0},
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32}, "tanh_clamp_scale": 1.5},
     {
         "name": "grouped_gemm_dglu",
@@ -231,7 +236,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_dsrelu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 768),
         "n": 160,
         "d_dtype": E4M3,
@@ -240,7 +245,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_glu_hadamard",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 256, 768),
         "n": 192,
         "inputs": {"prob": F32, "bias": BF16},
@@ -250,7 +255,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_glu_hadamard", "ends": (64, 208), "inputs": {"prob": F32}, "act_func": "srelu"},
     {
         "name": "grouped_gemm_glu_hadamard",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 256, 512),
         "inputs": {"prob": F32},
         "act_func": "geglu",
@@ -258,7 +263,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_glu_hadamard_quant",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 256, 768),
         "n": 256,
         "d_dtype": FP4,
@@ -269,7 +274,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_glu_hadamard_quant",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 512),
         "n": 256,
         "act_func": "geglu",
@@ -279,10 +284,16 @@ CASES: list[dict[str, Any]] = [
         "glu_limit": 2.0,
     },
     {"name": "grouped_gemm_glu_hadamard_quant", "ends": (256,), "inputs": {"prob": F32}, "rht_rowwise_dtype": BF16},
-    {"name": "grouped_gemm_quant", "kind": "fp8_128", "ends": (256, 256, 512), "k": 320, "inputs": {"prob": F32}},
-    {"name": "grouped_gemm_glu", "kind": "fp8_128", "ends": (130, 300), "n": 192, "inputs": {"bias": BF16}},
-    {"name": "grouped_gemm_quant", "kind": "fp8_128", "ends": (256, 512), "shared": 1, "inputs": {"prob": F32}},
-    {"name": "grouped_gemm_dsrelu", "kind": "fp8_128", "ends": (256,), "inputs": {"c": BF16, "prob": F32}},
+    {
+        "name": "grouped_gemm_quant",
+        "operand_type": "fp8_128",
+        "ends": (256, 256, 512),
+        "k": 320,
+        "inputs": {"prob": F32},
+    },
+    {"name": "grouped_gemm_glu", "operand_type": "fp8_128", "ends": (130, 300), "n": 192, "inputs": {"bias": BF16}},
+    {"name": "grouped_gemm_quant", "operand_type": "fp8_128", "ends": (256, 512), "shared": 1, "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_dsrelu", "operand_type": "fp8_128", "ends": (256,), "inputs": {"c": BF16, "prob": F32}},
     {
         "name": "grouped_gemm_glu",
         "m": 220,
@@ -293,7 +304,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_glu",
-        "kind": "fp8_128",
+        "operand_type": "fp8_128",
         "ends": (130, 300),
         "m": 320,
         "n": 512,
@@ -309,10 +320,10 @@ CASES: list[dict[str, Any]] = [
         "glu_layout": "concatenated",
         "inputs": {"c": F16, "prob": F32, "dprob": F32, "activation": BF16},
     },
-    {"name": "grouped_gemm_glu", "kind": "fp8_128", "m": 220, "n": 192, "k": 320, "inputs": {"a_index": I32}},
+    {"name": "grouped_gemm_glu", "operand_type": "fp8_128", "m": 220, "n": 192, "k": 320, "inputs": {"a_index": I32}},
     {
         "name": "grouped_gemm_glu",
-        "kind": "fp8_128",
+        "operand_type": "fp8_128",
         "ends": (130, 300),
         "m": 320,
         "n": 512,
@@ -324,7 +335,9 @@ CASES: list[dict[str, Any]] = [
 
 
 def label(case: dict[str, Any]) -> str:
-    return "-".join([case["name"].removeprefix("grouped_gemm_"), case.get("kind", "bf16"), *case.get("inputs", ())])
+    return "-".join(
+        [case["name"].removeprefix("grouped_gemm_"), case.get("operand_type", "bf16"), *case.get("inputs", ())]
+    )
 
 
 @pytest.mark.parametrize("where", ["reference", pytest.param("sm_90a", marks=pytest.mark.full)])
@@ -359,7 +372,7 @@ KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")
     for i, case in enumerate(CASES)
     for arch in ("sm_90a", "sm_100a")
-    if (arch, case.get("kind"), case.get("d_dtype")) != ("sm_100a", "fp8_128", E4M3)  # refused
+    if (arch, case.get("operand_type"), case.get("d_dtype")) != ("sm_100a", "fp8_128", E4M3)  # refused
 ] + [pytest.param(case, "gpu", marks=pytest.mark.gpu, id=f"{label(case)}-gpu") for case in CASES]
 
 
@@ -499,19 +512,26 @@ def test_operators_are_traced(name: str) -> None:
 
 ADDRESSED: list[dict[str, Any]] = [
     {"name": "grouped_gemm", "inputs": {"prob": F32}, "major": "mn"},
-    {"name": "grouped_gemm_quant", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
-    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256,)},
+    {"name": "grouped_gemm_quant", "operand_type": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_quant", "operand_type": "mxfp8", "ends": (256,)},
     {
         "name": "grouped_gemm_glu",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 256, 512),
         "major": "mn",
         "inputs": {"norm_const": F32},
         "d_dtype": E4M3,
     },
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32}},
-    {"name": "grouped_gemm_quant", "kind": "fp8_128", "ends": (256, 256, 512), "n": 192, "k": 320},
-    {"name": "discrete_grouped_gemm_swiglu", "kind": "fp8_128", "ends": (256, 512), "n": 192, "k": 320, "major": "mn"},
+    {"name": "grouped_gemm_quant", "operand_type": "fp8_128", "ends": (256, 256, 512), "n": 192, "k": 320},
+    {
+        "name": "discrete_grouped_gemm_swiglu",
+        "operand_type": "fp8_128",
+        "ends": (256, 512),
+        "n": 192,
+        "k": 320,
+        "major": "mn",
+    },
 ]
 WHERE = [
     "reference",
@@ -623,12 +643,12 @@ def test_largest_magnitudes_without_samples() -> None:
     assert all(torch.equal(x, p.results[name]) for name, x in actual.items())
 
 
-@pytest.mark.parametrize(("kind", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])
-def test_a_warm_call_looks_at_every_shape(kind: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("operand_type", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])
+def test_a_warm_call_looks_at_every_shape(operand_type: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at those of scale factors, which stand for many sizes, so that the kernel cannot relate them."""
     api, shape, kernels = cudnn.GroupedGemmQuant, (512, 128, 128, 2), Recorded(monkeypatch)
     arguments, sizes = (
-        api.empty_tensors(shape, kind, "cpu"),
+        api.empty_tensors(shape, operand_type, "cpu"),
         api.example_sizes({"m": 512, "n": 128, "k": 128, "experts": 2}),
     )
     for name, dtype in (("d", E4M3), ("d_col", E4M3), ("sfd_row", E8M0), ("sfd_col", E8M0), ("norm_const", F32)):

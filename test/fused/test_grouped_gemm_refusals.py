@@ -130,7 +130,7 @@ def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
     # the API, the problem, changes of its inputs; the error, its words
     ("grouped_gemm", {}, {"b": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
-    ("grouped_gemm", {"kind": "mxfp8"}, {}, TypeError, "sf"),
+    ("grouped_gemm", {"operand_type": "mxfp8"}, {}, TypeError, "sf"),
     ("grouped_gemm_quant", {"m_aligned": 128}, {}, ValueError, "m_aligned: got 128; allowed: 256"),
     (
         "grouped_gemm_quant",
@@ -148,7 +148,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("grouped_gemm_quant", {"cluster_shape_mn": (4, 1), "mma_tiler_mn": (128, 256)}, {}, ValueError, "128 or 256 rows"),
     (
         "grouped_gemm_quant",
-        {"kind": "mxfp8", "d_dtype": E4M3},
+        {"operand_type": "mxfp8", "d_dtype": E4M3},
         {},
         ValueError,
         "norm_const_tensor is required when FP8 inputs are used",

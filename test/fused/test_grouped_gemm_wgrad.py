@@ -74,17 +74,17 @@ def test_numbers_of_tokens() -> None:
         cudnn.grouped_gemm_wgrad_wrapper(x.T.contiguous(), x, None, None, index[:2], a_index=index)
 
 
-def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:
+def scaled_gradients(where: str, operand_type: str, ends: tuple[int, ...], **more: Any) -> None:
     """Operands with scale factors, separate for each expert; with other tokens after the last one."""
     m, n, tokens, device = 136, 72, more.pop("offsets_of", ends[-1]) + 128, "cuda" if where == "gpu" else "cpu"
-    a, b = (grouped.operand(kind, rows, tokens, 1, device) for rows in (m, n))
-    vector = grouped.OPERAND_TYPES[kind][2]
+    a, b = (grouped.operand(operand_type, rows, tokens, 1, device) for rows in (m, n))
+    vector = grouped.OPERAND_TYPES[operand_type][2]
     sfa, sfb = (grouped.by_expert(x.scales, sorted(ends), vector) for x in (a, b))
-    names = more.pop("scales_of", () if kind == "mxfp8" else ("global_scale_a", "global_scale_b"))
+    names = more.pop("scales_of", () if operand_type == "mxfp8" else ("global_scale_a", "global_scale_b"))
     scales = {key: torch.rand(len(ends), device=device) + 0.5 for key in names}
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     for x in (a, b) if "input_order" in more else ():
-        raw, packed = x.tensor[..., 0].view(torch.uint8), 2 if kind != "mxfp8" else 1
+        raw, packed = x.tensor[..., 0].view(torch.uint8), 2 if operand_type != "mxfp8" else 1
         parts = raw.tensor_split([end // packed for end in ends], 1)
         x.tensor = torch.cat([part.reshape(-1) for part in parts]).view(raw.shape).view(x.tensor.dtype)[..., None]
     addressed = more.pop("addressed", False)
@@ -170,15 +170,17 @@ def test_packed_gradients_that_do_not_fit(wgrad: torch.Tensor, message: str) -> 
 
 
 SCALED: list[dict[str, Any]] = [
-    {"kind": "mxfp8", "ends": (128, 128, 384), "accumulate_on_output": True},
-    {"kind": "nvfp4", "ends": (64, 64, 192), "addressed": True},
-    {"kind": "mxfp4", "ends": (128, 256), "addressed": True, "accumulate_on_output": True},
-    {"kind": "nvfp4", "ends": (64, 64, 256), "input_order": "tensor_ragged"},
-    {"kind": "mxfp8", "ends": (128, 384, 384), "addressed": True, "input_order": WGradInputOrder.TensorRagged},
+    {"operand_type": "mxfp8", "ends": (128, 128, 384), "accumulate_on_output": True},
+    {"operand_type": "nvfp4", "ends": (64, 64, 192), "addressed": True},
+    {"operand_type": "mxfp4", "ends": (128, 256), "addressed": True, "accumulate_on_output": True},
+    {"operand_type": "nvfp4", "ends": (64, 64, 256), "input_order": "tensor_ragged"},
+    {"operand_type": "mxfp8", "ends": (128, 384, 384), "addressed": True, "input_order": WGradInputOrder.TensorRagged},
 ]
 
 
-@pytest.mark.parametrize("arguments", SCALED, ids=lambda arguments: "-".join(map(str, arguments)) + arguments["kind"])
+@pytest.mark.parametrize(
+    "arguments", SCALED, ids=lambda arguments: "-".join(map(str, arguments)) + arguments["operand_type"]
+)
 @pytest.mark.parametrize("where", WHERE)
 def test_scaled_weight_gradients(where: str, arguments: dict[str, Any]) -> None:
     scaled_gradients(where, **arguments)

@@ -440,7 +440,7 @@ def test_arrays_alike(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     first = torch.zeros(4, 8)
     alive = weakref.ref(first)
     scalar = torch.tensor(1.0)
-    alike = fast_call.like([first, scalar])
+    alike = fast_call.guard([first, scalar])
     assert type(alike).__name__ == ("function" if without else "builtin_function_or_method")
     del first
     assert alive() is None
@@ -458,6 +458,6 @@ def test_arrays_alike(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert not alike(other, scalar)
     assert not alike(torch.ones(4, 8), scalar[None])
-    twice = fast_call.like([scalar, scalar])  # of which PyTorch's says no
+    twice = fast_call.guard([scalar, scalar])  # of which PyTorch's says no
     assert twice(scalar, scalar)
     assert not twice(scalar, scalar[None])

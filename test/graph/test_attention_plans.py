@@ -148,7 +148,7 @@ def plan(graph: cudnn.pygraph) -> None:
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
 def test_scale_tensor_and_virtual_statistics(dtype: Any, h200: Any) -> None:
     graph = planned_graph(h200, dtype)
-    q, k, v = small(graph, dtype=dtype)
+    q, k, v = small(graph, kind=dtype)
     o, _ = graph.sdpa(
         q, k, v, attn_scale=graph.tensor([1] * 4, [1] * 4, FLOAT), generate_stats=True, use_causal_mask=True
     )

@@ -24,7 +24,7 @@ def run(arch: str, epilogue: tuple, row: torch.Tensor, m: int, norm: float, **mo
             arguments["norm_const"].fill_(norm)
         arguments.update(more)
 
-    options = {"part": 128} if any(isinstance(o, QuantizeRows) and o.vector > 64 for o in epilogue) else {}
+    options = {"epi_tile_n": 128} if any(isinstance(o, QuantizeRows) and o.vector > 64 for o in epilogue) else {}
     c = kernel_inputs.configuration((AddRow("bias", "float32"), *epilogue), **options)
     actual, expected, _ = kernel_inputs.run(arch, c, m, len(row), 8, change=change)
     for name, x in actual.items():

@@ -74,7 +74,7 @@ def assert_same(epilogue: Sequence[Any], inputs: Mapping[str, Any], expected: Ma
 
 def names(o: Any) -> list[str]:
     """A declaration's arguments."""
-    return [slot.name for slot in o.slots(declared.Place("n", "l"))]
+    return [slot.name for slot in o.slots(declared.SizeNames("n", "l"))]
 
 
 def check(
@@ -410,8 +410,8 @@ def test_rotations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options
 def test_what_cannot_be_rotated(arch: str) -> None:
     for rotate, options, message in (
         (Rotate(256, 256), {"tile": (128, 128, 64)}, "tile: got 128 columns; allowed: multiples of 256"),
-        (Rotate(96, 96), {"tile": (128, 192, 64)}, "part: got 64 columns; allowed: multiples of 96"),
-        (Rotate(128, 96), {}, "part: got 64 columns; allowed: multiples of 128"),
+        (Rotate(96, 96), {"tile": (128, 192, 64)}, "epi_tile_n: got 64 columns; allowed: multiples of 96"),
+        (Rotate(128, 96), {}, "epi_tile_n: got 64 columns; allowed: multiples of 128"),
     ):
         with pytest.raises(ValueError, match=message):
             kernel_inputs.compiled(arch, kernel_inputs.configuration((rotate, StoreTile("d", "bfloat16")), **options))

@@ -144,7 +144,7 @@ CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
 def forget() -> None:
     """Empties what calls keep, so that it is made under the defaults of the next one."""
     experts._ONES.clear()
-    grouped.unseen.cache_clear()
+    grouped.amax_scratch.cache_clear()
 
 
 def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

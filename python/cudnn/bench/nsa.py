@@ -143,7 +143,8 @@ def block_lists(tokens: int, heads: int, correlated: bool) -> Any:
     slot = torch.arange(random_blocks, dtype=torch.int64, device=device)
     sample = (row + slot * (period // 2)) // period  # index of the sample that slot has at this row
     first_row = (sample * period - slot * (period // 2)).clamp(min=0)  # first row of the sample
-    uniform = torch.rand(int(sample.max()) + 1, heads, random_blocks, device=device)[sample, :, slot]
+    uniform = torch.rand(int(sample.max()) + 1, heads, random_blocks, dtype=torch.float32, device=device)
+    uniform = uniform[sample, :, slot]
     sampled = 1 + (uniform * (first_row // BLOCK - 2).clamp(min=0)[..., None]).int().transpose(1, 2)
     row_block = (row // BLOCK)[:, None]
     forced = (

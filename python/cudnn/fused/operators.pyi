@@ -29,7 +29,7 @@ def discrete_grouped_gemm_dswiglu(
     glu_clamp_min: float = -7.0,
     semantics: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Discrete grouped GEMM + dSwiGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; what there is not has no
+    """Discrete grouped GEMM + dSwiGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; absent results have no
     elements. See :class:`cudnn.DiscreteGroupedGemmDswiglu`."""
 
 def discrete_grouped_gemm_swiglu(
@@ -56,7 +56,7 @@ def discrete_grouped_gemm_swiglu(
     glu_clamp_min: float = -7.0,
     semantics: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Discrete grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Discrete grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.DiscreteGroupedGemmSwiglu`."""
 
 def gemm_amax(
@@ -69,7 +69,7 @@ def gemm_amax(
     sf_vec_size: int = 32,
     accurate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """GEMM + amax: c, amax; what there is not has no elements. See :class:`cudnn.GemmAmax`."""
+    """GEMM + amax: c, amax; absent results have no elements. See :class:`cudnn.GemmAmax`."""
 
 def gemm_dsrelu(
     a: Tensor,
@@ -86,7 +86,7 @@ def gemm_dsrelu(
     accurate: bool = False,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + dsReLU: d, dprob, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmDsrelu`."""
+    """GEMM + dsReLU: d, dprob, amax, sfd; absent results have no elements. See :class:`cudnn.GemmDsrelu`."""
 
 def gemm_dswiglu(
     a: Tensor,
@@ -104,8 +104,7 @@ def gemm_dswiglu(
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + dSwiGLU: d_ab12, c, dprob, amax, sfd; what there is not has no elements. See
-    :class:`cudnn.GemmDswiglu`."""
+    """GEMM + dSwiGLU: d_ab12, c, dprob, amax, sfd; absent results have no elements. See :class:`cudnn.GemmDswiglu`."""
 
 def gemm_geglu(
     a: Tensor,
@@ -127,7 +126,7 @@ def gemm_geglu(
     glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + GeGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmGeglu`."""
+    """GEMM + GeGLU: ab12, c, sfc, amax; absent results have no elements. See :class:`cudnn.GemmGeglu`."""
 
 def gemm_rope(
     a: Tensor,
@@ -151,7 +150,7 @@ def gemm_rope(
     accurate: bool = False,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """GEMM + RoPE: c, sfc; what there is not has no elements. See :class:`cudnn.GemmRope`."""
+    """GEMM + RoPE: c, sfc; absent results have no elements. See :class:`cudnn.GemmRope`."""
 
 def gemm_srelu(
     a: Tensor,
@@ -168,7 +167,7 @@ def gemm_srelu(
     accurate: bool = False,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + squared ReLU: c, d, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmSrelu`."""
+    """GEMM + squared ReLU: c, d, amax, sfd; absent results have no elements. See :class:`cudnn.GemmSrelu`."""
 
 def gemm_swiglu(
     a: Tensor,
@@ -186,7 +185,7 @@ def gemm_swiglu(
     glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + SwiGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmSwiglu`."""
+    """GEMM + SwiGLU: ab12, c, sfc, amax; absent results have no elements. See :class:`cudnn.GemmSwiglu`."""
 
 def grouped_gemm(
     a: Tensor,
@@ -203,7 +202,7 @@ def grouped_gemm(
     generate_c: bool = False,
     a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped GEMM: d, c; what there is not has no elements. See :class:`cudnn.GroupedGemm`."""
+    """Grouped GEMM: d, c; absent results have no elements. See :class:`cudnn.GroupedGemm`."""
 
 def grouped_gemm_dglu(
     a: Tensor,
@@ -238,7 +237,7 @@ def grouped_gemm_dglu(
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmDglu`."""
 
 def grouped_gemm_dsrelu(
@@ -263,8 +262,8 @@ def grouped_gemm_dsrelu(
     semantics: str | None = None,
     a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + dsReLU: d_row, d_col, d_srelu, dprob, dbias, amax, sfd_row, sfd_col, sfd_col_d_srelu; what there
-    is not has no elements. See :class:`cudnn.GroupedGemmDsrelu`."""
+    """Grouped GEMM + dsReLU: d_row, d_col, d_srelu, dprob, dbias, amax, sfd_row, sfd_col, sfd_col_d_srelu; absent
+    results have no elements. See :class:`cudnn.GroupedGemmDsrelu`."""
 
 def grouped_gemm_dswiglu(
     a: Tensor,
@@ -283,7 +282,7 @@ def grouped_gemm_dswiglu(
     epilogue_op: str | None = None,
     a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + dSwiGLU: d_row, d_col, dprob, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Grouped GEMM + dSwiGLU: d_row, d_col, dprob, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmDswiglu`."""
 
 def grouped_gemm_glu(
@@ -316,7 +315,7 @@ def grouped_gemm_glu(
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmGlu`."""
 
 def grouped_gemm_glu_hadamard(
@@ -339,7 +338,7 @@ def grouped_gemm_glu_hadamard(
     situ_beta2: float = 25.0,
     semantics: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + GLU + Hadamard: c, d, amax, post_rht_amax; what there is not has no elements. See
+    """Grouped GEMM + GLU + Hadamard: c, d, amax, post_rht_amax; absent results have no elements. See
     :class:`cudnn.GroupedGemmGluHadamard`."""
 
 def grouped_gemm_glu_hadamard_quant(
@@ -366,7 +365,7 @@ def grouped_gemm_glu_hadamard_quant(
     act_func: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + GLU + Hadamard + quantisation: c, d, sfd, rht_rowwise, sfrht_rowwise, rht_colwise, sfrht_colwise;
-    what there is not has no elements. See :class:`cudnn.GroupedGemmGluHadamardQuant`."""
+    absent results have no elements. See :class:`cudnn.GroupedGemmGluHadamardQuant`."""
 
 def grouped_gemm_quant(
     a: Tensor,
@@ -389,7 +388,7 @@ def grouped_gemm_quant(
     generate_amax: bool = True,
     semantics: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + quantisation: d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Grouped GEMM + quantisation: d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmQuant`."""
 
 def grouped_gemm_srelu(
@@ -412,7 +411,7 @@ def grouped_gemm_srelu(
     tanh_clamp_scale: float | None = None,
     a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + squared ReLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Grouped GEMM + squared ReLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmSrelu`."""
 
 def grouped_gemm_swiglu(
@@ -430,7 +429,7 @@ def grouped_gemm_swiglu(
     discrete_col_sfd: bool = False,
     a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    """Grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmSwiglu`."""
 
 def grouped_gemm_wgrad(
@@ -447,8 +446,7 @@ def grouped_gemm_wgrad(
     a_index: Tensor | None = None,
     b_index: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Grouped GEMM of weight gradients: wgrad; what there is not has no elements. See
-    :class:`cudnn.GroupedGemmWgrad`."""
+    """Grouped GEMM of weight gradients: wgrad; absent results have no elements. See :class:`cudnn.GroupedGemmWgrad`."""
 
 def rmsnorm_rht_amax(
     x: Tensor,
@@ -456,4 +454,4 @@ def rmsnorm_rht_amax(
     eps: float = 1e-05,
     rows_per_cta: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm + RHT + amax: o, amax; what there is not has no elements. See :class:`cudnn.RmsNormRhtAmax`."""
+    """RMSNorm + RHT + amax: o, amax; absent results have no elements. See :class:`cudnn.RmsNormRhtAmax`."""

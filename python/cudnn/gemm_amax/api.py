@@ -35,9 +35,9 @@ class GemmAmax(DenseGemm):
     Args:
         sample_a ... sample_amax: tensors like those that ``execute`` will get; sample_sfa, sample_sfb may be None.
         acc_dtype: float32.
-        mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them; on sm_90a the library chooses tiles
-        automatically. sf_vec_size: elements along k that share a scale factor: 16, 32 or 128. arch, accurate: as for
-        :class:`cudnn.GemmSwiglu`.
+        mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them; on sm_90a the heuristics choose tiles.
+        sf_vec_size: elements along k that share a scale factor: 16, 32 or 128.
+        arch, accurate: as for :class:`cudnn.GemmSwiglu`.
     """
 
     title = "GEMM + amax"

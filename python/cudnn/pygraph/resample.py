@@ -244,14 +244,14 @@ class ResampleBackward(Resample):
             )
         dims = x.dim if x is not None else dx.dim
         y = self.inputs.get("Y", dy)
-        expected = self._extents(dims) if len(dims) == len(dy.dim) else "the number of spatial dimensions of DX"
+        expected = self._extents(dims) if len(dims) == len(dy.dim) else "the same number of dimensions as DX"
         if not dy.dim == y.dim == expected:
             raise make_error(
                 ValueError,
                 self.where,
                 "shapes",
                 f"DX dim={dims}, DY dim={dy.dim}, Y dim={y.dim}",
-                f"DY and Y dim={expected}",
+                f"DY and Y dim: {expected}",
                 "correct the one that is wrong",
             )
         self.fill_output("DX", dims, lambda dims: strides_like(dy.stride, dy.dim, dims))

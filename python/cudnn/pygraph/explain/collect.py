@@ -47,7 +47,7 @@ def explain(graph: pygraph, minimize: bool = True) -> Explanation:
     Where the graph has no plans yet, cuDNN is asked for configurations, as ``create_execution_plans`` would, on a copy.
 
     Args:
-        narrow: Where cuDNN refuses the graph, look for the smallest sets of nodes that it refuses, and for a change
+        minimize: Where cuDNN refuses the graph, look for the smallest sets of nodes that it refuses, and for a change
             that it accepts: asks it about parts of the graph, and builds them where a build failed.
     """
     dry_run = dry_run_copy(graph)
