@@ -15,10 +15,10 @@ from support.oracle import BF16, E4M3, F16, F32, FP4
 I32 = torch.int32
 
 REPEATED: list[dict[str, Any]] = [
-    {"name": "grouped_gemm_glu", "kind": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
+    {"name": "grouped_gemm_glu", "operand_type": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
     {
         "name": "grouped_gemm_dglu",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 512),
         "n": 96,
         "act_func": "dsituglu",
@@ -35,17 +35,17 @@ REPEATED: list[dict[str, Any]] = [
     },
     {
         "name": "grouped_gemm_quant",
-        "kind": "mxfp8",
+        "operand_type": "mxfp8",
         "ends": (256, 512),
         "n": 160,
         "d_dtype": E4M3,
         "inputs": {"norm_const": F32, "bias": BF16},
         "discrete_col_sfd": True,
     },
-    {"name": "grouped_gemm_quant", "kind": "fp8_128", "k": 320, "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_quant", "operand_type": "fp8_128", "k": 320, "inputs": {"prob": F32}},
     {
         "name": "grouped_gemm_glu_hadamard_quant",
-        "kind": "nvfp4",
+        "operand_type": "nvfp4",
         "ends": (256, 256, 768),
         "n": 256,
         "d_dtype": FP4,
@@ -57,7 +57,7 @@ REPEATED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=lambda case: f"{case['name']}-{case.get('kind', 'bf16')}")
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: f"{case['name']}-{case.get('operand_type', 'bf16')}")
 def test_100_repeats_have_the_same_bits(case: dict[str, Any]) -> None:
     p = grouped.problem(**case, device="cuda")
     grouped.run(p, "gpu")
