@@ -689,7 +689,7 @@ def test_the_hadamard_matrix_is_built_in() -> None:
     one, other = (cudnn.GroupedGemmGluHadamard(**samples) for _ in range(2))
     one.compile()
     other.compile()
-    assert one._unseen is other._unseen  # never freed, since any stream may still write there
+    assert one._amax_scratch is other._amax_scratch  # never freed, since any stream may still write there
 
 
 def test_one_expert_with_all_rows() -> None:

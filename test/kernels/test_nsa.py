@@ -223,7 +223,7 @@ def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
     c = replace(c, single_query_threshold=1000)
     gated = isinstance(c, GatedSelectionConfiguration)
     inputs = gated_inputs(c, choice, 9) if gated else selection_inputs(c, choice)
-    inputs["o"] = inputs["o"].to(getattr(torch, c.result or c.dtype))
+    inputs["o"] = inputs["o"].to(getattr(torch, c.out_dtype or c.dtype))
     run(c, inputs)
     (assert_gated if gated else assert_selected)(inputs, c)
 

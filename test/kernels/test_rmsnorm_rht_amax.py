@@ -37,7 +37,7 @@ def test_no_local_memory_and_wide_accesses(arch: str, columns: int) -> None:
 @pytest.mark.parametrize("columns", [256, 512, 768, 2048, 4096, 7168, 8192, 16384, 24576, 32768, 40960, 45056, 65536])
 def test_configurations_fit(columns: int, threads: int | None) -> None:
     c = configure_rmsnorm_rht_amax("bfloat16", columns, threads)
-    assert c.cta_columnsd_memory <= SHARED_MEMORY
+    assert c.shared_memory <= SHARED_MEMORY
     assert c.stages >= 2
     assert 1 <= c.teams <= 16  # named barriers, one per team
     assert c.threads * c.teams <= 1024
