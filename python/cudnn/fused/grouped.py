@@ -493,7 +493,12 @@ class ExpertsGemm(FusedGemm):
         FP4 element each as pairs.
         """
         a, b, sfa, sfb = tensors["a"], tensors.get("b"), tensors.get("sfa"), tensors.get("sfb")
-        if options.get("b_major") == "n" and b is not None and b.ndim == 3 and Weights.is_experts_first(b):
+        if (
+            options.get("b_major") == "n"
+            and b is not None
+            and getattr(b, "ndim", 0) == 3
+            and Weights.is_experts_first(b)
+        ):
             tensors = {**tensors, "b": b.permute(2, 1, 0)}
         flat = [getattr(x, "ndim", 6) not in (3, 6) for x in (sfa, sfb)]
         single = cls.unpacked_fp4 and tensors.get("b") is not None
