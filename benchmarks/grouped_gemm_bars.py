@@ -93,15 +93,15 @@ class Ours:
     def compiled_call(self) -> tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]:
         """The compiled call, its inputs and its results, after the results were checked."""
         inputs, results = self.tensors("cuda")
-        extra_types = self.object({**inputs, **results})
-        extra_types.compile()
-        named = {parameter: {**inputs, **results}.get(name) for name, parameter in extra_types.parameters.items()}
-        extra_types.execute(**named)
+        operation = self.object({**inputs, **results})
+        operation.compile()
+        named = {parameter: {**inputs, **results}.get(name) for name, parameter in operation.parameters.items()}
+        operation.execute(**named)
         for name, exact in program.expected(self.api, inputs, results).items() if self.has_reference else ():
             comparison = program.judge(name, results[name], exact, program.TOLERANCE)
             if not comparison.passed:
                 raise ValueError(f"{name} is off by {comparison.error:.2e}, at most {comparison.allowed:.2e} is right")
-        return lambda: extra_types.execute(**named), inputs, results
+        return lambda: operation.execute(**named), inputs, results
 
 
 def problems(m: int, n: int, k: int, experts: int) -> dict[str, Ours]:
