@@ -17,13 +17,17 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, make_error
 from cudnn.fused import argument_types
 from cudnn.fused.gated import LAYOUTS
+from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import wide
+from cudnn.moe import compile_ahead
 from cudnn.moe import layer as expert_layer
 from cudnn.moe.exchange import describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
 from cudnn.moe.operator import checked, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
+from cudnn.runtime import launch
+from cudnn.runtime.kernels import CompileAhead, compile_all
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import autocast_type, needs_dispatch, once_differentiable
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
@@ -254,6 +258,7 @@ class MoE(torch.nn.Module):
             raise make_error(ValueError, "MoE", "experts", got, allowed, "make the shared experts a separate layer")
         self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
         self._is_checked = group is None
+        self._has_run = False
         count, n = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
         self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
@@ -320,6 +325,32 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """``[..., hidden]``, of the shape and dtype of x. ``routing``: the result of :meth:`route` for x, if called."""
+        if torch.compiler.is_compiling() or self._has_run or self._ranks["group"] is not None:
+            return self._run(x, routing)
+        with CompileAhead(compile_ahead.of_module(self, tokens_of("MoE", x))):
+            y = self._run(x, routing)
+        self._has_run = True
+        return y
+
+    def compile(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
+        """With ``max_tokens``: compiles the kernels for up to so many tokens, in parallel, and waits for them.
+
+        The weights are on the GPU then. Without it, this is ``torch.nn.Module.compile``.
+
+        Raises:
+            RuntimeError: the weights are not on a GPU that has kernels.
+        """
+        if max_tokens is None:
+            super().compile(*args, **kwargs)
+            return
+        if not self.up.is_cuda:
+            hint = "move the layer to the GPU; `cudnn cache warm --moe` needs none"
+            raise make_error(RuntimeError, "MoE.compile", "device", self.up.device, "cuda", hint)
+        arch = launch.device_architecture(self.up.get_device())
+        num_sms = FusedAPI.num_sms(self.up.get_device())
+        compile_all(compile_ahead.module_kernels(self, max_tokens, arch, num_sms))
+
+    def _run(self, x: Tensor, routing: Routing | None) -> Tensor:
         tokens = tokens_of("MoE", x)
         if not self._is_checked:
             self._check_same_layer(tokens)
