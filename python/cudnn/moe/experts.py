@@ -198,7 +198,8 @@ def environment() -> tuple[int, str]:
 def grouped_gemm_ops(x: Tensor, e: Experts) -> GroupedGemmOps:
     """The cached GEMMs of a layer. The key: device, dtype, weight shapes, biases, activation, and settings."""
     sizes = (len(e.up), e.up[0].shape, len(e.down), e.down[0].shape, e.up_bias is None, e.down_bias is None)
-    key = (x.device, x.dtype, sizes, e.activation, *e.act_params, e.glu_layout, e.fp8, environment())
+    arch = None if x.is_cuda else architecture(x)
+    key = (x.device, arch, x.dtype, sizes, e.activation, *e.act_params, e.glu_layout, e.fp8, environment())
     ops = _OPS.get(key)
     if ops is None:
         ops = _OPS[key] = GroupedGemmOps(e)
