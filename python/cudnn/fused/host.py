@@ -676,10 +676,12 @@ class FusedAPI(APIBase):
                 result, input_ = (one, other) if one.written else (other, one)
                 if not result.written or not overlapping(tensors[one.name], tensors[other.name]):
                     continue
-                if (
-                    result.may_alias == input_.name
-                    and tensors[result.name].data_ptr() == tensors[input_.name].data_ptr()
-                ):
+                if result.may_alias == input_.name and _coincide(tensors[result.name], tensors[input_.name]):
                     continue
                 got, allowed = f"memory that {input_.name} uses too", "separate memory"
                 raise self.error(f"{result.name} tensor", got, allowed, "allocate it")
+
+
+def _coincide(one: Any, other: Any) -> bool:
+    """Whether each element of one tensor lies where the element of the other with the same indices does."""
+    return (one.data_ptr(), one.dtype, one.stride()) == (other.data_ptr(), other.dtype, other.stride())
