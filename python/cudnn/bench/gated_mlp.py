@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +21,15 @@ MERGED = "PyTorch, one gate_up"
 OURS = "GatedMLP"
 CUBLAS = "cuBLAS"
 SHAPES = {(8192, 4096, 14336): "Llama 3 8B", (8192, 8192, 28672): "Llama 3 70B"}
+SECONDS = 50  # from which on ``main`` begins no problem
 TOLERANCE = 0.02  # of the norm: both results are rounded several times
 GEMMS = ("down", "ddown", "dx", "dgate_up")
+TILES = {
+    "our kernel": (),
+    "256 x 128, shared A": (("tile", (256, 128)), ("epi_tile_n", 64), ("cluster", (1, 2))),
+    "128 x 192, ping-pong": (("tile", (128, 192)), ("epi_tile_n", 64), ("cluster", (2, 1)), ("pingpong", True)),
+}
+"""Configurations of our kernel: the library's own choice first."""
 
 
 def benchmark() -> Benchmark:
@@ -183,20 +191,21 @@ def _plain(a: Any, b: Any) -> list[Candidate]:
     out = operands.blank(a.shape[0], b.shape[0], a.dtype)
     expected = {"y": a @ b.T}
 
-    def ours() -> Mapping[str, Any]:
-        gemm.run(a, b, out, False)
+    def ours(choice: Any) -> Mapping[str, Any]:
+        gemm.run(a, b, out, False, choice)
         return {"y": out}
 
     check = functools.partial(off_by_norm, expected, tolerance=TOLERANCE)
     cublas = Candidate(CUBLAS, lambda: lambda: {"y": torch.mm(a, b.T, out=out)}, check)
-    return [cublas, Candidate("our kernel", lambda: ours, check, True)]
+    tiles = [Candidate(n, lambda c=c: functools.partial(ours, c), check, True) for n, c in TILES.items()]
+    return [cublas, *tiles]
 
 
 def _accumulated(a: Any, b: Any) -> list[Candidate]:
     from cudnn.gated_mlp import gemm
 
     shape = (a.shape[0], b.shape[0])
-    buffers = [torch.zeros(shape, dtype=torch.float32, device=a.device) for _ in range(3)]
+    buffers = [torch.zeros(shape, dtype=torch.float32, device=a.device) for _ in range(2 + len(TILES))]
     expected = {"y": a.float() @ b.float().T}
 
     def rounded() -> Mapping[str, Any]:
@@ -205,15 +214,18 @@ def _accumulated(a: Any, b: Any) -> list[Candidate]:
     def wide() -> Mapping[str, Any]:
         return {"y": buffers[1].add_(torch.mm(a, b.T, out_dtype=torch.float32))}
 
-    def ours() -> Mapping[str, Any]:
-        gemm.gemm_add(a, b, buffers[2])
-        return {"y": buffers[2]}
+    def ours(buffer: Any, choice: Any) -> Mapping[str, Any]:
+        gemm.run(a, b, buffer, True, choice)
+        return {"y": buffer}
 
     check = functools.partial(off_by_norm, expected, tolerance=TOLERANCE)
     return [
         Candidate(CUBLAS, lambda: rounded, check),
         Candidate("cuBLAS, float32 result", lambda: wide, check),
-        Candidate("our kernel", lambda: ours, check, True),
+        *(
+            Candidate(name, lambda c=choice, y=buffer: functools.partial(ours, y, c), check, True)
+            for (name, choice), buffer in zip(TILES.items(), buffers[2:], strict=True)
+        ),
     ]
 
 
@@ -288,26 +300,27 @@ def _dact(dy: Any, preact: Any, down: Any) -> list[Candidate]:
 
 
 def main() -> int:
-    """Measures the layer at both sizes, and each GEMM at the first, or at both with ``--all``."""
+    """Measures the layer at both sizes, then, for ``SECONDS`` in all, each GEMM at the first, then at the second."""
     from dataclasses import replace
+
+    from rich.console import Console
 
     import cudnn
     from cudnn.bench import QUICK, measure
     from cudnn.bench.report import Report
     from cudnn.cli.bench import table
 
+    start, console = time.perf_counter(), Console(width=110)
     software = f"cudnn-fused {cudnn.__version__}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
-    shapes = tuple(SHAPES)
-    gemms = [problem for shape in (shapes if "--all" in sys.argv else shapes[:1]) for problem in gemm_problems(shape)]
-    groups = {PEER: [whole(shape, which) for shape in shapes for which in ("forward + backward", "forward, inference")]}
-    groups[CUBLAS] = [replace(problem, clock=QUICK) for problem in gemms]
-    for yardstick, problems_ in groups.items():
+    first, second = SHAPES
+    layers = [whole(shape, "forward + backward") for shape in (first, second)] + [whole(first, "forward, inference")]
+    gemms = [replace(problem, clock=QUICK) for shape in (first, second) for problem in gemm_problems(shape)]
+    for yardstick, problems_ in ((PEER, layers), (CUBLAS, gemms)):
         report = Report("Gated MLP", "bf16", torch.cuda.get_device_name(), software, (yardstick,))
         for problem in problems_:
-            report.rows += measure(problem, (yardstick,))
-        from rich.console import Console
-
-        Console(width=110).print(table(report))
+            if time.perf_counter() - start < SECONDS:
+                report.rows += measure(problem, (yardstick,))
+        console.print(table(report))
     return 0
 
 

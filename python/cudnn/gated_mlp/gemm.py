@@ -24,8 +24,8 @@ def gemm_add(a: Tensor, b: Tensor, out: Tensor) -> None:
     run(a, b, out, True)
 
 
-def run(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
-    """out = a b^T, or out += a b^T with ``adds``."""
+def run(a: Tensor, b: Tensor, out: Tensor, adds: bool, choice: tuple[tuple[str, Any], ...] = ()) -> None:
+    """out = a b^T, or out += a b^T with ``adds``. ``choice``: fields of the configuration."""
     index = a.get_device()
     arch = launch.emulated_architecture() if index < 0 else launch.device_architecture(index)
     if not arch:
@@ -34,7 +34,7 @@ def run(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
         return
     majors = ["k" if x.stride(1) == 1 else "mn" for x in (a, b)]
     k, n = a.shape[1], b.shape[0]
-    source, configuration = _configuration(name_of(a.dtype), *majors, name_of(out.dtype), adds, n, k, arch)
+    source, configuration = _configuration(name_of(a.dtype), *majors, name_of(out.dtype), adds, n, k, arch, choice)
     values: dict[str, Any] = {name: x.unsqueeze(-1) for name, x in (("a", a), ("b", b), ("z", out))}
     num_sms = FusedAPI.num_sms(index) if index >= 0 else ARCHITECTURES[arch].num_sms
     values |= {"num_sms": num_sms, "stream": launch.raw_stream(None, index) if index >= 0 else 0}
@@ -46,15 +46,18 @@ def run(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
 
 
 @functools.lru_cache(256)
-def _configuration(dtype: str, a_major: str, b_major: str, out: str, adds: bool, n: int, k: int, arch: str) -> Any:
+def _configuration(
+    dtype: str, a_major: str, b_major: str, out: str, adds: bool, n: int, k: int, arch: str, choice: Any = ()
+) -> Any:
     from cudnn_kernels.epilogue import StoreTile
+    from cudnn_kernels.gemm.configuration import configured
     from cudnn_kernels.gemm.problem import GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
 
     problem = GemmProblem(
         Operand(dtype, a_major), Operand(dtype, b_major), (StoreTile("z", out, adds=adds),), Dense(), n, k
     )
-    configuration = ARCHITECTURES[arch].configure(problem)
+    configuration = configured(problem, **dict(choice)) if choice else ARCHITECTURES[arch].configure(problem)
     return ARCHITECTURES[arch].source(configuration), configuration
 
 
