@@ -190,6 +190,17 @@ SETTINGS = (
     VALIDATE_DEVICE_VALUES,
 )
 
+_data: Mapping[object, str] = getattr(os.environ, "_data", os.environ)  # without decoding, which takes 1 us a variable
+_KEYS = [
+    getattr(os.environ, "encodekey", str)(setting.name) if _data is not os.environ else setting.name
+    for setting in SETTINGS
+]
+
+
+def texts() -> tuple[str | None, ...]:
+    """The texts of all variables now, to be compared with those of another moment."""
+    return tuple(map(_data.get, _KEYS))
+
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]

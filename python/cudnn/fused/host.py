@@ -149,7 +149,7 @@ class FusedAPI(APIBase):
         function.__defaults__, function.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
         older = getattr(declared, "older_order", None)
         function = functools.update_wrapper(function, plain)
-        return older_order(older)(function) if older else function
+        return derived(older_order(older)(function) if older else function)
 
     @classmethod
     def _table(cls) -> str:
