@@ -18,10 +18,10 @@ from cudnn.runtime.registration import autocast_type, differentiating
 ABOUT = """
 
 As ``cudnn.ops.{name}`` with a ``b`` of two dimensions, (n, k): ``a`` is (..., k), and so are the other matrices with a
-row for each row of ``a``; ``prob`` is (...). Returns ``{primary}`` alone, (..., columns), or the tensors that
-``returns`` names, of {results}, in that order. Types that are not passed are those of ``a``, or bfloat16 where that has
-not 16 bits; what is optional is computed only if ``returns`` names it{saved}. With a ``b`` of three dimensions,
-(n, k, l), all results are returned, as by the wrapper; absent ones have no elements.
+row for each row of ``a``; ``prob`` is (...). Matrices without a stride of 1 are copied. Returns ``{primary}`` alone,
+(..., columns), or the tensors that ``returns`` names, of {results}, in that order. Types that are not passed are those
+of ``a``, or bfloat16 where that has not 16 bits; what is optional is computed only if ``returns`` names it{saved}. With
+a ``b`` of three dimensions, (n, k, l), all results are returned, as by the wrapper; absent ones have no elements.
 """
 
 
@@ -102,11 +102,13 @@ def _set_dtypes(
 def _as_matrices(api: type[DenseGemm], name: str, x: Any) -> Any:
     """An argument as the operator takes it, with a batch of one."""
     spec = next((spec for spec in api.tensors if spec.name == name), None)
-    if spec is None or not isinstance(x, torch.Tensor) or not x.ndim:
+    if spec is None or not isinstance(x, torch.Tensor):
         return x
     layout = spec.layout
-    if isinstance(layout, Matrix) or (isinstance(layout, BlockScales) and name_of(x.dtype) == BLOCKWISE_DTYPE):
-        return (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).unsqueeze(-1)
+    is_matrix = isinstance(layout, BlockScales) and name_of(x.dtype) == BLOCKWISE_DTYPE
+    if x.ndim and (is_matrix or isinstance(layout, Matrix)):
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        return (rows if 1 in rows.stride() else rows.contiguous()).unsqueeze(-1)
     if isinstance(layout, Column):
         return x.reshape(-1, 1, 1)
     return x.reshape(-1) if isinstance(layout, Contiguous) and layout.dims == ("m",) else x

@@ -29,10 +29,7 @@ def repeat(arguments):
         return None
     {tensors}
     {numbers}
-    try:
-        if not matches({given}):
-            return None
-    except TypeError:  # a tensor became something else
+    if not ({strided}) or not matches({given}):
         return None
     if objects.get(key) is not operation or api.execute is not execute:
         return None
@@ -87,7 +84,8 @@ def remember(
         allocated: results by name.
         key: of the ``operation`` in the wrapper's cache.
     """
-    tensors = [name for name, value in arguments.items() if type(value) in (torch.Tensor, torch.nn.Parameter)]
+    plain = frozenset((torch.Tensor, torch.nn.Parameter))
+    tensors = [name for name, value in arguments.items() if type(value) in plain]
     scalars = [name for name in api.run_time if name in arguments]
     fixed = [name for name in arguments if name not in (*tensors, *scalars, *STREAMS)]
     derived = getattr(api.execute, "is_derived", False)  # others do more than ``run``
@@ -112,6 +110,9 @@ def remember(
         same=" and ".join(f"arguments[{name!r}] is e{i}" for i, name in enumerate(fixed)),
         tensors="; ".join(f"{name} = arguments[{parameter!r}]" for parameter, name in local.items()),
         numbers="\n    ".join(_NUMBER.format(i=i, name=name) for i, name in enumerate(scalars)),
+        strided=" and ".join(
+            f"type({t}) in plain and {t}.layout is strided and not {t}.is_nested" for t in local.values()
+        ),
         given=", ".join(local.values()),
         stream=f"stream = arguments[{stream!r}]" if stream else "stream = None",
         first=next(iter(local.values())),
@@ -128,6 +129,7 @@ def remember(
     }
     scope |= {"objects": api.objects, "key": key, "operation": operation, "api": api, "execute": api.execute}
     scope |= {"empty": torch.empty_strided, "on_stream": on_stream, "TupleDict": TupleDict}
+    scope |= {"plain": plain, "strided": torch.strided}  # PyTorch's guard ends the process for tensors without strides
     scope["numbers"] = frozenset((float, int, type(None)))
     _calls[api] = [define("repeat", source, scope), *_calls.get(api, ())][:MAX_CALLS]
 

@@ -132,7 +132,7 @@ def dact_gemm(dy: Tensor, preact: Tensor, w: Weights, dpreact: Tensor, act: Tens
         tensors |= {"ab12": matrix(preact), "d_ab12": matrix(dpreact), "c": activation}
         ops.run(("gated dact", act is None), "gemm_dswiglu", tensors, _dense_options(w))
     else:
-        tensors |= {**_one_group(dy), "c": matrix(preact), "prob": ones(1, dy.device).expand(rows).view(rows, 1, 1)}
+        tensors |= {**_one_group(dy), "c": matrix(preact), "prob": None}
         tensors |= {"d_row": matrix(dpreact), "activation": activation}
         ops.run(("gated dact", act is None), "grouped_gemm_dglu", tensors, ops.dact_options)
 

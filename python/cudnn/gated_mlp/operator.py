@@ -61,7 +61,7 @@ def gated_mlp(
         down_bias: ``[H]``.
         activation: "swiglu", or "geglu": see :class:`cudnn.GemmSwiglu` and :class:`cudnn.GemmGeglu`.
         glu_layout: of a gate_up that is one tensor: "concatenated", or "interleaved", of every 64 rows the first 32 are
-            gates, as ``cudnn.interleave_glu_weights(gate_up, order="gate_up")`` makes them.
+            gates, as ``cudnn.interleave_glu_weights(w, order="gate_up", gate_first=True)`` makes them.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
         main_grads: Contiguous float32 tensors of the shapes of gate_up (a pair, where that is one) and down, to which
             the backward pass adds their gradients; autograd then gets none.
