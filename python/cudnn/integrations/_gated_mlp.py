@@ -86,6 +86,8 @@ def obstacle(module: Any, is_silu: Callable[[Any], bool]) -> str:
         return f"the activation {getattr(module, 'act_fn', None)!r}"
     if any(getattr(layer, hooks) for layer in layers for hooks in _HOOKS) or any("forward" in vars(x) for x in layers):
         return "hooks of its linear layers"
+    if not all(type(x.weight) in (torch.nn.Parameter, Tensor) for x in layers):  # pyright: ignore[reportOptionalMemberAccess]
+        return "weights of another class than Parameter"
     gate, up, down = layers
     if (gate.bias is None) != (up.bias is None):  # pyright: ignore[reportOptionalMemberAccess]
         return "a bias of gate_proj or up_proj alone"
