@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn import settings
 from cudnn.gated_mlp import gemm
 from cudnn.lazy import torch
-from cudnn.moe.experts import ACT_PARAMS, WIDE, Experts, GroupedGemmOps, grouped_gemm_ops, matrix, ones, transposed
+from cudnn.moe.experts import ACT_PARAMS, WIDE, Experts, GroupedGemmOps, environment, matrix, ones, transposed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,7 @@ def up_gemm(x: Tensor, w: Weights, preact: Tensor | None, act: Tensor) -> None:
 
 def dact_gemm(dy: Tensor, preact: Tensor, w: Weights, dpreact: Tensor, act: Tensor | None) -> None:
     """Writes dpreact (T, 2 I), which may be preact, and, unless it is None, act (T, I)."""
-    ops, rows = ops_of(dy, w), dy.shape[0]
+    ops = ops_of(dy, w)
     activation = None if act is None else matrix(act)
     tensors: dict[str, Any] = {"a": matrix(dy), "b": transposed(w.down)}
     if w.activation == "swiglu":
@@ -186,13 +186,17 @@ def _wgrad(name: str, d: Tensor, x: Tensor, main_grad: Sequence[Tensor]) -> Tens
     return None
 
 
+_OPS: dict[Any, GroupedGemmOps] = {}
+
+
 def ops_of(x: Tensor, w: Weights) -> GroupedGemmOps:
-    """The cached GEMMs of a layer."""
-    gate_up = [each.unsqueeze(0) for each in w.gate_up]
-    bias = None if w.gate_up_bias is None else w.gate_up_bias.unsqueeze(0)
-    return grouped_gemm_ops(
-        x, Experts(gate_up, [w.down.unsqueeze(0)], bias, None, w.activation, w.act_params, w.glu_layout)
-    )
+    """The cached GEMMs of a layer. The key: device, dtype, weight shapes, bias, activation, and settings."""
+    sizes = (len(w.gate_up), w.down.shape, w.gate_up_bias is None)
+    key = (x.device, x.dtype, sizes, w.activation, *w.act_params, w.glu_layout, environment())
+    ops = _OPS.get(key)
+    if ops is None:
+        ops = _OPS[key] = GroupedGemmOps(Experts([], [], None, None, w.activation, w.act_params, w.glu_layout))
+    return ops
 
 
 def _dense_options(w: Weights) -> Mapping[str, Any]:

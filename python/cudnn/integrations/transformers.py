@@ -74,8 +74,8 @@ def register() -> None:
                                                      experts_implementation="cudnn")
 
     Either can be asked for alone. ``experts_implementation`` is for the MLPs of dense models too, such as Llama and
-    Qwen3: those of gate_proj, up_proj and down_proj with SiLU, by :func:`cudnn.ops.gated_mlp`. Weights stay those of the
-    model's own classes, so checkpoints load and save as ever.
+    Qwen3: those of gate_proj, up_proj and down_proj with SiLU, by :func:`cudnn.ops.gated_mlp`. Weights stay those of
+    the model's own classes, so checkpoints load and save as ever.
 
     Raises:
         ImportError: transformers 5 is not there.
