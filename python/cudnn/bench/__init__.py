@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from cudnn.fused import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = (*registry.packages(), "moe", "nsa", "sdpa")
-"""Names of the fused APIs, and of the benchmarks of the MoE layer, native sparse attention and attention."""
+BENCHMARKS = (*registry.packages(), "gated_mlp", "moe", "nsa", "sdpa")
+"""Names of the fused APIs, and of the benchmarks of layers, native sparse attention and attention."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and returns the results by name."""
@@ -85,11 +85,11 @@ class Benchmark:
 
 def find(name: str) -> Benchmark:
     """Returns the benchmark with a name in ``BENCHMARKS``; that of a fused API is built from its declaration."""
-    from cudnn.bench import attention, dense_gemm, grouped, memory_bound, moe, nsa
+    from cudnn.bench import attention, dense_gemm, gated_mlp, grouped, memory_bound, moe, nsa
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
-    for module in (moe, nsa, attention):
+    for module in (gated_mlp, moe, nsa, attention):
         if name == module.NAME:
             return module.benchmark()
     api: Any = registry.find(name)

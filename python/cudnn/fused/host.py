@@ -149,7 +149,7 @@ class FusedAPI(APIBase):
         function.__defaults__, function.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
         older = getattr(declared, "older_order", None)
         function = functools.update_wrapper(function, plain)
-        return older_order(older)(function) if older else function
+        return derived(older_order(older)(function) if older else function)
 
     @classmethod
     def _table(cls) -> str:
@@ -683,10 +683,7 @@ class FusedAPI(APIBase):
                 result, input_ = (one, other) if one.written else (other, one)
                 if not result.written or not overlapping(tensors[one.name], tensors[other.name]):
                     continue
-                if (
-                    result.may_alias == input_.name
-                    and tensors[result.name].data_ptr() == tensors[input_.name].data_ptr()
-                ):
+                if result.may_alias == input_.name and _coincide(tensors[result.name], tensors[input_.name]):
                     continue
                 got, allowed = f"memory that {input_.name} uses too", "separate memory"
                 raise self.error(f"{result.name} tensor", got, allowed, "allocate it")
@@ -697,3 +694,8 @@ def _record(source: str, configuration: Any, arch: str, *_: Any) -> None:
     recorder = recording.current()
     assert recorder is not None, "an object that was compiled while recording runs nothing"
     recorder.launch(source, configuration, arch)
+
+
+def _coincide(one: Any, other: Any) -> bool:
+    """Whether each element of one tensor lies where the element of the other with the same indices does."""
+    return (one.data_ptr(), one.dtype, one.stride()) == (other.data_ptr(), other.dtype, other.stride())

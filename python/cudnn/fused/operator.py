@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cudnn.fused import registry
+from cudnn.fused.dense import DenseGemm
 from cudnn.fused.host import FusedAPI
+from cudnn.fused.linear import linear_operator
 from cudnn.fused.wrapper import prepare, sizes
 from cudnn.lazy import torch
 from cudnn.runtime.registration import custom_op
@@ -54,7 +56,7 @@ def register(name: str) -> Any:
     if api.gradients is not None:
         setup, backward = api.gradients
         operator.register_autograd(backward, setup_context=setup)
-    return operator
+    return linear_operator(api, operator) if issubclass(api, DenseGemm) else operator
 
 
 def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:
