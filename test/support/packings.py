@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -12,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from cudnn.ops import flash_attn_func, flash_attn_varlen_func
-from support.dense_attention import attend, attend_packed, band
+from support.dense_attention import attend_packed, band
 
 NAMES = "o", "lse", "dq", "dk", "dv", "dsink"
 ABSOLUTE = 1e-4  # of the root mean square, where all terms cancel
@@ -159,7 +158,7 @@ def check(
 
 
 def dense(packing: Packing, batch: int, device: Any = None) -> None:
-    """``flash_attn_func`` on a batch of the first sequence's lengths is ``flash_attn_varlen_func`` on the packed one."""
+    """``flash_attn_func`` on a batch with the first sequence's lengths."""
     packing = replace(packing, lengths=packing.lengths[:1] * batch)
     tensors = [x.to(device) for x in packing.tensors()]
     *inputs, do, dlse = tensors
@@ -169,6 +168,3 @@ def dense(packing: Packing, batch: int, device: Any = None) -> None:
     o, lse = flash_attn_func(*split, **packing.options, learnable_sink=sink, return_lse=True)
     o, lse = o.flatten(0, 1), lse.transpose(0, 1).flatten(1)
     assert_close(packing, [o.detach(), lse.detach(), *gradients(o, lse, leaves, do, dlse)], packing.tensors(), True)
-
-
-on_cpu = functools.partial(check, device="cpu")

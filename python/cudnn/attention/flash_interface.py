@@ -69,7 +69,7 @@ def flash_attn_func(
     rows, keys = (x.shape[1] if x.ndim == 4 else 0 for x in (q, k))
     sinks = _sinks(where, learnable_sink, q)
     return _returned(
-        *flash_attn(q, k, v, None, None, sinks, rows, keys, *options, bool(deterministic)),
+        *flash_attn(q, k, v, None, None, sinks, rows, keys, *options, bool(deterministic), False),
         return_attn_probs,
         return_lse,
     )
@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
     longest = _longest(where, "max_seqlen_q", max_seqlen_q, q), _longest(where, "max_seqlen_k", max_seqlen_k, k)
     sinks = _sinks(where, learnable_sink, q)
     return _returned(
-        *flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *longest, *options, bool(deterministic)),
+        *flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *longest, *options, bool(deterministic), False),
         return_attn_probs,
         return_lse,
     )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cudnn.errors import make_error
-from cudnn.fused.object_cache import run
 from cudnn.full_precision import full_precision
+from cudnn.fused.object_cache import run
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import custom_op
@@ -102,16 +102,19 @@ def _options(
     causal: bool,
     window: tuple[int, int],
     softcap: float,
+    top_left: bool,
 ) -> dict[str, Any]:
     """Of the kernels' classes. Bounds of the window that hide no key are left out."""
     left, right = window[0], 0 if causal else window[1]
     if not packed:
-        options = heuristics.options(q.shape[1], k.shape[1], scale, left + 1 if left >= 0 else -1, right, False)
+        options = heuristics.options(q.shape[1], k.shape[1], scale, left + 1 if left >= 0 else -1, right, top_left)
     else:
-        left = left if 0 <= left < longest[1] - 1 else -1
-        right = right if 0 <= right < longest[0] - 1 else -1
+        rows, keys = longest
+        left = left if 0 <= left < (rows if top_left else keys) - 1 else -1
+        right = right if 0 <= right < (keys if top_left else rows) - 1 else -1
         window = left, right if right > 0 else -1
         options = {"is_causal": right == 0, "window_size": window, "scale_softmax": scale}
+        options |= {"top_left": top_left and max(left, right) >= 0}
         options |= {"max_s_q": LONGEST, "max_s_k": LONGEST}
     return options | {"softcap": softcap}
 
@@ -167,7 +170,7 @@ def _run(api: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) ->
         return
     left, right = options["window_size"]
     right = 0 if options["is_causal"] else right
-    window = Window(right if right >= 0 else None, left if left >= 0 else None)
+    window = Window(right if right >= 0 else None, left if left >= 0 else None, options.get("top_left", False))
     scale, softcap = options["scale_softmax"], options["softcap"]
     launch.log_reference_runs(api._title())
     with torch.no_grad(), full_precision():
@@ -193,11 +196,12 @@ def flash_attn(
     window_right: int,
     softcap: float,
     deterministic: bool,
+    top_left: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(O, LSE): LSE is (b, h, s), or (h, t) of packed sequences, in float32 (float64 for float64). Both have a gradient.
+    """(O, LSE), both differentiable: LSE is (b, h, s), or (h, t) of packed sequences, in float32 (float64 for float64).
 
     ``deterministic`` concerns the backward pass. The arguments are those of :func:`cudnn.ops.flash_attn_varlen_func`,
-    all of them given; -1 is no bound of the window.
+    all of them given; -1 is no bound of the window. ``top_left``: row i of a sequence stands at key i.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
     packed, longest = cu_seqlens_q is not None, (max_seqlen_q, max_seqlen_k)
@@ -209,7 +213,7 @@ def flash_attn(
         lse = lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
         return o.zero_(), lse
     window = window_left, window_right
-    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap)
+    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap, top_left)
     ends = {"cum_seqlen_q": cu_seqlens_q, "cum_seqlen_k": cu_seqlens_k}
     _run(SdpaForward, _kernel_tensors(packed, q=q, k=k, v=v, o=o, lse=lse, **ends, sink=sinks), options)
     return o, lse
@@ -261,6 +265,7 @@ def flash_attn_bwd(
     window_right: int,
     softcap: float,
     deterministic: bool,
+    top_left: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV, the gradient of the sinks), contiguous, from what :func:`flash_attn` got and gave, and the gradients
     of O and, if there is one, of LSE. Without sinks, the last has no elements.
@@ -274,7 +279,7 @@ def flash_attn_bwd(
             dsinks.zero_() if dlse is None or not q.numel() else dsinks.copy_(dlse.movedim(-2, 0).flatten(1).sum(1))
         return gradients
     packed, longest, window = cu_seqlens_q is not None, (max_seqlen_q, max_seqlen_k), (window_left, window_right)
-    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap)
+    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap, top_left)
     ends = {"cum_seqlen_q": cu_seqlens_q, "cum_seqlen_k": cu_seqlens_k}
     of_sinks = {"sink": sinks, "dsink": None if sinks is None else dsinks}
     of_rows = {"do": dout, "lse": lse, "dlse": None if dlse is None else dlse.contiguous()}
@@ -298,10 +303,11 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
     nothing = (None,) * (2 + 1 + len(ctx.options))
     if d_o is None and d_lse is None:
         return None, None, None, *nothing
-    *options, deterministic = ctx.options
+    *options, deterministic, top_left = ctx.options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     d_o = torch.zeros_like(o) if d_o is None else d_o
-    dq, dk, dv, dsinks = flash_attn_bwd(d_o, d_lse, q, k, v, o, lse, cu_q, cu_k, sinks, *options, deterministic)
+    inputs = (d_o, d_lse, q, k, v, o, lse, cu_q, cu_k, sinks)
+    dq, dk, dv, dsinks = flash_attn_bwd(*inputs, *options, deterministic, top_left)
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *nothing[3:]
 
 
