@@ -24,9 +24,14 @@ def cache_object(objects: dict[Any, Any], key: Any, operation: Any) -> None:
         objects[key] = operation
 
 
-def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None) -> None:
-    """Executes the cached object for these tensors, by name; the first call creates and compiles it."""
-    key = (api.tensor_key(tensors), tuple(options.items()))
+def run(
+    api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None, key: tuple[Any, ...] = ()
+) -> None:
+    """Executes the cached object for these tensors, by name; the first call creates and compiles it.
+
+    ``key``: what the object depends on besides the options, where that is not the shapes and strides of all tensors.
+    """
+    key = (key or api.tensor_key(tensors), tuple(options.items()))
     tensors = api.resolved(tensors, stream)
     recorder = recording.current()
     operation = api.objects.get(key) if recorder is None else None
