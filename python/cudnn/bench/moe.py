@@ -12,7 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, moe_peers, off_by_norm, operands
+from cudnn.bench import (
+    GPU,
+    QUICK,
+    Benchmark,
+    Call,
+    Candidate,
+    Options,
+    Problem,
+    moe_peers,
+    off_by_norm,
+    operands,
+)
 from cudnn.bench.grouped import MODELS, TOKENS
 from cudnn.lazy import torch
 
@@ -31,6 +42,7 @@ SWEEPS = (
 )
 """Variations of the first shape: tokens, experts and intermediate size."""
 PASSES = ("forward", "inference", "backward")
+DIMENSIONS = {"T": 1, "H": 64, "I": 32, "E": 1, "K": 1}
 NAMES = ("x", "up", "down", "router")
 TOLERANCE = 0.02  # of the norm: both results are rounded three times
 FP8_TOLERANCE = 0.1
@@ -42,9 +54,9 @@ def benchmark() -> Benchmark:
         title="Layer of experts",
         yardsticks=(PEER,),
         dtypes=("bf16",),
-        dimensions={"T": 1, "H": 64, "I": 32, "E": 1, "K": 1},
+        dimensions=dict(DIMENSIONS),
         problems=problems,
-        quick=(SHAPES[1],),
+        quick=(SHAPES[1], SHAPES[0]),
         external=SONICMOE,
     )
 
@@ -60,7 +72,7 @@ def problems(options: Options) -> list[Problem]:
     def problem(shape: tuple[int, ...], which: str, flops: float) -> Problem:
         label = f"{'x'.join(map(str, shape))}{shapes[shape]} {which}"
         make_candidates = functools.partial(candidates, shape, which, options.sonicmoe)
-        return Problem(label, make_candidates, flops, memory=True)
+        return Problem(label, make_candidates, flops, clock=QUICK if options.quick else GPU, memory=True)
 
     passes_of = {shape: zip(PASSES, flops_of(shape), strict=True) for shape in shapes}
     return [
@@ -117,7 +129,7 @@ def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None 
                 None, {n: moe_peers.interleaved(value) if n == "up" else value for n, value in results.items()}
             )
 
-        result.insert(1, replace(peer, check=in_blocks))
+        result.insert(1, replace(peer, check=in_blocks, package="transformers"))
     if which != PASSES[2] and not hidden % 128 and not inner % 128:
         fp8_layer = MoE(hidden, inner, experts, chosen, renormalize=True, fp8=True, device="meta")
         fp8_layer.router.weight, fp8_layer.up, fp8_layer.down = layer.router.weight, layer.up, layer.down
@@ -127,7 +139,7 @@ def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None 
         )
     if sonicmoe_folder is not None:
         measure = functools.partial(moe_peers.sonicmoe, sonicmoe_folder, shape, which)
-        result.append(Candidate(SONICMOE, external=measure))
+        result.append(Candidate(SONICMOE, external=measure, package="sonic-moe"))
     return result
 
 
