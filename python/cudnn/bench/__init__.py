@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from cudnn.fused import registry
@@ -37,7 +36,7 @@ class Options:
     """Options of the command line.
 
     Without ``shapes`` the benchmark measures its own: ``all`` of them or the first few. ``routing`` is the
-    distribution of tokens over experts. ``sonicmoe`` is the folder of SonicMoE, a peer. ``quick`` takes less time.
+    distribution of tokens over experts. ``quick`` takes less time.
     """
 
     dtype: str
@@ -45,7 +44,6 @@ class Options:
     all: bool = False
     without_optional: bool = False
     routing: str = "uniform"
-    sonicmoe: Path | None = None
     quick: bool = False
 
 
@@ -54,8 +52,7 @@ class Benchmark:
     """Problems of one operation. Ratios are relative to the candidates whose names are in ``yardsticks``.
 
     ``dtypes`` begins with the default. Each of a shape's ``dimensions`` is a multiple of the number. ``quick``: shapes
-    of ``--quick``, empty where a shape means nothing. ``external`` is the name of a peer that runs in a separate
-    process.
+    of ``--quick``, empty where a shape means nothing.
     """
 
     title: str
@@ -66,7 +63,6 @@ class Benchmark:
     optional: str = ""  # name of a result that the API can omit
     routings: tuple[str, ...] = ("uniform",)
     quick: tuple[tuple[int, ...], ...] = ()
-    external: str = ""
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Parses a list of shapes such as ``4096x4096x4096,8192x8192x8192``.
@@ -117,15 +113,13 @@ class Candidate:
     """One implementation of a problem.
 
     ``prepare`` allocates and compiles. ``check`` returns what is wrong with the results of the first call, or ``""``.
-    A peer that runs in a separate process has ``external``, which returns seconds and peak memory in bytes.
     ``package`` is the distribution that a peer's version is read from.
     """
 
     name: str
-    prepare: Callable[[], Call] | None = None
+    prepare: Callable[[], Call]
     check: Callable[[Mapping[str, Any]], str] = lambda results: ""
     ours: bool = False
-    external: Callable[[], tuple[float, float]] | None = None
     package: str = "torch"
 
 
@@ -342,16 +336,12 @@ def measure(
     for i, candidate in enumerate(candidates):
         refused, memory = "", float("nan")
         try:
-            if candidate.prepare is not None:
-                before = torch.cuda.memory_allocated()
-                call = candidate.prepare()
-                refused = candidate.check(call())
-                if not refused:
-                    calls[i] = call
-                    memory = _peak(call) - before if problem.memory else memory
-            elif candidate.external is not None:
-                seconds, memory = candidate.external()
-                times[i] = [seconds] * rounds
+            before = torch.cuda.memory_allocated()
+            call = candidate.prepare()
+            refused = candidate.check(call())
+            if not refused:
+                calls[i] = call
+                memory = _peak(call) - before if problem.memory else memory
         except Exception as error:  # a peer can raise anything: the other candidates are still measured
             refused = describe_error(error)
             calls.pop(i, None)

@@ -16,7 +16,6 @@ NAME = "host"
 YARDSTICK = "torch.add(out=)"
 SIZE = 256
 EXPERTS, TOP_K = 8, 2
-CASES = ("graph", "GEMM + SwiGLU", "grouped GEMM + GLU", "attention", "MoE layer")
 
 
 def benchmark() -> Benchmark:
@@ -40,10 +39,7 @@ def candidates(case: str, size: int) -> list[Candidate]:
     """``torch.add`` and the calls of a case: ours, and PyTorch's for the same task."""
     x = operands.normal(size, size).bfloat16()
     y = torch.empty_like(x)
-    make: Callable[[int], list[Candidate]] = dict(
-        zip(CASES, (graphs, gemms, grouped_gemms, attention, moe), strict=True)
-    )[case]
-    return [Candidate(YARDSTICK, lambda: lambda: {"": torch.add(x, x, out=y)}), *make(size)]
+    return [Candidate(YARDSTICK, lambda: lambda: {"": torch.add(x, x, out=y)}), *CASES[case](size)]
 
 
 def timed(name: str, prepare: Callable[[], Callable[[], Any]], ours: bool = True, package: str = "torch") -> Candidate:
@@ -156,3 +152,12 @@ def moe(size: int) -> list[Candidate]:
         timed("PyTorch, eager, torch._grouped_mm", lambda: lambda: peer(x, *weights), ours=False),
         timed("cudnn.nn.MoE", lambda: lambda: layer(x)),
     ]
+
+
+CASES: dict[str, Callable[[int], list[Candidate]]] = {
+    "graph": graphs,
+    "GEMM + SwiGLU": gemms,
+    "grouped GEMM + GLU": grouped_gemms,
+    "attention": attention,
+    "MoE layer": moe,
+}

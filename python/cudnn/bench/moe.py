@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from cudnn.bench import (
@@ -31,7 +30,6 @@ NAME = "moe"
 PEER = "PyTorch"
 TRANSFORMERS = "transformers"
 LOOP = "cuBLAS, one by one"
-SONICMOE = "SonicMoE"
 OURS = "MoE"
 FP8 = "MoE, fp8"
 SHAPES = ((32768, 4096, 1024, 128, 8), (32768, 2048, 768, 128, 8), (32768, 4096, 256, 128, 8))
@@ -57,7 +55,6 @@ def benchmark() -> Benchmark:
         dimensions=dict(DIMENSIONS),
         problems=problems,
         quick=(SHAPES[1], SHAPES[0]),
-        external=SONICMOE,
     )
 
 
@@ -71,7 +68,7 @@ def problems(options: Options) -> list[Problem]:
 
     def problem(shape: tuple[int, ...], which: str, flops: float) -> Problem:
         label = f"{'x'.join(map(str, shape))}{shapes[shape]} {which}"
-        make_candidates = functools.partial(candidates, shape, which, options.sonicmoe)
+        make_candidates = functools.partial(candidates, shape, which)
         return Problem(label, make_candidates, flops, clock=QUICK if options.quick else GPU, memory=True)
 
     passes_of = {shape: zip(PASSES, flops_of(shape), strict=True) for shape in shapes}
@@ -87,8 +84,8 @@ def flops_of(shape: tuple[int, ...]) -> tuple[float, float, float]:
     return forward, forward, 2 * forward
 
 
-def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None = None) -> list[Candidate]:
-    """Ours and the peers, on the same values; SonicMoE if its folder is passed."""
+def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
+    """Ours and the peers, on the same values."""
     from cudnn.nn import MoE
 
     torch.compiler.reset()  # torch.compile stops recompiling a function after a few shapes
@@ -137,9 +134,6 @@ def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None 
         result.append(
             replace(fp8_candidate, check=functools.partial(check, our_indices, tolerance=FP8_TOLERANCE), ours=True)
         )
-    if sonicmoe_folder is not None:
-        measure = functools.partial(moe_peers.sonicmoe, sonicmoe_folder, shape, which)
-        result.append(Candidate(SONICMOE, external=measure, package="sonic-moe"))
     return result
 
 

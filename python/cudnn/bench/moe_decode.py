@@ -46,7 +46,7 @@ def candidates(shape: tuple[int, ...]) -> list[Candidate]:
     return [
         replace(candidate, prepare=captured(candidate.prepare))
         for candidate in moe.candidates(shape, "inference")
-        if candidate.name in NAMES and candidate.prepare is not None
+        if candidate.name in NAMES
     ]
 
 

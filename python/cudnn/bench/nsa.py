@@ -73,9 +73,12 @@ def benchmark() -> Benchmark:
 def problems(options: Options) -> list[Problem]:
     """The steps of each shape. A rate counts the GEMMs over unmasked pairs of rows and keys.
 
-    ``--quick`` measures independent lists only.
+    ``--quick`` measures independent lists only, and the whole of all shapes first.
     """
     shapes = options.shapes or (ALL if options.all else SHAPES)
+    pairs = [(shape, step) for shape in shapes for step in STEPS if not (options.quick and step.correlated)]
+    if options.quick:
+        pairs.sort(key=lambda pair: pair[1].name != "whole")  # stable
     return [
         Problem(
             f"{'x'.join(map(str, shape))} {step.label}",
@@ -83,9 +86,7 @@ def problems(options: Options) -> list[Problem]:
             flops_of(shape, step),
             clock=QUICK if options.quick else GPU,
         )
-        for shape in shapes
-        for step in STEPS
-        if not (options.quick and step.correlated)
+        for shape, step in pairs
     ]
 
 

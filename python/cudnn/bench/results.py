@@ -11,7 +11,7 @@ import importlib.metadata
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 import cudnn
@@ -127,9 +127,11 @@ def results(run: Run, family: str, dtype: str, yardsticks: Sequence[str], rows: 
         if row.refused:
             continue
         shape, case = problem_of(row.problem)
-        start = (*astuple(run), family, dtype, shape, case, row.name, version_of(row.package), int(row.ours))
+        candidate = {"peer": row.name, "peer_version": version_of(row.package), "ours": int(row.ours)}
+        problem = {"family": family, "dtype": dtype, "shape": shape, "case": case}
         for metric, value, unit, spread in metrics(row, yardsticks):
-            yield Result(*start, metric, significant(value), unit, significant(spread))
+            figures = {"metric": metric, "value": significant(value), "unit": unit, "spread": significant(spread)}
+            yield Result(**asdict(run), **problem, **candidate, **figures)
 
 
 def metrics(row: Row, yardsticks: Sequence[str]) -> Iterator[tuple[str, float, str, float]]:

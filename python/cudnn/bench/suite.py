@@ -31,15 +31,15 @@ class Family:
 
 
 FAMILIES = (
-    Family("model", 55),
-    Family("moe", 70),
-    Family("sdpa", 75),
-    Family("gemm_swiglu", 40),
-    Family("grouped_gemm", 35),
+    Family("model", 60),
+    Family("moe", 100),
+    Family("sdpa", 90),
+    Family("gemm_swiglu", 45),
+    Family("grouped_gemm", 40),
     Family("host", 25),
+    Family("moe_decode", 45),
     Family("nsa", 60),
-    Family("moe_decode", 40),
-    Family("grouped_gemm_fp8", 30),
+    Family("grouped_gemm_fp8", 40),
     Family("gemm_swiglu", 25, "fp8_128"),
     Family("rmsnorm_rht_amax", 15),
     Family("gemm_swiglu", 20, "fp8"),

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -59,9 +59,6 @@ def main(
         bool,
         typer.Option("--quick", help="Few shapes and short bursts; all: every benchmark in at most 8 minutes."),
     ] = False,
-    sonicmoe: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="moe: also SonicMoE; FOLDER has its bench/moe-cute.py.")
-    ] = None,
     ranks: Annotated[
         int, typer.Option(metavar="N", help="moe: over N GPUs of this host, and on one; with --quick in 150 s.")
     ] = 0,
@@ -102,7 +99,7 @@ def main(
         if not commit:
             raise option_error("--commit", "nothing", "a revision, where the package does not run from a git clone")
     if name == ALL:
-        if any((dtype, shapes, all_shapes, no_ab12, sonicmoe, ranks, csv, plot)):
+        if any((dtype, shapes, all_shapes, no_ab12, ranks, csv, plot)):
             raise option_error("NAME", ALL, "with --save, --quick, --only, --limit and --commit alone")
         raise typer.Exit(_all(save, commit, limit, quick, only))
     if name not in bench.BENCHMARKS:
@@ -121,18 +118,14 @@ def main(
         if shapes or all_shapes:
             raise typer.BadParameter("allowed: without --shapes and --all.", param_hint="--quick")
         chosen_shapes = benchmark.quick
-    if sonicmoe is not None:
-        if not benchmark.external or not (sonicmoe / "bench" / "moe-cute.py").is_file():
-            raise option_error("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
-        benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.external))
     has_gpu = torch.cuda.is_available()
     this_run = results.this_run(driver_version(), commit) if save is not None and has_gpu else None
     if ranks:
         path = None if save is None else results.path_of(save, "moe_ranks")
-        others = bool(shapes or all_shapes or sonicmoe or plot)
+        others = bool(shapes or all_shapes or plot)
         raise typer.Exit(_over_ranks(name, ranks, quick, Output(csv, None, path, this_run), others))
     _require_gpu()
-    options = bench.Options(dtype, chosen_shapes, all_shapes, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
+    options = bench.Options(dtype, chosen_shapes, all_shapes, no_ab12, routing, quick)
     path = None if save is None else results.path_of(save, name, dtype if dtype != benchmark.dtypes[0] else "")
     raise typer.Exit(run(name, benchmark, options, Output(csv, plot, path, this_run), limit))
 
