@@ -119,6 +119,14 @@ SYSTEM_KERNEL_CACHE = Setting(
     "A folder of compiled kernels that is read before the user's and never written: root filled it with "
     "`cudnn cache warm --system`, for an image say. Files that others than root could write are refused.",
 )
+COMPILE_JOBS: Setting[int | None] = Setting(
+    "CUDNN_COMPILE_JOBS",
+    "a number, 0 or more",
+    _count,
+    None,
+    "How many processes compile an operation's kernels at the same time; 0: this process compiles them one after "
+    "another. Unset: one for each CPU that this process may use, shared with the other ranks of its host, up to 16.",
+)
 EMULATE = Setting(
     "CUDNN_EMULATE",
     "`sm_90a` or `sm_100a`",

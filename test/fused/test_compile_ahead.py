@@ -32,6 +32,7 @@ SOURCE = "cudnn_kernels.norm.rmsnorm_rht_amax:RmsNormRhtAmax"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache and no pool for each test."""
     monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDNN_COMPILE_JOBS", "2")
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(kernels, "_pool", None)
     return tmp_path / "cache"
@@ -60,7 +61,7 @@ def test_no_number_of_tokens_needs_another_kernel(name: str, arch: str) -> None:
     layer = MoE(*sizes, device="meta", **LAYERS[name])
     known = set(module_kernels(layer, 65536, arch, SMS[arch]))
     draw, clone = random.Random(0), on_meta(layer)
-    for _ in range(40):
+    for _ in range(15):
         x = torch.empty(draw.randint(1, 2 ** draw.randint(0, 16)), sizes[0], dtype=torch.bfloat16, device="meta")
         with recording(arch, SMS[arch]) as recorder:
             clone(x.requires_grad_()).sum().backward()
@@ -197,7 +198,7 @@ def test_kernels_that_cannot_be_listed(built: Built, caplog: pytest.LogCaptureFi
 
 
 def test_another_process_that_compiles_is_waited_for_last(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "jobs", lambda: 1)
+    monkeypatch.setenv("CUDNN_COMPILE_JOBS", "1")
     both, free = [key(512), key(1024)], threading.Event()
     store = cache.user()
     assert store is not None
@@ -210,9 +211,26 @@ def test_another_process_that_compiles_is_waited_for_last(built: Built, monkeypa
     assert futures[0].result(10) == repr(both[0]).encode()
 
 
+def test_workers_share_the_cpus_with_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDNN_COMPILE_JOBS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert compile_pool.jobs() == compile_pool.MOST_WORKERS
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert compile_pool.jobs() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    assert compile_pool.jobs() == 1
+
+
+def test_no_workers(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDNN_COMPILE_JOBS", "0")
+    with kernels.CompileAhead(lambda arch: [key(512), key(1024)]):
+        assert kernels.kernel(*key(512)).startswith(b"here")  # pyright: ignore
+    assert not built.keys
+
+
 def test_ranks_of_a_host_begin_with_different_kernels(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key(512 * n) for n in range(1, 5)]
-    monkeypatch.setattr(compile_pool, "jobs", lambda: 1)
+    monkeypatch.setenv("CUDNN_COMPILE_JOBS", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     for future in kernels.pool().submit(keys):

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from cudnn import settings
 from cudnn.runtime import cache
 from cudnn.runtime.recording import Key
 
@@ -36,7 +37,8 @@ class Worker:
 
     def __init__(self) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+        # Without an architecture the DSL asks the CUDA driver, whose initialization takes processes seconds, one by one.
+        env = {"CUTE_DSL_ARCH": "sm_90a", **os.environ, "PYTHONPATH": paths}
         command = [sys.executable, "-m", "cudnn.runtime.compile_worker"]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
@@ -169,6 +171,8 @@ class Pool:
 
 def jobs() -> int:
     """How many workers this process may have: the CPUs that it may use, shared with the other ranks of its host."""
+    if (chosen := settings.COMPILE_JOBS.get()) is not None:
+        return chosen
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_WORKERS, cpus // _local_ranks()))
 

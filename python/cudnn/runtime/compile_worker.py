@@ -1,7 +1,7 @@
 """A process that compiles kernels for another one: ``python -m cudnn.runtime.compile_worker``.
 
 It reads pickled kernels from standard input and writes pickled results to standard output until its input ends. It
-imports neither PyTorch nor the caller's main module, and sees no GPU: programs need no ``if __name__ == "__main__"``.
+imports neither PyTorch nor the caller's main module, and uses no GPU: programs need no ``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations

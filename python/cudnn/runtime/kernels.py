@@ -18,7 +18,7 @@ from typing import Any
 
 from cudnn.errors import make_error
 from cudnn.runtime import cache, loader
-from cudnn.runtime.compile_pool import Pool
+from cudnn.runtime.compile_pool import Pool, jobs
 from cudnn.runtime.recording import Key
 
 _logger = logging.getLogger("cudnn.launch")
@@ -97,7 +97,7 @@ def compile_all(keys: Iterable[Key]) -> None:
         Exception: what the compiler raises.
     """
     missing = _missing(keys)
-    if len(missing) > 1:
+    if len(missing) > 1 and jobs():
         pool().submit(missing)
     for key in missing:
         _object_file(key)
@@ -118,7 +118,7 @@ def _compile_ahead(arch: str) -> None:
     except Exception as error:  # the call goes on, and raises if the error is the caller's
         _logger.warning("kernels are compiled one after another: %s: %s", type(error).__name__, error)
         return
-    if len(missing) > 1:
+    if len(missing) > 1 and jobs():
         pool().submit(missing)
 
 
