@@ -37,7 +37,7 @@ class Worker:
 
     def __init__(self) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        # Without an architecture the DSL asks the CUDA driver, whose initialization takes processes seconds, one by one.
+        # Without an architecture the DSL asks the CUDA driver, whose initialization takes seconds a process.
         env = {"CUTE_DSL_ARCH": "sm_90a", **os.environ, "PYTHONPATH": paths}
         command = [sys.executable, "-m", "cudnn.runtime.compile_worker"]
         try:
