@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import experiments  # these two are next to this file
+import results
+
 import cudnn
 from cudnn import settings
 from cudnn.fused import registry
@@ -19,6 +22,7 @@ from cudnn.pygraph.node import NodeList
 from cudnn.pygraph.subgraph import SubGraph
 
 _DOCS = Path(__file__).parent
+_README = _DOCS.parent / "README.md"
 _TABLE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COMMON = ("self", "compute_data_type", "name")
 
@@ -97,23 +101,29 @@ TABLES: dict[str, Callable[[], str]] = {
     "enumerations": enumerations,
     "environment": settings.markdown_table,
     "operations": operations,
+    "experiments": experiments.table,
     "fused_apis": fused_apis,
 }
 
 
-def render(page: str) -> str:
-    """The page with regenerated tables."""
-    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)
+def render(page: Path) -> str:
+    """The page with regenerated tables and plots."""
+
+    def generated(name: str) -> str:
+        return TABLES[name]() if name in TABLES else results.GENERATORS[name](page)
+
+    return _TABLE.sub(lambda match: f"{match[1]}\n{generated(match[2])}\n\n{match[3]}", page.read_text())
 
 
 def pages() -> list[Path]:
-    """The pages of the documentation."""
-    return sorted(_DOCS.rglob("*.md"))
+    """The pages of the documentation, and the README."""
+    return [_README, *sorted(_DOCS.rglob("*.md"))]
 
 
 if __name__ == "__main__":
     import stubs  # next to this file
 
     stubs.write()
+    results.write_figures()
     for path in pages():
-        path.write_text(render(path.read_text()))
+        path.write_text(render(path))
