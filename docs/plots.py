@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _OURS, _THEIRS = ("#2a9d8f", "#76c7bb", "#1d6f66"), ("#e9a23b", "#8d99ae", "#5b86c9", "#c98ba8")
 _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 62, 58, 210
-_LETTER = 6.4  # mean width of a letter
+_LETTER, _WIDEST = 6.4, 7.4  # mean width of a letter, and of one in labels of digits and capitals
 _STYLE = (
     'text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:#24292f;font-size:12px}'
     ".title{font-size:15px;font-weight:600}.value{font-size:11px}.tick{fill:#57606a}.grid{stroke:#d0d7de}"
@@ -27,7 +27,7 @@ class Series(NamedTuple):
 def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, Sequence[float | None]]) -> str:
     """A group of bars for each problem, with a bar for each series; ``None``: not measured."""
     step = (_WIDTH - _LEFT - 10) / len(groups)
-    width = min(34.0, step * 0.84 / len(series))
+    width = min(46.0, step * 0.84 / len(series))
     limit, ticks = axis(max(value for values in groups.values() for value in values if value is not None))
     colors = _colors(series)
     body = [_text(_LEFT, 18, title, "title"), *_legend(series, colors), *_grid(ticks, limit, unit)]
@@ -37,8 +37,9 @@ def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, S
         for position, (value, color) in enumerate(zip(values, colors, strict=True)):
             if value is not None:
                 x = middle + width * (position - len(series) / 2)
-                body += _bar(x, width, value / limit, color, _short(value) if width >= 22 else "")
-        lines = wrapped(label, max(8, int(step / _LETTER)))
+                text = _short(value)
+                body += _bar(x, width, value / limit, color, text if width >= _LETTER * len(text) else "")
+        lines = wrapped(label, int(step / _WIDEST))
         rows = max(rows, len(lines))
         body += [_text(middle, _TOP + _HEIGHT + 18 + 14 * row, text, "", "middle") for row, text in enumerate(lines)]
     height = _TOP + _HEIGHT + 18 + 14 * rows
@@ -84,7 +85,7 @@ def _grid(ticks: Sequence[float], limit: float, unit: str) -> list[str]:
     for tick in ticks:
         y = _TOP + _HEIGHT * (1 - tick / limit)
         body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - 8}"/>')
-        body.append(_text(_LEFT - 8, y + 4, f"{tick:,.0f}" if tick == int(tick) else f"{tick:.1f}", "tick", "end"))
+        body.append(_text(_LEFT - 8, y + 4, _tick(tick), "tick", "end"))
     turned = f'transform="translate(13 {_TOP + _HEIGHT / 2}) rotate(-90)"'
     return [*body, f'<text class="tick" text-anchor="middle" {turned}>{escape(unit)}</text>']
 
@@ -95,6 +96,12 @@ def _bar(x: float, width: float, share: float, color: str, value: str) -> list[s
     shape = f'x="{x:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{size:.1f}"'
     above = [_text(x + width / 2 - 1, y - 4, value, "value", "middle")] if value else []
     return [f'<rect fill="{color}" {shape}/>', *above]
+
+
+def _tick(value: float) -> str:
+    if value >= 1e6:
+        return f"{value * 1e-6:g}M"
+    return f"{value * 1e-3:g}k" if value >= 1e4 else f"{value:g}"
 
 
 def _short(value: float) -> str:

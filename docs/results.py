@@ -171,7 +171,7 @@ def _attention_label(shape: str, case: str) -> str:
 def _attention_short(shape: str, case: str) -> str:
     batch, length, heads, kv_heads, d, dv = shape.split("x")
     head_dims = d if d == dv else f"{d}/{dv}"
-    return f"{head_dims}, {batch}x{length} {heads}/{kv_heads}"
+    return f"{head_dims} {batch}x{length} {heads}/{kv_heads}"
 
 
 def _moe_short(shape: str, case: str) -> str:
@@ -255,7 +255,7 @@ SECTIONS = {
     **{
         f"sdpa_{which}": Section(
             "sdpa",
-            f"Attention, {which}, causal, bf16: head size, batch x sequence",
+            f"Attention, {which}, causal, bf16: head size, batch x sequence, heads",
             "head size, batch x sequence, heads q/kv",
             ATTENTION,
             keep=_of(f"causal, {which}$"),
