@@ -365,7 +365,9 @@ def _image(name: str, title: str, page: Path) -> str:
 
 def host(page: Path) -> str:
     """The table of host times: the call, its time, and that of `torch.add` in the same rounds."""
-    path = RESULTS / f"{HOST}.csv"
+    path, command = RESULTS / f"{HOST}.csv", "cudnn bench host --save benchmarks/results"
+    if not path.is_file():
+        return f"No result file yet: `{command}`."
     lines = [line for line in read(path) if line.metric == "time"]
     base = {line.case: line.value for line in lines if line.peer == "torch.add(out=)"}
     rows = ["| task | call | us | `torch.add(out=)`, us |", "|---|---|---:|---:|"]
@@ -377,7 +379,7 @@ def host(page: Path) -> str:
     first = lines[0]
     commit = f", commit {first.commit}" if first.commit else ""
     run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
-    return "\n".join([*rows, "", f"{run}, `cudnn bench host --save benchmarks/results`."])
+    return "\n".join([*rows, "", f"{run}, `{command}`."])
 
 
 GENERATORS: dict[str, Callable[[Path], str]] = {
