@@ -41,11 +41,12 @@ class Figure:
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-labelledby="title">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+            ' aria-labelledby="title">',
             f'  <title id="title">{escape(title)}</title>',
             f"  <style>{_STYLE}  </style>",
-            '  <defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
-            '<path class="tip" d="M0 0 L8 4 L0 8 z"/></marker></defs>',
+            '  <defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8"'
+            ' orient="auto"><path class="tip" d="M0 0 L8 4 L0 8 z"/></marker></defs>',
         ]
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
@@ -53,7 +54,9 @@ class Figure:
 
     def box(self, x: float, y: float, w: float, h: float, style: str, *lines: str, head: bool = False) -> None:
         """A rectangle with centered lines of text; with ``head``, the first one is bold."""
-        self.parts.append(f'  <rect class="{style}" x="{x}" y="{y}" width="{w}" height="{h}" rx="5" stroke-width="1.3"/>')
+        self.parts.append(
+            f'  <rect class="{style}" x="{x}" y="{y}" width="{w}" height="{h}" rx="5" stroke-width="1.3"/>'
+        )
         first = y + h / 2 + 5 - 8.5 * (len(lines) - 1)
         for i, line in enumerate(lines):
             self.text(x + w / 2, first + 17 * i, line, "head" if head and i == 0 else "small" if i else "", "middle")
@@ -67,7 +70,13 @@ class Figure:
             (x0, y0), (x1, y1) = points[0], points[1]
             vertical = abs(x1 - x0) < abs(y1 - y0)
             x, y = (x0 + x1) / 2, (y0 + y1) / 2
-            self.text(x + 6 if vertical else x, y + 4 if vertical else y - 6, label, "small", "start" if vertical else "middle")
+            self.text(
+                x + 6 if vertical else x,
+                y + 4 if vertical else y - 6,
+                label,
+                "small",
+                "start" if vertical else "middle",
+            )
 
     def save(self, name: str) -> None:
         (_FOLDER / f"{name}.svg").write_text("\n".join([*self.parts, "</svg>", ""]))
@@ -186,14 +195,16 @@ def attention_forward() -> None:
     f.text(10, 160, "One step of an MMA warpgroup: the softmax of block n runs while P V of block n + 1 does", "head")
     f.text(10, 200, "tensor cores", "small")
     f.text(10, 248, "registers, SFU", "small")
-    blocks = ("n+1", "n", "n−1", "n−2")
+    blocks = ("n+1", "n", "n-1", "n-2")
     x = 120
     for i, name in enumerate(blocks[1:]):
         f.box(x, 178, 116, 36, "mma", f"S = Q K({name})ᵀ")
         f.box(x + 118, 178, 150, 36, "mma", f"O += P V({blocks[i]})")
         f.box(x + 118, 226, 150, 36, "math", f"softmax of {name}")
         x += 286
-    f.arrow((120, 286), (985, 286), label="time; blocks run from the last key to the first, so masked blocks come first")
+    f.arrow(
+        (120, 286), (985, 286), label="time; blocks run from the last key to the first, so masked blocks come first"
+    )
     f.text(10, 330, "Ping-pong: named barriers let one warpgroup's softmax overlap the other's GEMMs", "head")
     f.text(10, 370, "warpgroup 0", "small")
     f.text(10, 418, "warpgroup 1", "small")
@@ -212,12 +223,14 @@ def attention_forward() -> None:
 
 def attention_backward() -> None:
     f = Figure(1000, 400, "Attention backward on Hopper: one CTA owns a block of keys and loops over query blocks")
-    f.text(10, 24, "A CTA owns a block of keys (K and V stay in shared memory) and loops over blocks of queries", "head")
+    f.text(
+        10, 24, "A CTA owns a block of keys (K and V stay in shared memory) and loops over blocks of queries", "head"
+    )
     f.box(10, 50, 150, 60, "load", "producer warp", "Q, dO, LSE, dPsum")
     f.box(220, 44, 170, 36, "mma", "Sᵀ = K Qᵀ")
     f.box(220, 92, 170, 36, "mma", "dPᵀ = V dOᵀ")
-    f.box(450, 44, 190, 36, "math", "Pᵀ = exp(scale Sᵀ − LSE)")
-    f.box(450, 92, 190, 36, "math", "dSᵀ = Pᵀ (dPᵀ − dPsum)")
+    f.box(450, 44, 190, 36, "math", "Pᵀ = exp(scale Sᵀ - LSE)")
+    f.box(450, 92, 190, 36, "math", "dSᵀ = Pᵀ (dPᵀ - dPsum)")
     f.box(700, 44, 170, 36, "mma", "dV += Pᵀ dO")
     f.box(700, 92, 170, 36, "mma", "dK += dSᵀ Q")
     f.arrow((160, 72), (220, 62))
@@ -240,7 +253,9 @@ def attention_backward() -> None:
     f.box(760, 326, 220, 44, "math", "postprocess kernel", "dQ in 16 bits")
     f.box(10, 240, 240, 52, "math", "preprocess kernel", "dPsum = rowsum(dO O), LSE log2(e)")
     f.arrow((85, 240), (85, 110))
-    f.box(10, 326, 640, 44, "barrier", "deterministic: a semaphore for each query block orders the additions to dq_accum")
+    f.box(
+        10, 326, 640, 44, "barrier", "deterministic: a semaphore for each query block orders the additions to dq_accum"
+    )
     f.arrow((545, 326), (545, 286), back=True)
     f.save("attention_backward")
 
@@ -260,14 +275,54 @@ def emulator() -> None:
     f.arrow((680, 33), (760, 33))
     f.arrow((680, 99), (760, 99))
     f.text(10, 172, "Run", "head")
-    f.box(10, 190, 290, 120, "load", "scheduler", "of the ready basic blocks, the first", "in program order (or random, or lazy)", head=True)
-    f.box(360, 190, 290, 120, "mma", "registers", "one NumPy array a register,", "one element for every thread", "of up to 256 thread blocks", head=True)
-    f.box(710, 190, 280, 120, "memory", "memory and units", "global, shared, tensor memory,", "TMA, wgmma, tcgen05,", "mbarriers with counts and phases", head=True)
+    f.box(
+        10,
+        190,
+        290,
+        120,
+        "load",
+        "scheduler",
+        "of the ready basic blocks, the first",
+        "in program order (or random, or lazy)",
+        head=True,
+    )
+    f.box(
+        360,
+        190,
+        290,
+        120,
+        "mma",
+        "registers",
+        "one NumPy array a register,",
+        "one element for every thread",
+        "of up to 256 thread blocks",
+        head=True,
+    )
+    f.box(
+        710,
+        190,
+        280,
+        120,
+        "memory",
+        "memory and units",
+        "global, shared, tensor memory,",
+        "TMA, wgmma, tcgen05,",
+        "mbarriers with counts and phases",
+        head=True,
+    )
     f.arrow((300, 250), (360, 250), label="mask")
     f.arrow((650, 240), (710, 240))
     f.arrow((710, 262), (650, 262))
     f.arrow((875, 122), (875, 150), (155, 150), (155, 190))
-    f.box(10, 350, 640, 60, "barrier", "race detection: vector clocks of warps and asynchronous operations", "barriers, mbarriers, commit groups, fences and atomics order accesses")
+    f.box(
+        10,
+        350,
+        640,
+        60,
+        "barrier",
+        "race detection: vector clocks of warps and asynchronous operations",
+        "barriers, mbarriers, commit groups, fences and atomics order accesses",
+    )
     f.box(710, 350, 280, 60, "math", "report", "faults with source lines, counts, results")
     f.arrow((650, 380), (710, 380))
     f.arrow((850, 310), (850, 350))
