@@ -70,15 +70,29 @@ def enumerations() -> str:
     return "\n".join(rows)
 
 
+def _page_of(title: str) -> str:
+    """A link from `docs/fused` to the page of the docs that has this heading, with its anchor.
+
+    Raises:
+        LookupError: not one page has it.
+    """
+    heading = re.compile(rf"^#+ {re.escape(title)}$", re.MULTILINE)
+    pages = [*(_DOCS / "fused").glob("*.md"), *_DOCS.glob("*.md")]
+    found = [path for path in pages if heading.search(path.read_text())]
+    if len(found) != 1:
+        raise LookupError(f"{title!r} is a heading of {len(found)} pages of docs/fused and docs, not of one")
+    anchor = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+    return f"{'' if found[0].parent.name == 'fused' else '../'}{found[0].name}#{anchor}"
+
+
 def fused_apis() -> str:
-    """One row an API: its class, its wrapper, what the wrapper returns, what it computes."""
+    """One row an API: its page, its class, its operator, what it computes."""
     rows = []
     for name in registry.packages():
         api = registry.find(name)
-        returned = ", ".join(f"`{result}`" for result in api.returns)
-        title = f"[{api.title}](fused/{name}.md)"
-        rows.append(f"| {title} | `{api.__name__}` | `{name}_wrapper` | {returned} | {first_paragraph(api.__doc__)} |")
-    return "\n".join(["| API | class | wrapper | results | what |", "|---|---|---|---|---|", *rows])
+        what = first_paragraph(api.__doc__)
+        rows.append(f"| [{api.title}]({_page_of(api.title)}) | `{api.__name__}` | `{name}` | {what} |")
+    return "\n".join(["| API | class | wrapper (`_wrapper`), operator | what |", "|---|---|---|---|", *rows])
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -242,6 +242,14 @@ SECTIONS = {
         ("time",),
         label=_tokens_label,
     ),
+    "gated_mlp": Section(
+        "gated_mlp",
+        "Gated MLP, bf16",
+        "tokens x hidden x intermediate, model, pass",
+        {"GatedMLP": "cudnn-fused", "PyTorch": "torch.compile", "PyTorch, one gate_up": "torch.compile, one gate_up"},
+        ("rate", "memory"),
+        label=_gemm_label,
+    ),
     "moe_ranks": Section(
         "moe_ranks",
         "MoE layer with expert parallelism, bf16, TFLOP/s of one GPU",

@@ -318,12 +318,12 @@ def _functions(module: Any) -> Iterator[Any]:
 
 def test_names_in_kernels_are_those_of_the_kernels() -> None:
     """The page's examples occur in the kernels, the prefixes of the kernels on the page, and its lines are theirs."""
-    page = Page.read(ROOT / "docs" / "names-in-kernels.md")
+    page = Page.read(ROOT / "docs" / "dev" / "kernels.md")
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "kernels").rglob("*.py")))
     words = set(re.findall(r"\w+", sources))
     rows = [
         [cell.strip() for cell in row.split("|")[1:-1]]
-        for row in page.path.read_text().splitlines()
+        for row in page.path.read_text().split("\n## Names\n")[1].splitlines()
         if row[:3] == "| `"
     ]
     shown = [name for row in rows for name in re.findall(r"`(\w+)`", row[0] if len(row) == 2 else row[2])]

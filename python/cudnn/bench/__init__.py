@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 from cudnn.fused import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = (*registry.packages(), "gated_mlp", "grouped_gemm_fp8", "host", "model", "moe", "moe_decode", "nsa", "sdpa")
+BENCHMARKS = (
+    *registry.packages(),
+    "gated_mlp",
+    "grouped_gemm_fp8",
+    "host",
+    "model",
+    "moe",
+    "moe_decode",
+    "nsa",
+    "sdpa",
+)
 """Names of the fused APIs, and of the benchmarks of other layers, of host time and of a model."""
 
 Call = Callable[[], Mapping[str, Any]]

@@ -89,6 +89,7 @@ def gemms(size: int) -> list[Candidate]:
     """The class and the wrapper of GEMM + SwiGLU, and PyTorch's GEMM."""
     import cudnn
     from cudnn.bench import dense_gemm
+    from cudnn.ops import gemm_swiglu
 
     api: Any = cudnn.GemmSwiglu
     o = operands.operands("bf16", size, size, size)
@@ -99,6 +100,7 @@ def gemms(size: int) -> list[Candidate]:
         timed("torch.matmul", lambda: lambda: torch.matmul(o.a.plain, o.peer_b.t()), ours=False),
         timed("GemmSwiglu.execute", lambda: dense_gemm.prepare(api, o, {}, True)),
         timed("gemm_swiglu_wrapper", lambda: lambda: wrapper(a, b, alpha=1.0, **types)),
+        timed("cudnn.ops.gemm_swiglu", lambda: lambda: gemm_swiglu(o.a.plain, o.peer_b)),
     ]
 
 
