@@ -291,6 +291,19 @@ def test_reference_has_every_public_name(generate: ModuleType) -> None:
     assert [api for api in registry.packages() if f"cudnn.{api}_wrapper" not in names] == []
 
 
+def test_reference_pages_begin_with_a_table_for_code_hosts(generate: ModuleType) -> None:
+    """Each object that a page documents has a row with its parameters and a purpose in one paragraph."""
+    tables = _script("reference_tables")
+    for name in ("emulator", "fused", "graph", "launch", "operators"):
+        text = (ROOT / "docs" / "reference" / f"{name}.md").read_text()
+        rows = dict(re.findall(r"^\| `([^`]+)` \| .*\| (.*) \|$", text.split("<!-- end -->")[0], re.MULTILINE))
+        documented = [heading for heading, _ in tables.documented(text)]
+        assert [heading for heading in documented if not rows[heading]] == []
+    opaque = object()
+    assert tables.arguments(lambda a, *b, c=1, d=opaque, **e: None) == "`a`, `*b`, `c=1`, `d`, `**e`"
+    assert tables.first_paragraph("One ``x`` of :class:`Y`\n  | z.\n\nMore.") == "One `x` of `Y` \\| z."
+
+
 def test_docstrings_name_arguments_that_exist() -> None:
     """Of everything on the reference's pages; several names may share an entry."""
     griffe = pytest.importorskip("griffe", reason="griffe is not installed: pip install '.[docs]'")
