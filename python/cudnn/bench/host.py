@@ -86,7 +86,7 @@ def graphs(size: int) -> list[Candidate]:
 
 
 def gemms(size: int) -> list[Candidate]:
-    """The class, the wrapper and the operator of GEMM + SwiGLU."""
+    """The class and the wrapper of GEMM + SwiGLU, and PyTorch's GEMM."""
     import cudnn
     from cudnn.bench import dense_gemm
     from cudnn.ops import gemm_swiglu
@@ -100,7 +100,7 @@ def gemms(size: int) -> list[Candidate]:
         timed("torch.matmul", lambda: lambda: torch.matmul(o.a.plain, o.peer_b.t()), ours=False),
         timed("GemmSwiglu.execute", lambda: dense_gemm.prepare(api, o, {}, True)),
         timed("gemm_swiglu_wrapper", lambda: lambda: wrapper(a, b, alpha=1.0, **types)),
-        timed("cudnn.ops.gemm_swiglu", lambda: lambda: gemm_swiglu(a, b, **types)),
+        timed("cudnn.ops.gemm_swiglu", lambda: lambda: gemm_swiglu(o.a.plain, o.peer_b)),
     ]
 
 

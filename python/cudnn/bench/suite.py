@@ -39,6 +39,7 @@ FAMILIES = (
     Family("host", 25),
     Family("moe_decode", 45),
     Family("nsa", 60),
+    Family("gated_mlp", 40),
     Family("grouped_gemm_fp8", 40),
     Family("gemm_swiglu", 25, "fp8_128"),
     Family("rmsnorm_rht_amax", 15),
