@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 STREAMS = ("stream", "current_stream")
 MAX_CALLS = 8
 """Remembered calls of an API, most recent first."""
+MAX_SEEN = 64
+"""Sizes of an API's earlier calls."""
+_seen: dict[type, dict[Any, bool]] = {}
 _calls: dict[type, list[Callable[[Mapping[str, Any]], TupleDict | None]]] = {}
 _IMMUTABLE = (type(None), bool, int, float, str, Enum)
 
@@ -55,6 +58,12 @@ class Key(tuple[Any, ...]):
             return self._hash
 
 
+def forget() -> None:
+    """Forgets all calls."""
+    _seen.clear()
+    _calls.clear()
+
+
 def repeat(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict | None:
     """The results of a call like an earlier one, else None."""
     for position, call in enumerate(calls := _calls.get(api, ())):
@@ -77,6 +86,9 @@ def remember(
 ) -> None:
     """Remembers a call, if everything in it follows from the metadata of its tensors and from its other arguments.
 
+    Only a call whose sizes came before is remembered: writing its function takes longer than deriving all else, and
+    programs whose sizes never come again would pay that at every call.
+
     Args:
         arguments: of the wrapper, as they were passed.
         parameters: of tensors, by name of tensor.
@@ -87,6 +99,13 @@ def remember(
     plain = frozenset((torch.Tensor, torch.nn.Parameter))
     tensors = [name for name, value in arguments.items() if type(value) in plain]
     scalars = [name for name in api.run_time if name in arguments]
+    sizes = (key, *((arguments[name].shape, arguments[name].stride()) for name in tensors))
+    seen = _seen.setdefault(api, {})
+    if seen.pop(sizes, None) is None:
+        while len(seen) >= MAX_SEEN:
+            del seen[next(iter(seen))]
+        seen[sizes] = True
+        return
     fixed = [name for name in arguments if name not in (*tensors, *scalars, *STREAMS)]
     derived = getattr(api.execute, "is_derived", False)  # others do more than ``run``
     unchanged = all(inputs[name] is arguments[parameter] for name, parameter in parameters.items())
