@@ -16,7 +16,7 @@ _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 
 # What ``os.environ`` keeps, without its conversion of names and texts, which takes 1 us.
-_data: Mapping[object, Any] = getattr(os.environ, "_data", os.environ)
+_data: Any = getattr(os.environ, "_data", os.environ)
 _key: Callable[[str], object] = getattr(os.environ, "encodekey", str) if _data is not os.environ else str
 
 

@@ -79,8 +79,16 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_have_the_arguments_of_their_wrappers(name: str) -> None:
-    """As ``help`` and editors show them, but for hints and streams."""
-    ours = inspect.signature(getattr(cudnn.ops, name)).parameters
+    """As ``help`` and editors show them, but for hints and streams. Those of dense GEMMs choose types by inputs."""
+    operator = getattr(cudnn.ops, name)
+    if hasattr(operator, "operator"):
+        shown, operator = inspect.signature(operator).parameters, operator.operator
+        own = inspect.signature(operator).parameters
+        assert list(shown) == [*own, "returns"]
+        assert {p: x.default for p, x in shown.items()} == {
+            p: None if p.endswith("_dtype") or p == "returns" else own[p].default for p in shown
+        }
+    ours = inspect.signature(operator).parameters
     theirs = {p.removesuffix("_tensor"): x for p, x in inspect.signature(registry.wrapper(name)).parameters.items()}
     assert next(iter(ours)) == next(iter(theirs))
     assert {p: x.default for p, x in ours.items()} == {p: theirs[p].default for p in ours}

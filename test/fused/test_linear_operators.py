@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn import ops
+from cudnn.fused import registry
 from support import oracle
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -62,7 +63,8 @@ ALL = {
 def test_family(name: str, lead: tuple[int, ...]) -> None:
     """Every result, bit by bit, in the dimensions of the rows; the primary one alone by default."""
     torch.manual_seed(0)
-    api, tensors = cudnn.fused.registry.find(name), arguments(name, lead)
+    api: Any = registry.find(name)
+    tensors = arguments(name, lead)
     operator = getattr(ops, name)
     expected = operator(**batched(name, tensors), **ALL[name])
     by_name = dict(zip(api.returns, expected, strict=True))

@@ -104,7 +104,7 @@ def test_whatever_differs_goes_the_whole_way(counted: list[str], monkeypatch: py
         lambda: cudnn.gemm_swiglu_wrapper(a, b, glu_order="gate_up"),
         lambda: cudnn.gemm_swiglu_wrapper(torch.nn.Parameter(a), b),
         lambda: cudnn.gemm_swiglu_wrapper(a.as_subclass(Subclass), b),
-        lambda: cudnn.gemm_swiglu_wrapper(torch._neg_view(a), b),
+        lambda: cudnn.gemm_swiglu_wrapper(torch._neg_view(a), b),  # pyright: ignore[reportPrivateImportUsage]
         lambda: cudnn.gemm_swiglu_wrapper(a, b, mma_tiler_mn=[128, 128]),  # pyright: ignore[reportArgumentType]
     ]
     for number, call in enumerate(changed):

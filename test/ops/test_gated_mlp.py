@@ -19,6 +19,7 @@ import cudnn
 from cudnn.gated_mlp import gemm, layer
 from cudnn.nn import GatedMLP
 from cudnn.ops import gated_mlp
+from support.selection import ARCHES, in_turn
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {BF16: 2.0**-7, F16: 2.0**-10, F64: 2.0**-40}
@@ -88,7 +89,7 @@ FORMS = ("concatenated", "interleaved", "adjacent", "apart")
     activation=st.sampled_from(layer.ACTIVATIONS),
     frozen=st.sets(st.sampled_from(NAMES), max_size=3),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_shape_and_form(
     lead: tuple[int, ...],
     hidden: int,
@@ -120,8 +121,10 @@ def test_any_shape_and_form(
         close(one, other, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("where", ["sm_90a", "sm_100a", GPU])
-@pytest.mark.parametrize(("form", "activation", "bias"), [("apart", "swiglu", False), ("interleaved", "geglu", True)])
+@pytest.mark.parametrize(
+    ("where", "form", "activation", "bias"),
+    in_turn([("apart", "swiglu", False), ("interleaved", "geglu", True)], places=(*ARCHES, GPU)),
+)
 def test_kernels(where: str, form: str, activation: str, bias: bool) -> None:
     """The kernels of both passes, which write the preactivation's gradient into its memory, and accumulate."""
     torch.manual_seed(0)
@@ -230,9 +233,9 @@ def test_adjacent_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(layer.as_one([up, gate]), torch.cat([up, gate]))
 
 
-@pytest.mark.parametrize("form", ["concatenated", "apart"])
-def test_compiled(form: str) -> None:
+def test_compiled() -> None:
     """Without a graph break, also with another number of tokens."""
+    form = "apart"
     t = tensors((6,), 64, 96, True, BF16)
     compiled = torch.compile(lambda t: called(t, form), backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (6, 9):
@@ -245,16 +248,17 @@ def test_compiled(form: str) -> None:
 
 def test_compiled_accumulates() -> None:
     mlp = GatedMLP(64, 96, into_main_grad=True, dtype=F32)
-    for weight in (mlp.gate_up, mlp.down):
+    weights: list[Any] = [mlp.gate_up, mlp.down]
+    for weight in weights:
         weight.main_grad = torch.zeros_like(weight)
     x = torch.randn(5, 64)
     expected = torch.autograd.grad(definition(named(mlp, x), "swiglu").sum(), [mlp.gate_up, mlp.down])
     for run in (mlp, torch.compile(mlp, backend="aot_eager", fullgraph=True)):
         run(x).sum().backward()
     assert mlp.gate_up.grad is None
-    for weight, gradient in zip((mlp.gate_up, mlp.down), expected, strict=True):
+    for weight, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.main_grad, 2 * gradient)
-    del mlp.down.main_grad
+    del weights[1].main_grad
     with pytest.raises(ValueError, match="GatedMLP: main_grad of gate_up and down: got None; allowed: float32"):
         mlp(x)
     with torch.no_grad():

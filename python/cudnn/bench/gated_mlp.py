@@ -20,7 +20,7 @@ PEER = "PyTorch"
 MERGED = "PyTorch, one gate_up"
 OURS = "GatedMLP"
 CUBLAS = "cuBLAS"
-SHAPES = {(8192, 4096, 14336): "Llama 3 8B", (8192, 8192, 28672): "Llama 3 70B"}
+SHAPES: dict[tuple[int, ...], str] = {(8192, 4096, 14336): "Llama 3 8B", (8192, 8192, 28672): "Llama 3 70B"}
 SECONDS = 50  # from which on ``main`` begins no problem
 TOLERANCE = 0.02  # of the norm: both results are rounded several times
 GEMMS = ("down", "ddown", "dx", "dgate_up")
@@ -274,7 +274,7 @@ def _dact(dy: Any, preact: Any, down: Any) -> list[Candidate]:
 
     tokens, inner = dy.shape[0], down.shape[1]
     dact, act = (operands.blank(tokens, inner, dy.dtype) for _ in range(2))
-    results = dict(zip(("dh", "act"), differentiate(dy @ down, preact), strict=True))
+    results: dict[str, Any] = dict(zip(("dh", "act"), differentiate(dy @ down, preact), strict=True))
     check = functools.partial(off_by_norm, results, tolerance=TOLERANCE)
     dh, gate_up = torch.empty_like(preact), dy.new_empty(2 * inner, dy.shape[1])
 

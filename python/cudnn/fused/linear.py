@@ -34,14 +34,14 @@ def linear_operator(api: type[DenseGemm], operator: Any) -> Callable[..., Any]:
     stored = [name for name in api.returns if api.spec(name).optional and f"{name}_dtype" in parameters]
 
     def call(*args: Any, returns: Sequence[str] | None = None, **kwargs: Any) -> Any:
-        b = args[1] if len(args) > 1 else kwargs.get("b")
+        b: Any = args[1] if len(args) > 1 else kwargs.get("b")
         if getattr(b, "ndim", 0) != 2:
             if returns is not None:
                 got, allowed = f"{returns!r} with b {_shape(b)}", "only with b (n, k)"
                 raise make_error(ValueError, f"cudnn::{api.folder()}", "returns", got, allowed)
             return operator(*args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        a = arguments.get("a")
+        a: Any = arguments.get("a")
         fits = len(args) + len(kwargs) == len(arguments) <= len(names) and all(name in arguments for name in required)
         if not fits or not arguments.keys() <= defaults.keys() or not isinstance(a, torch.Tensor) or not a.ndim:
             return operator(*args, **kwargs)  # raises
@@ -71,8 +71,8 @@ def signature_of(parameters: Mapping[str, inspect.Parameter]) -> inspect.Signatu
 
 
 def _checked(api: type[DenseGemm], returns: Sequence[str]) -> list[str]:
-    names = list(returns) if isinstance(returns, (tuple, list)) else [returns]
-    if not names or not all(name in api.returns for name in names) or isinstance(returns, str):
+    names = list(returns) if isinstance(returns, (tuple, list)) else []
+    if not names or not all(name in api.returns for name in names):
         allowed = f"a tuple of names, of {', '.join(api.returns)}"
         raise make_error(ValueError, f"cudnn::{api.folder()}", "returns", repr(returns), allowed)
     return names

@@ -53,6 +53,16 @@ class Weights(NamedTuple):
     glu_layout: str
 
 
+class NeedsGrad(NamedTuple):
+    """Which gradients autograd needs."""
+
+    x: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
 class Gradients(NamedTuple):
     """The gradients that are needed, else None; also None if they were added to ``main_grad``."""
 
@@ -92,7 +102,7 @@ def backward(
         main_grad: float32 buffers of gate_up and of down that their gradients are added to; empty: none.
         into_preact: The gradient of the preactivation overwrites it, which saves memory of its size.
     """
-    needs, rows, intermediate = Gradients(*needs_grad), x.shape[0], w.down.shape[1]
+    needs, rows, intermediate = NeedsGrad(*needs_grad), x.shape[0], w.down.shape[1]
     ddown_bias = dy.sum(0) if needs.down_bias else None
     act = x.new_empty(rows, intermediate) if needs.down else None
     # (1) Down GEMM^T; its epilogue applies the derivative of the activation, and recomputes it.

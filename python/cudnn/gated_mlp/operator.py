@@ -321,13 +321,14 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     needs_x, needs_gate_up, *needs_rest = ctx.needs_input_grad[:5]
     needs_grad = [needs_x, any(needs_gate_up), *needs_rest]
     options = (ctx.activation, ctx.act_params, ctx.glu_layout)
+    arguments: tuple[Any, ...] = (preact, gate_up, down, *main_grad, *options, needs_grad)
     if _may_overwrite(gradient, x, preact, down, *gate_up):
         for buffer in (*main_grad[0], *main_grad[1]):
             torch.autograd.graph.increment_version(buffer)
         w = Weights(gate_up, down, None, None, *options)
         grads: Any = layer.backward(aligned(gradient), aligned(x), preact, w, needs_grad, main_grad, into_preact=True)
     else:
-        grads = gated_mlp_bwd_primitive(gradient, x, preact, gate_up, down, *main_grad, *options, needs_grad)
+        grads = gated_mlp_bwd_primitive(gradient, x, *arguments)
         grads = [y if need else None for y, need in zip(grads, needs_grad, strict=True)]
     dx, dgate_up, ddown, *dbiases = grads
     dgate_up = None if main_grad[0] or not needs_grad[1] else dgate_up.split([len(each) for each in gate_up])
@@ -339,7 +340,8 @@ def _may_overwrite(gradient: torch.Tensor, x: torch.Tensor, *tensors: torch.Tens
     """Whether the saved preactivation may hold its gradient: nothing reads it again, and nothing observes the call."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.shape[0]:
         return False
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    keeps = getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)()
     return not keeps and not needs_dispatch((gradient, x, *tensors), False)
 
 

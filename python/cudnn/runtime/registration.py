@@ -193,7 +193,8 @@ def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``apply`` where no transform of ``torch.func`` is active, without PyTorch's 20 to 40 us for the signature of
     ``forward``.
     """
-    apply = super(torch.autograd.Function, function).apply
+    base: Any = super(torch.autograd.Function, function)
+    apply = base.apply
     return lambda *args: apply(*unwrap_dead_wrappers(args))
 
 
