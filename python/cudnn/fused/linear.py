@@ -9,7 +9,6 @@ from typing import Any
 
 from cudnn.errors import make_error
 from cudnn.fused.dense import DenseGemm
-from cudnn.fused.gemm import NARROW
 from cudnn.fused.layouts import BlockScales, Column, Contiguous, Matrix
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, name_of
 from cudnn.lazy import torch
@@ -29,9 +28,12 @@ def linear_operator(api: type[DenseGemm], operator: Any) -> Callable[..., Any]:
     """The operator of a dense GEMM as ``cudnn.ops`` has it: see ``ABOUT``."""
     parameters = inspect.signature(operator).parameters
     defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
-    required = [name for name, p in parameters.items() if p.default is p.empty]
+    required = {name for name, p in parameters.items() if p.default is p.empty}
     names, primary = list(parameters), api.result[0]
-    stored = [name for name in api.returns if api.spec(name).optional and f"{name}_dtype" in parameters]
+    layouts = {spec.name: spec.layout for spec in api.tensors if spec.name in parameters}
+    dtypes = {n: n.removesuffix("_dtype") for n in names if n.endswith("_dtype") and n[:-6] in api.returns}
+    stored = [name for name in dtypes.values() if api.spec(name).optional]
+    saves = "ab12" in stored and api.gradients is not None
 
     def call(*args: Any, returns: Sequence[str] | None = None, **kwargs: Any) -> Any:
         b: Any = args[1] if len(args) > 1 else kwargs.get("b")
@@ -42,21 +44,30 @@ def linear_operator(api: type[DenseGemm], operator: Any) -> Callable[..., Any]:
             return operator(*args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         a: Any = arguments.get("a")
-        fits = len(args) + len(kwargs) == len(arguments) <= len(names) and all(name in arguments for name in required)
-        if not fits or not arguments.keys() <= defaults.keys() or not isinstance(a, torch.Tensor) or not a.ndim:
+        fits = len(args) + len(kwargs) == len(arguments) and required <= arguments.keys() <= defaults.keys()
+        if not fits or not isinstance(a, torch.Tensor) or not a.ndim:
             return operator(*args, **kwargs)  # raises
-        wanted = [primary] if returns is None else _checked(api, returns)
-        lead = a.shape[:-1]
-        _set_dtypes(api, arguments, names, set(wanted) | _saved(api, arguments), stored)
-        values = {**defaults, **{name: _as_matrices(api, name, x) for name, x in arguments.items()}}
+        wanted = (primary,) if returns is None else _checked(api, returns)
+        default = autocast_type(a) or a.dtype
+        default = default if default in (torch.float16, torch.bfloat16) else torch.bfloat16
+        for name, result in dtypes.items():
+            if arguments.get(name) is None:
+                computed = (
+                    result not in stored or result in wanted or (result == "ab12" and saves and _needs_gradient(a, b))
+                )
+                arguments[name] = default if computed else None
+        values = {**defaults, **arguments}
+        for name, layout in layouts.items():
+            if values[name] is not None:
+                values[name] = _as_operand(layout, values[name])
         results = operator(*(values[name] for name in names))
         by_name = dict(zip(api.returns, results if isinstance(results, tuple) else (results,), strict=True))
-        restored = tuple(_restored(api, name, by_name[name], lead) for name in wanted)
+        restored = tuple(_restored(api, name, by_name[name], a.shape[:-1]) for name in wanted)
         return restored[0] if returns is None else restored
 
     functools.update_wrapper(call, operator._init_fn)
     call.__signature__ = signature_of(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    saved = ", or if the gradient needs it" if api.gradients is not None and stored else ""
+    saved = ", or if the gradient needs it" if saves else ""
     about = ABOUT.format(name=api.folder(), primary=primary, results=", ".join(api.returns), saved=saved)
     call.__doc__ = inspect.cleandoc(operator.__doc__ or "") + about
     call.operator = operator  # pyright: ignore[reportFunctionMemberAccess]
@@ -78,33 +89,16 @@ def _checked(api: type[DenseGemm], returns: Sequence[str]) -> list[str]:
     return names
 
 
-def _saved(api: type[DenseGemm], arguments: Mapping[str, Any]) -> set[str]:
-    """The optional results that the gradient reads, where there is one."""
-    a, b = arguments["a"], arguments["b"]
+def _needs_gradient(a: Any, b: Any) -> bool:
+    """Whether there is a gradient, which reads a stored ab12."""
     asked = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if api.gradients is None or a.element_size() == 1 or not (asked or differentiating()):
-        return set()
-    return {"ab12"} & set(api.returns)
+    return a.element_size() > 1 and (asked or differentiating())
 
 
-def _set_dtypes(
-    api: type[DenseGemm], arguments: dict[str, Any], names: Sequence[str], computed: set[str], stored: Sequence[str]
-) -> None:
-    """Sets the types that are not passed: of results that are computed that of ``a``, of others None."""
-    dtype = autocast_type(arguments["a"]) or arguments["a"].dtype
-    narrow = dtype if name_of(dtype) in NARROW else torch.bfloat16
-    for name in names:
-        result = name.removesuffix("_dtype")
-        if name.endswith("_dtype") and result in api.returns and arguments.get(name) is None:
-            arguments[name] = narrow if result in computed or result not in stored else None
-
-
-def _as_matrices(api: type[DenseGemm], name: str, x: Any) -> Any:
+def _as_operand(layout: Any, x: Any) -> Any:
     """An argument as the operator takes it, with a batch of one."""
-    spec = next((spec for spec in api.tensors if spec.name == name), None)
-    if spec is None or not isinstance(x, torch.Tensor):
+    if not isinstance(x, torch.Tensor):
         return x
-    layout = spec.layout
     is_matrix = isinstance(layout, BlockScales) and name_of(x.dtype) == BLOCKWISE_DTYPE
     if x.ndim and (is_matrix or isinstance(layout, Matrix)):
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

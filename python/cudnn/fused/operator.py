@@ -34,6 +34,8 @@ def register(name: str) -> Any:
         return _present(api, wrapper(**bound(positional, named)), positional[0])
 
     def bound(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        if not named and len(positional) == len(parameters):  # as calls without PyTorch's dispatcher pass them
+            return {**left_out, **dict(zip(parameters.values(), positional, strict=True))}
         bound_arguments = signature.bind(*positional, **named)
         bound_arguments.apply_defaults()
         return {**left_out, **{parameters[name]: value for name, value in bound_arguments.arguments.items()}}
