@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
@@ -118,8 +119,8 @@ def remember(
     values |= {name: f"r{i}" for i, name in enumerate(allocated)}
     allocations, scope = [], {f"e{i}": arguments[name] for i, name in enumerate(fixed)}
     for i, (name, x) in enumerate(allocated.items()):
-        scope |= {f"size{i}": x.shape, f"stride{i}": x.stride(), f"dtype{i}": x.dtype, "device": x.device}
-        allocations.append(f"r{i} = empty(size{i}, stride{i}, dtype=dtype{i}, device=device)")
+        scope[f"empty{i}"] = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        allocations.append(f"r{i} = empty{i}()")
         fill = api.spec(name).fill
         if fill is not None:
             scope[f"fill{i}"] = fill
@@ -147,7 +148,7 @@ def remember(
         "matches": guard([arguments[n] for n in tensors]),
     }
     scope |= {"objects": api.objects, "key": key, "operation": operation, "api": api, "execute": api.execute}
-    scope |= {"empty": torch.empty_strided, "on_stream": on_stream, "TupleDict": TupleDict}
+    scope |= {"on_stream": on_stream, "TupleDict": TupleDict}
     scope |= {"plain": plain, "strided": torch.strided}  # PyTorch's guard ends the process for tensors without strides
     scope["numbers"] = frozenset((float, int, type(None)))
     _calls[api] = [define("repeat", source, scope), *_calls.get(api, ())][:MAX_CALLS]
