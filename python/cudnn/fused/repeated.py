@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
@@ -119,7 +118,7 @@ def remember(
     values |= {name: f"r{i}" for i, name in enumerate(allocated)}
     allocations, scope = [], {f"e{i}": arguments[name] for i, name in enumerate(fixed)}
     for i, (name, x) in enumerate(allocated.items()):
-        scope[f"empty{i}"] = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        scope[f"empty{i}"] = _empty_like(x)
         allocations.append(f"r{i} = empty{i}()")
         fill = api.spec(name).fill
         if fill is not None:
@@ -157,6 +156,12 @@ def remember(
 _NUMBER = """s{i} = arguments[{name!r}]
     if type(s{i}) not in numbers:
         return None"""
+
+
+def _empty_like(x: Any) -> Callable[[], Any]:
+    """A function that allocates tensors with the metadata of x, which it does not keep."""
+    shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
+    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _is_immutable(value: Any) -> bool:
