@@ -31,6 +31,7 @@ from cudnn.bench import (
     Row,
     attention,
     dense_gemm,
+    gated_mlp,
     gemm,
     gemm_peers,
     grouped,
@@ -533,6 +534,20 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> tor
     if b.ndim == 2:
         return torch.stack([a[:, x:y] @ b[x:y] for x, y in spans])
     return torch.cat([a[x:y] @ b[e] for e, (x, y) in enumerate(spans)])
+
+
+def test_candidates_of_a_gated_mlp_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    shape, wide = (96, 128, 64), "cuBLAS, float32 result"  # which the CPU has not
+    problems = bench.find("gated_mlp").problems(bench.Options("bf16", (shape,)))
+    assert [problem.flops for problem in problems] == [18.0 * 96 * 128 * 64, 6.0 * 96 * 128 * 64]
+    for problem in (*problems, *gated_mlp.gemm_problems(shape)):
+        candidates = [each for each in problem.candidates() if each.name != wide]
+        assert all(each.prepare is not None for each in candidates)
+        refused = {each.name: each.check(each.prepare()()) for each in candidates if each.prepare is not None}
+        assert set(refused.values()) == {""}, (problem.label, refused)
+        zeros = {name: 0 * value for name, value in candidates[0].prepare()().items()}  # pyright: ignore[reportOptionalCall]
+        assert "wrong result" in candidates[0].check(zeros)
 
 
 def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
