@@ -127,6 +127,14 @@ COMPILE_JOBS: Setting[int | None] = Setting(
     "How many processes compile an operation's kernels at the same time; 0: this process compiles them one after "
     "another. Unset: one for each CPU that this process may use, shared with the other ranks of its host, up to 16.",
 )
+LOCAL_RANK = Setting("LOCAL_RANK", "a number, 0 or more", _count, 0, "The rank within its host; `torchrun` sets it.")
+LOCAL_WORLD_SIZE = Setting(
+    "LOCAL_WORLD_SIZE",
+    "a number, 0 or more",
+    _count,
+    1,
+    "The ranks of this host, which share its CPUs when kernels are compiled; `torchrun` sets it.",
+)
 EMULATE = Setting(
     "CUDNN_EMULATE",
     "`sm_90a` or `sm_100a`",
@@ -197,6 +205,9 @@ SETTINGS = (
     LOG_INFO,
     LOG_FILE,
     KERNEL_CACHE,
+    COMPILE_JOBS,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
     SYSTEM_KERNEL_CACHE,
     EMULATE,
     PLAN_CUDA_GRAPHS,
@@ -268,9 +279,14 @@ def markdown_table() -> str:
     rows: list[str] = []
     for setting in SETTINGS:
         default = int(setting.default) if isinstance(setting.default, bool) else setting.default
-        shown = "not set" if default in ((), "") else f"`{default}`"
+        shown = "not set" if default in ((), "", None) else f"`{default}`"
         rows.append(f"| `{setting.name}` | {setting.type_name} | {shown} | {setting.meaning} |")
     return "\n".join(["| variable | value | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def environment_of_child(**changes: str) -> dict[str, str]:
+    """The variables of a process started from here: this one's, with changes."""
+    return {**os.environ, **changes}
 
 
 def pass_on(values: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ class Worker:
     def __init__(self) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # Without an architecture the DSL asks the CUDA driver, whose initialization takes seconds a process.
-        env = {"CUTE_DSL_ARCH": "sm_90a", **os.environ, "PYTHONPATH": paths}
+        env = settings.environment_of_child(CUTE_DSL_ARCH="sm_90a", PYTHONPATH=paths)
         command = [sys.executable, "-m", "cudnn.runtime.compile_worker"]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
@@ -179,16 +179,11 @@ def jobs() -> int:
 
 def _local_ranks() -> int:
     """The number of ranks that ``torchrun`` started on this host."""
-    return max(1, _variable("LOCAL_WORLD_SIZE", 1))
+    return max(1, settings.LOCAL_WORLD_SIZE.get())
 
 
 def _local_rank() -> int:
-    return min(max(0, _variable("LOCAL_RANK", 0)), _local_ranks() - 1)
-
-
-def _variable(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else default
+    return min(settings.LOCAL_RANK.get(), _local_ranks() - 1)
 
 
 class _Progress:
