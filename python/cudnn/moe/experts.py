@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cudnn import settings
 from cudnn.fused import registry
 from cudnn.lazy import torch
-from cudnn.moe.combining import permute
+from cudnn.moe.combining import permute, permute_weights, unpermute_weights
 from cudnn.runtime.kernels import CompileAhead
 from cudnn.runtime.pointer_arrays import pointers
 from cudnn.runtime.recording import Key
@@ -41,6 +41,7 @@ class Permutation:
     offsets: Tensor
     gather_idx: Tensor
     scatter_idx: Tensor
+    is_sorted: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -69,6 +70,59 @@ class Permutation:
         """
         many = self.rows >= GATHER_ROWS * self.offsets.shape[0]
         return architecture(x) != "sm_90a" or (many and not large)
+
+    def gemm_weights(self, weights: Tensor, required: bool) -> Tensor | None:
+        """The weights by which the up GEMM multiplies rows: none, as combine does; ones if they are ``required``."""
+        return weights.new_ones(self.rows) if required else None
+
+    def weights_of_rows(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The weights (R, 1, 1) of rows from those of slots (T, K), and zeros of that shape for their gradient."""
+        return permute_weights(weights, self.scatter_idx, self.rows)
+
+    def weights_of_slots(self, values: Tensor) -> Tensor:
+        """Values of rows (R, 1, 1) by slot (T, K)."""
+        return unpermute_weights(values, self.scatter_idx)
+
+
+@dataclass
+class SortedRows:
+    """R rows that a dispatcher has sorted by expert, instead of a :class:`Permutation` of tokens.
+
+    Weights are (R, 1), or None for ones. The up GEMM's epilogue multiplies them.
+    """
+
+    offsets: Tensor
+    rows: int
+    is_sorted: ClassVar[bool] = True
+
+    def operand(self, x: Tensor, large: bool = False) -> tuple[Tensor, None]:
+        """The A operand: the rows themselves."""
+        return x, None
+
+    def gathers(self, x: Tensor, large: bool = False) -> bool:
+        """Whether the GEMM gathers rows."""
+        return False
+
+    def gemm_weights(self, weights: Tensor | None, required: bool) -> Tensor | None:
+        """The weights (R, 1, 1), or None."""
+        if weights is not None:
+            return weights.view(-1, 1, 1)
+        return torch.ones(self.rows, 1, 1, dtype=torch.float32, device=self.offsets.device) if required else None
+
+    def weights_of_rows(self, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weights (R, 1, 1), and zeros of that shape for their gradient; None without weights."""
+        prob = self.gemm_weights(weights, False)
+        return prob, None if prob is None else torch.zeros_like(prob)
+
+    def weights_of_slots(self, values: Tensor) -> Tensor:
+        """Values of rows (R, 1, 1) as (R, 1)."""
+        return values.view(-1, 1)
+
+    @property
+    def expert(self) -> Tensor:
+        """The expert of each row, int64 (R, 1); E for a padding row."""
+        row = torch.arange(self.rows, device=self.offsets.device)
+        return torch.searchsorted(self.offsets.long(), row, right=True).view(-1, 1)
 
 
 @functools.cache
