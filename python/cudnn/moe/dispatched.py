@@ -17,6 +17,7 @@ from cudnn.errors import make_error
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
 from cudnn.moe.experts import Experts, GroupedGemmOps, SortedRows, environment, grouped_gemm_ops, shape_of
+from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.operator import Weights, check_addresses, check_experts, listed
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
 from cudnn.moe.routing import check_tensors
@@ -91,9 +92,9 @@ def moe_experts(
     if main_grads is not None:
         names = ("main_grads of up", "main_grads of down")
         main_grad = [listed(_WHERE, name, _flat(each)) for name, each in zip(names, main_grads, strict=True)]
-    counts, padded = _device_counts(counts, x, shape_of(lists[0])[0])
+    counts, padded = device_counts(counts, x, shape_of(lists[0])[0])
     if probs is not None:
-        probs = _row_weights(probs, x)
+        probs = row_weights(probs, x)
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     tensors = (x, probs, *lists[0], *lists[1], up_bias, down_bias)
     save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -107,7 +108,7 @@ def _flat(up: Weights) -> Weights:
     return up.flatten(1, 2) if isinstance(up, Tensor) and up.ndim == 4 and up.shape[1] == 2 else up
 
 
-def _device_counts(counts: Tensor | Sequence[int], x: Tensor, experts: int) -> tuple[Tensor, bool]:
+def device_counts(counts: Tensor | Sequence[int], x: Tensor, experts: int) -> tuple[Tensor, bool]:
     """Counts on the device of x, and whether there may be padding rows. Checks counts that are on the host."""
     if not isinstance(counts, Tensor):
         if not isinstance(counts, (list, tuple)) or any(type(count) is not int for count in counts):
@@ -137,7 +138,7 @@ def _check_host_counts(counts: Tensor, x: Tensor) -> None:
         raise make_error(ValueError, _WHERE, "counts", got, f"0 or more, at most {x.shape[0]} in all, the rows of x")
 
 
-def _row_weights(probs: Tensor, x: Tensor) -> Tensor:
+def row_weights(probs: Tensor, x: Tensor) -> Tensor:
     """Weights of rows as (R, 1), float32 or, for an x of float64, float64."""
     if probs.shape not in ((x.shape[0],), (x.shape[0], 1)) or not probs.is_floating_point():
         got, allowed = f"{probs.dtype} {tuple(probs.shape)}", f"floating point ({x.shape[0]},), for each row of x"
@@ -388,8 +389,10 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     options = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.padded, needs_grad)
     grads = moe_experts_bwd_primitive(gradient, x, offsets, preact, probs, up, down, up_bias, down_bias, *options)
     dx, dprobs, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
-    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, strict=True)
-    dw_lists = [unbind_experts(None if buffers else dw, like) for dw, like, buffers in matrices]
+    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)
+    dw_lists = [
+        dummy_grads(like, needed) if buffers else unbind_experts(dw, like) for dw, like, buffers, needed in matrices
+    ]
     return dx, None, dprobs, *dw_lists, *biases, *none, *[None] * 6
 
 

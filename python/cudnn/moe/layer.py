@@ -26,7 +26,8 @@ dweights[t, k] = <down[e]^T dy[t], act[r]>, not from o (as SonicMoE does).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cudnn.lazy import torch
@@ -189,6 +190,7 @@ def backward(
     main_grad: tuple[Sequence[Tensor], Sequence[Tensor]],
     combine: bool = True,
     router: RouterBackward | None = None,
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> Gradients:
     """The gradients that ``needs_grad`` names, in the order of :class:`NeedsGrad`.
 
@@ -200,12 +202,14 @@ def backward(
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
         combine: False: x's gradient is each row's, (R, H).
         router: Whose contribution to x's gradient is added.
+        delayed: Gets functions that compute the weight gradients of down and of up, whose results are then None.
     """
     needs, router_dx = NeedsGrad(*needs_grad), None
-    grads, dpreact = backward_down(ops, dy, x, preact, indices, weights, permutation, e, needs, main_grad[1])
+    arguments = (indices, weights, permutation, e, needs, main_grad[1], delayed)
+    grads, dpreact = backward_down(ops, dy, x, preact, *arguments)
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
-    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx)
+    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx, delayed)
     if router is not None and grads.weights is not None and dx is not None and router_dx is None:
         router.add_dx(dx)
     return grads._replace(x=dx, up=dw_up)
@@ -222,10 +226,11 @@ def backward_down(
     e: Experts,
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> tuple[Gradients, Tensor]:
     """The first half of :func:`backward`: all gradients but those of x and up, and dpreact (R, N).
 
-    ``main_grad``: that of down.
+    ``main_grad``: that of down. ``delayed`` as there.
     """
     (experts, _, intermediate), count = shape_of(e.down), permutation.rows
     dpreact, act = torch.empty_like(preact), preact.new_empty(count, intermediate)
@@ -252,7 +257,7 @@ def backward_down(
             "a_index": gather_idx,
             "b": transposed(act),
         }
-        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad)
+        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad, 0, delayed)
     dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
     ddown_bias = None
     if e.down_bias is not None:  # the router's weight multiplies down_bias too
@@ -300,6 +305,7 @@ def backward_up(
     main_grad: Sequence[Tensor],
     combine: bool = True,
     router_dx: tuple[Tensor, Tensor] | None = None,
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The second half of :func:`backward`: the gradients of x and up, from dpreact (R, N).
 
@@ -321,7 +327,7 @@ def backward_up(
             "b": transposed(x_rows),
             "b_index": gather_idx,
         }
-        return _wgrad(ops, "up", tensors, up, main_grad, margin)
+        return _wgrad(ops, "up", tensors, up, main_grad, margin, delayed)
 
     if not needs.x:
         return None, wgrad_up()
@@ -372,8 +378,12 @@ def _wgrad(
     like: Sequence[Tensor],
     main_grad: Sequence[Tensor],
     margin: int = 0,
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> Tensor | None:
-    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``."""
+    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed."""
+    if delayed is not None:
+        delayed.append(functools.partial(_wgrad, ops, name, tensors, like, main_grad))
+        return None
     dw, options = None, {}
     experts, m, n = shape_of(like)
     if not main_grad:
