@@ -57,6 +57,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     event = SimpleNamespace(synchronize=lambda: None)
     stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: event, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
