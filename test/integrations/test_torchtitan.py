@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,4 +200,10 @@ def expert_parallel(rank: int, path: pathlib.Path) -> None:
 
 
 def test_expert_parallel(tmp_path: pathlib.Path) -> None:
-    run_processes(2, tmp_path, functools.partial(expert_parallel, path=tmp_path))
+    """In a process without threads, which forks."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True, timeout=200)
+
+
+if __name__ == "__main__":
+    run_processes(2, pathlib.Path(sys.argv[1]), functools.partial(expert_parallel, path=pathlib.Path(sys.argv[1])))
