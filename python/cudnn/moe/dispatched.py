@@ -61,8 +61,9 @@ def moe_experts(
     The first ``counts[0]`` rows are expert 0's, the next ``counts[1]`` expert 1's, and so on. Rows behind the sum of
     counts are padding: their outputs are zeros, and so are the gradients of x and of probs there; they add nothing to
     other gradients and may hold anything. Differentiable in x, probs, weights and biases, as one autograd node. Nothing
-    sorts, permutes or combines rows, and counts on the device are not read by the host. Use :func:`cudnn.ops.moe_mlp`
-    for tokens that are not dispatched yet.
+    sorts, permutes or combines rows, and counts on the device are not read by the host. A row's output, and its
+    gradients of x and probs, have the same bits whatever the other rows and their number are. Use
+    :func:`cudnn.ops.moe_mlp` for tokens that are not dispatched yet.
 
     Args:
         x: ``[R, H]``, bfloat16 or float16, contiguous in H; the reference on the CPU also takes float32 and float64.

@@ -36,11 +36,13 @@ class Permutation:
     - ``offsets`` int32 (E,): where the rows of each expert end (an inclusive cumulative sum).
     - ``gather_idx`` int32 (R,): the token of each row.
     - ``scatter_idx`` int32 (T, K): the row of each slot, -1 for a dropped slot.
+    - ``batch_invariant``: whether rows are gathered or copied does not depend on their number.
     """
 
     offsets: Tensor
     gather_idx: Tensor
     scatter_idx: Tensor
+    batch_invariant: bool = False
     is_sorted: ClassVar[bool] = False
 
     @property
@@ -68,7 +70,7 @@ class Permutation:
         (``large``), or 2,048 if a combine runs concurrently, and always with few rows per expert: there the forward
         pass is 1.6 to 2.1 times as fast.
         """
-        many = self.rows >= GATHER_ROWS * self.offsets.shape[0]
+        many = self.rows >= GATHER_ROWS * self.offsets.shape[0] and not self.batch_invariant
         return architecture(x) != "sm_90a" or (many and not large)
 
     def gemm_weights(self, weights: Tensor, required: bool) -> Tensor | None:
@@ -135,7 +137,8 @@ class Experts(NamedTuple):
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one tensor per expert.
 
     N is I or, for a gated activation, 2 I. ``glu_layout`` "interleaved": of every 64 rows the first 32 are gates;
-    "concatenated": the first I rows are gates. With ``fp8`` the forward GEMMs take e4m3 operands.
+    "concatenated": the first I rows are gates. With ``fp8`` the forward GEMMs take e4m3 operands. ``batch_invariant``
+    as in :class:`Permutation`.
     """
 
     up: Sequence[Tensor]
@@ -146,6 +149,7 @@ class Experts(NamedTuple):
     act_params: Sequence[float]
     glu_layout: str
     fp8: bool = False
+    batch_invariant: bool = False
 
 
 def is_list(weights: Sequence[Tensor]) -> bool:

@@ -60,6 +60,7 @@ def moe_mlp(
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
     fp8: bool = False,
+    batch_invariant: bool = False,
     main_grads: tuple[Weights, Weights] | None = None,
     group: Any = None,
     time_limit: float = 600.0,
@@ -92,6 +93,10 @@ def moe_mlp(
             128 x 128 blocks. The e4m3 copies of weights, half of their memory, are cached between passes without
             gradients until the weights change. Gradients are those of a layer without ``fp8`` with the same
             pre-activation. For gated activations and interleaved weights; H and I are multiples of 128.
+        batch_invariant: A token's output, and the gradients of its x and weights, have the same bits whatever the other
+            tokens and their number are, on one kind of GPU. Hopper's kernels then always read a permuted copy of the
+            tokens instead of gathering many rows, which takes up to 0.6 ps per element of the (T K, H) copy. The router
+            is the caller's: its GEMM has to be batch-invariant too.
         main_grads: Float32 tensors of the shapes of up and down, or lists of them, that the backward pass accumulates
             the gradients of up and down into; autograd then gets none.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
@@ -119,7 +124,7 @@ def moe_mlp(
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
         local, main_grad = (
-            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8),
+            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8, batch_invariant),
             (up_main_grad, down_main_grad),
         )
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
@@ -135,7 +140,7 @@ def moe_mlp(
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
         raise make_error(ValueError, _WHERE, "routing", got, allowed)
     experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
-    return _single_rank(tokens, routing, *experts).view(x.shape)
+    return _single_rank(tokens, routing, *experts, batch_invariant).view(x.shape)
 
 
 @torch.compiler.disable(reason="ranks exchange tokens: compile the code before and after it")
@@ -167,6 +172,7 @@ def _expert_parallel(
         activation=e.activation,
         glu_layout=e.glu_layout,
         fp8=e.fp8,
+        batch_invariant=e.batch_invariant,
         **dict(zip(ACT_PARAMS, e.act_params, strict=True)),
     )
     exchange = exchange_of(group, config, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
@@ -192,6 +198,7 @@ def _single_rank(
     act_params: list[float],
     glu_layout: str,
     fp8: bool,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """The layer on one rank."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
@@ -213,6 +220,7 @@ def _single_rank(
         act_params,
         glu_layout,
         fp8,
+        batch_invariant,
         save_preact,
     )
     return y
@@ -420,6 +428,7 @@ def moe_mlp_fwd_primitive(
     act_params: Sequence[float],
     glu_layout: str,
     fp8: bool,
+    batch_invariant: bool,
     save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y of :func:`moe_mlp` (T, H), and the pre-activation (T K, N), without elements unless ``save_preact``."""
@@ -428,7 +437,7 @@ def moe_mlp_fwd_primitive(
     if not gather_idx.numel():
         y, preact = _empty(x, gather_idx, experts, save_preact)
         return y.zero_(), preact
-    permutation = Permutation(offsets, gather_idx, scatter_idx)
+    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant)
     return layer.forward(ops, aligned(x), weights.contiguous(), permutation, experts, save_preact)
 
 
@@ -458,6 +467,7 @@ def _(
     act_params: Any,
     glu_layout: str,
     fp8: bool,
+    batch_invariant: bool,
     save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
@@ -484,6 +494,7 @@ def moe_mlp_bwd_primitive(
     activation: str,
     act_params: Sequence[float],
     glu_layout: str,
+    batch_invariant: bool,
     needs_grad: Sequence[bool],
 ) -> Six:
     """The gradients of x, weights, up, down and the biases; tensors without elements for those not in ``needs_grad``.
@@ -495,7 +506,7 @@ def moe_mlp_bwd_primitive(
     if not gather_idx.numel():
         zeros = _gradients_like(x, weights, experts, needs_grad, main_grad)
         return tuple(each.zero_() for each in zeros)  # pyright: ignore[reportReturnType]
-    permutation = Permutation(offsets, gather_idx, scatter_idx)
+    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant)
     gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
     arguments = (gradient, x, preact, indices, weights, permutation, experts, needs_grad, main_grad)
     grads = layer.backward(grouped_gemm_ops(x, experts), *arguments)
@@ -530,6 +541,7 @@ def _(
     activation: str,
     act_params: Any,
     glu_layout: str,
+    batch_invariant: bool,
     needs_grad: Any,
 ) -> Six:
     experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
@@ -541,7 +553,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.save_for_backward(
         x, output[1], weights, indices, offsets, gather_idx, scatter_idx, up_bias, down_bias, *up, *down
     )
-    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, _) = len(up), rest
+    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, ctx.batch_invariant, _) = (
+        len(up),
+        rest,
+    )
     ctx.set_materialize_grads(False)
 
 
@@ -550,16 +565,16 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     *tensors, up_bias, down_bias = saved[:9]
     up, down = (list(weights) for weights in (saved[9 : 9 + ctx.num_tensors], saved[9 + ctx.num_tensors :]))
     if gradient is None:
-        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 5
+        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 6
     needs_x, needs_weights, *_, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:10]
     needs_grad = [needs_x, needs_weights, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
-    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, needs_grad)
+    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.batch_invariant, needs_grad)
     arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     grads = moe_mlp_bwd_primitive(gradient, *arguments)
     dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
     matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, strict=True)
     dw_lists = [unbind_experts(None if buffers else dw, like) for dw, like, buffers in matrices]
-    return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 5
+    return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 6
 
 
 moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)
