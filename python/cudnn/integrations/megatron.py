@@ -170,9 +170,10 @@ class CudnnExperts(MegatronModule):
         With ``use_cpu_initialization``, draws those of all ranks and keeps its own: the same seed leads to the same
         weights, whatever the degrees of parallelism.
         """
-        methods = (self.config.init_method, self.config.output_layer_init_method)
+        methods: Any = (self.config.init_method, self.config.output_layer_init_method)
         if not self.config.use_cpu_initialization:
-            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            tracker: Any = get_cuda_rng_tracker()
+            with tracker.fork(get_expert_parallel_rng_tracker_name()):
                 for weight, init in zip((self.weight1, self.weight2), methods, strict=True):
                     for expert in weight:
                         init(expert)
@@ -216,7 +217,7 @@ class CudnnExperts(MegatronModule):
             probs = None if probs is None else row_weights(probs, x)
             return _Delayed.apply(self, counts, padded, main_grads, x, probs, *weights, self.bias1, self.bias2), None
         buffers = main_grads if main_grads is None or torch.is_grad_enabled() else None
-        options = {"activation": self.activation, "glu_layout": self._glu_layout, "fp8": self.use_fp8}
+        options: dict[str, Any] = {"activation": self.activation, "glu_layout": self._glu_layout, "fp8": self.use_fp8}
         biases = (self.bias1, self.bias2)
         y = moe_experts(x, counts, *weights, probs, *biases, main_grads=buffers, **options, **self.act_params)
         return y, None
@@ -284,7 +285,7 @@ class CudnnExperts(MegatronModule):
 _DEFAULTS = {"linear_offset": 1.0, "geglu_alpha": 1.702, "glu_clamp_max": 7.0, "glu_clamp_min": -7.0}
 
 
-def _activation(config: Any) -> tuple[str, dict[str, float]]:
+def _activation(config: Any) -> tuple[str, dict[str, Any]]:
     """The name of the activation, and its numbers."""
     function, gated = config.activation_func, config.gated_linear_unit
     clamp, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
@@ -390,7 +391,8 @@ class _Layout:
             halves = [loaded[part * each : (part + 1) * each] for part in range(parts)]
             return torch.cat([torch.stack(half) if self.singleton else half[0] for half in halves], 1)
 
-        return ShardedTensorFactory(f"{self.prefix}experts.{key}", parameter, build, merge, replica)
+        arguments: Any = (f"{self.prefix}experts.{key}", parameter, build, merge, replica)
+        return ShardedTensorFactory(*arguments)
 
     def _shards(self, key: str, values: Tensor, part: int, parts: int, axis: int | None, replica_id: Any) -> list[Any]:
         """The shards of one part of a parameter: all local experts', or one for each."""
@@ -468,7 +470,7 @@ class CudnnMoEBackend(CudnnExperts):
         wide = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
         weights = probs.gather(1, indices).to(wide)
         group = self.ep_group if self.ep_group.size() > 1 else None
-        options = {"activation": self.activation, "glu_layout": self._glu_layout, "fp8": self.use_fp8}
+        options: dict[str, Any] = {"activation": self.activation, "glu_layout": self._glu_layout, "fp8": self.use_fp8}
         grads = self._main_grads() if torch.is_grad_enabled() else None
         matrices = (self.weight1, self.weight2, self.bias1, self.bias2)
         routing = (indices.where(chosen > 0, -1), weights)

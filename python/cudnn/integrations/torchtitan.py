@@ -73,7 +73,7 @@ class CudnnGroupedExperts(GroupedExperts):
                 self._init_param(name, self.w2_EDF)
                 continue
             half = self.w13[:, :, (_GATE, _UP).index(name)]
-            drawn = torch.empty_like(half.flatten(1, 2), memory_format=torch.contiguous_format)
+            drawn: Any = torch.empty_like(half.flatten(1, 2), memory_format=torch.contiguous_format)
             self._init_param(name, drawn)
             half.copy_(drawn.unflatten(1, (-1, _BLOCK)))
 

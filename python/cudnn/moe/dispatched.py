@@ -18,7 +18,7 @@ from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
 from cudnn.moe.experts import Experts, GroupedGemmOps, SortedRows, environment, grouped_gemm_ops, shape_of
 from cudnn.moe.main_grads import dummy_grads
-from cudnn.moe.operator import Weights, check_addresses, check_experts, listed
+from cudnn.moe.operator import Weights, check_addresses, check_experts, listed, two
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
 from cudnn.moe.routing import check_tensors
 from cudnn.runtime.memory import aligned
@@ -88,19 +88,21 @@ def moe_experts(
     check_tensor(_WHERE, "x", x)
     _check_rows(x)
     check_tensors(_WHERE, probs=probs, up_bias=up_bias, down_bias=down_bias)
-    lists = [listed(_WHERE, "up", _flat(up)), listed(_WHERE, "down", down)]
-    main_grad: list[list[Tensor]] = [[], []]
+    ups, downs = listed(_WHERE, "up", _flat(up)), listed(_WHERE, "down", down)
+    up_main_grad, down_main_grad = [], []
     if main_grads is not None:
-        names = ("main_grads of up", "main_grads of down")
-        main_grad = [listed(_WHERE, name, _flat(each)) for name, each in zip(names, main_grads, strict=True)]
-    counts, padded = device_counts(counts, x, shape_of(lists[0])[0])
+        up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
+        up_main_grad = listed(_WHERE, "main_grads of up", _flat(up_main_grad))
+        down_main_grad = listed(_WHERE, "main_grads of down", down_main_grad)
+    counts, padded = device_counts(counts, x, shape_of(ups)[0])
     if probs is not None:
         probs = row_weights(probs, x)
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
-    tensors = (x, probs, *lists[0], *lists[1], up_bias, down_bias)
+    tensors = (x, probs, *ups, *downs, up_bias, down_bias)
     save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    weights = (ups, downs, up_bias, down_bias, up_main_grad, down_main_grad)
     options = (activation, act_params, glu_layout, fp8, padded, save_preact)
-    y, *_ = moe_experts_fwd_primitive(x, counts, probs, *lists, up_bias, down_bias, *main_grad, *options)
+    y, *_ = moe_experts_fwd_primitive(x, counts, probs, *weights, *options)
     return y
 
 
@@ -387,8 +389,9 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return None, None, None, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 6
     needs_x, _, needs_probs, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:7]
     needs_grad = [needs_x, needs_probs, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
-    options = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.padded, needs_grad)
-    grads = moe_experts_bwd_primitive(gradient, x, offsets, preact, probs, up, down, up_bias, down_bias, *options)
+    tensors: tuple[Any, ...] = (x, offsets, preact, probs, up, down, up_bias, down_bias, *ctx.main_grad)
+    arguments: tuple[Any, ...] = (*tensors, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.padded, needs_grad)
+    grads = moe_experts_bwd_primitive(gradient, *arguments)
     dx, dprobs, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
     matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)
     dw_lists = [

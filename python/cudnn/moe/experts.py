@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cudnn import settings
@@ -42,7 +42,7 @@ class Permutation:
     offsets: Tensor
     gather_idx: Tensor
     scatter_idx: Tensor
-    batch_invariant: bool = False
+    batch_invariant: bool = field(default=False, kw_only=True)
     is_sorted: ClassVar[bool] = False
 
     @property
@@ -73,12 +73,13 @@ class Permutation:
         many = self.rows >= GATHER_ROWS * self.offsets.shape[0] and not self.batch_invariant
         return architecture(x) != "sm_90a" or (many and not large)
 
-    def gemm_weights(self, weights: Tensor, required: bool) -> Tensor | None:
+    def gemm_weights(self, weights: Tensor | None, required: bool) -> Tensor | None:
         """The weights by which the up GEMM multiplies rows: none, as combine does; ones if they are ``required``."""
-        return weights.new_ones(self.rows) if required else None
+        return weights.new_ones(self.rows) if required and weights is not None else None
 
-    def weights_of_rows(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def weights_of_rows(self, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The weights (R, 1, 1) of rows from those of slots (T, K), and zeros of that shape for their gradient."""
+        assert weights is not None
         return permute_weights(weights, self.scatter_idx, self.rows)
 
     def weights_of_slots(self, values: Tensor) -> Tensor:
@@ -96,6 +97,8 @@ class SortedRows:
     offsets: Tensor
     rows: int
     is_sorted: ClassVar[bool] = True
+    gather_idx: ClassVar[None] = None
+    scatter_idx: ClassVar[None] = None
 
     def operand(self, x: Tensor, large: bool = False) -> tuple[Tensor, None]:
         """The A operand: the rows themselves."""

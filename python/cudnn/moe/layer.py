@@ -172,8 +172,9 @@ def forward(
     del tensors, act, act_scales, prob  # y reuses their memory
 
     # (4) Combine: the weighted sum of each token's rows, in float32.
-    combines = combine and isinstance(permutation, Permutation)
-    y = combine_rows(down_out, permutation.scatter_idx, weights) if combines else down_out
+    y = down_out
+    if combine and isinstance(permutation, Permutation):
+        y = combine_rows(down_out, permutation.scatter_idx, weights)
     return y, preact if save_preact and preact is not None else x.new_empty(0)
 
 
@@ -263,7 +264,8 @@ def backward_down(
     if e.down_bias is not None:  # the router's weight multiplies down_bias too
         slots = _weighted_slots(indices, weights, permutation, experts)
         ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
-        dweights = dweights if dweights is None else dweights + of_weights
+        if dweights is not None and of_weights is not None:
+            dweights = dweights + of_weights
     dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
     return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
 

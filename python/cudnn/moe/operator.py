@@ -117,7 +117,7 @@ def moe_mlp(
     up, down, tokens = listed(_WHERE, "up", up), listed(_WHERE, "down", down), tokens_of(_WHERE, x)
     up_main_grad, down_main_grad = [], []
     if main_grads is not None:
-        up_main_grad, down_main_grad = _two("main_grads", main_grads, "those of up and of down")
+        up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
         up_main_grad = listed(_WHERE, "main_grads of up", up_main_grad)
         down_main_grad = listed(_WHERE, "main_grads of down", down_main_grad)
     check_tensors(_WHERE, up_bias=up_bias, down_bias=down_bias)
@@ -130,7 +130,7 @@ def moe_mlp(
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
         return _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
-        indices, weights = _two("routing", routing, "what cudnn.moe.route returned, or indices and weights")
+        indices, weights = two(_WHERE, "routing", routing, "what cudnn.moe.route returned, or indices and weights")
         check_tensor(_WHERE, "indices", indices)
         check_tensor(_WHERE, "weights", weights)
         _check_slots(tokens, indices, weights)
@@ -249,10 +249,15 @@ def listed(where: str, name: str, weights: Weights) -> list[torch.Tensor]:
     return tensors
 
 
-def _two(name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
+def two(where: str, name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
+    """Two values.
+
+    Raises:
+        ValueError: it is no pair.
+    """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         got = f"{len(pair)} of them" if isinstance(pair, (tuple, list)) else type(pair).__name__
-        raise make_error(ValueError, _WHERE, name, got, allowed)
+        raise make_error(ValueError, where, name, got, allowed)
     return pair[0], pair[1]
 
 
@@ -437,7 +442,7 @@ def moe_mlp_fwd_primitive(
     if not gather_idx.numel():
         y, preact = _empty(x, gather_idx, experts, save_preact)
         return y.zero_(), preact
-    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant)
+    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=batch_invariant)
     return layer.forward(ops, aligned(x), weights.contiguous(), permutation, experts, save_preact)
 
 
@@ -506,7 +511,7 @@ def moe_mlp_bwd_primitive(
     if not gather_idx.numel():
         zeros = _gradients_like(x, weights, experts, needs_grad, main_grad)
         return tuple(each.zero_() for each in zeros)  # pyright: ignore[reportReturnType]
-    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant)
+    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=batch_invariant)
     gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
     arguments = (gradient, x, preact, indices, weights, permutation, experts, needs_grad, main_grad)
     grads = layer.backward(grouped_gemm_ops(x, experts), *arguments)

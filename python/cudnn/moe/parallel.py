@@ -175,7 +175,7 @@ class _OverRanks(torch.autograd.Function):
         offsets, gather_idx, scatter_idx, up_bias, down_bias, *matrices = rest
         transport, local_experts, sent = ctx.exchange.transport, ctx.local_experts, ctx.sent
         e = local_experts.experts(up_bias, down_bias, matrices)
-        permutation = Permutation(offsets, gather_idx, scatter_idx, e.batch_invariant)
+        permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=e.batch_invariant)
         dy = transport.scatter(gradients[0].contiguous(), sent)
         if down_bias is not None:  # its gradient is a GEMM over all rows, including those that were not received
             dy = dy.where((local >= 0).any(1, keepdim=True), 0.0)
