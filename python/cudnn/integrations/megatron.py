@@ -184,7 +184,7 @@ class CudnnExperts(MegatronModule):
                 dim, parts = weight.partition_dim - 1, weight.partition_stride  # pyright: ignore[reportAttributeAccessIssue]
                 shape = list(weight.shape[1:])
                 shape[dim] *= tp
-                drawn = torch.empty(shape, dtype=torch.float32)
+                drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
                 init(drawn)
                 if 0 <= expert - first < self.num_local_experts:
                     shares = [part.chunk(tp, dim)[tp_rank] for part in drawn.chunk(parts, dim)]
@@ -465,7 +465,7 @@ class CudnnMoEBackend(CudnnExperts):
             raise make_error(ValueError, _WHERE, "expert tensor parallelism", self.tp_group.size(), "1")
         probs, routing_map = probs.flatten(0, -2), routing_map.flatten(0, -2)
         experts = routing_map.shape[1]
-        order = torch.arange(experts, 0, -1, device=routing_map.device)  # slots by expert, as sums depend on the order
+        order = torch.arange(experts, 0, -1, dtype=torch.int64, device=routing_map.device)  # slots by expert
         chosen, indices = (routing_map * order).topk(min(self.config.moe_router_topk, experts), 1)
         wide = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
         weights = probs.gather(1, indices).to(wide)

@@ -118,7 +118,7 @@ def device_counts(counts: Tensor | Sequence[int], x: Tensor, experts: int) -> tu
             raise make_error(TypeError, _WHERE, "counts", type(counts).__name__, "a tensor, or a list of integers")
         if any(abs(count) > _MOST_ROWS for count in counts):
             raise make_error(ValueError, _WHERE, "counts", list(counts), f"at most {_MOST_ROWS}")
-        counts = torch.tensor(counts, dtype=torch.int32)
+        counts = torch.tensor(counts, dtype=torch.int32, device="cpu")
     if counts.shape != (experts,) or counts.dtype not in _COUNTS:
         got, allowed = (
             f"{counts.dtype} {tuple(counts.shape)}",

@@ -126,7 +126,7 @@ class SortedRows:
     @property
     def expert(self) -> Tensor:
         """The expert of each row, int64 (R, 1); E for a padding row."""
-        row = torch.arange(self.rows, device=self.offsets.device)
+        row = torch.arange(self.rows, dtype=torch.int64, device=self.offsets.device)
         return torch.searchsorted(self.offsets.long(), row, right=True).view(-1, 1)
 
 
