@@ -246,6 +246,10 @@ def moe_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
     dense = [y.clone().requires_grad_() for y in (x, up[0], down[0])]
     yield "gated_mlp_fwd_primitive", lambda: gated_mlp(*dense), product // 2
     yield "gated_mlp_bwd_primitive", gated_mlp(*dense).sum().backward, product
+    sorted_rows = (torch.randn(48, 64), [20, 0, 18, 10])
+    yield "moe_experts_fwd_primitive", lambda: ops.moe_experts(*sorted_rows, up, down), product
+    loss_of_rows = ops.moe_experts(sorted_rows[0].requires_grad_(), sorted_rows[1], *leaves[1:]).sum()
+    yield "moe_experts_bwd_primitive", loss_of_rows.backward, 2 * product
     route = (None, 2, "softmax", False, True, 1, 1, 1.0)
     yield "moe_route", lambda: operators.moe_route(logits, *route), 0
     yield "moe_route_bwd", lambda: operators.moe_route_bwd(weights, chosen, indices, 4, "softmax", False, True, 1.0), 0

@@ -197,6 +197,37 @@ class ValuesConfiguration:
         )
 
 
+@dataclass(frozen=True)
+class RowOffsetsConfiguration:
+    """The end offsets of experts' rows from their counts, and zeros in ``rows`` behind the last end.
+
+    Without a ``count_dtype``, the kernel reads the offsets instead of writing them.
+    """
+
+    experts: int
+    dtype: str
+    hidden: int
+    count_dtype: str = ""
+
+    @property
+    def vector(self) -> int:
+        """Elements of 16 bytes."""
+        return 128 // FORMATS[self.dtype].bits
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        counts: tuple[Slot, ...] = ()
+        if self.count_dtype:
+            size = 8 if self.count_dtype == "int64" else 4
+            counts = (Tensor("counts", self.count_dtype, (self.experts,), (1,), align=size),)
+        return (
+            *counts,
+            Tensor("offsets", "int32", (self.experts,), (1,), align=4),
+            Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1)),
+            Stream(),
+        )
+
+
 BLOCK, FP8_DTYPE = 128, "float8_e4m3fn"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cudnn import settings
 from cudnn.fused import registry
 from cudnn.lazy import torch
-from cudnn.moe.combining import permute
+from cudnn.moe.combining import permute, permute_weights, unpermute_weights
 from cudnn.runtime.kernels import CompileAhead
 from cudnn.runtime.pointer_arrays import pointers
 from cudnn.runtime.recording import Key
@@ -36,11 +36,14 @@ class Permutation:
     - ``offsets`` int32 (E,): where the rows of each expert end (an inclusive cumulative sum).
     - ``gather_idx`` int32 (R,): the token of each row.
     - ``scatter_idx`` int32 (T, K): the row of each slot, -1 for a dropped slot.
+    - ``batch_invariant``: whether rows are gathered or copied does not depend on their number.
     """
 
     offsets: Tensor
     gather_idx: Tensor
     scatter_idx: Tensor
+    batch_invariant: bool = field(default=False, kw_only=True)
+    is_sorted: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -67,8 +70,64 @@ class Permutation:
         (``large``), or 2,048 if a combine runs concurrently, and always with few rows per expert: there the forward
         pass is 1.6 to 2.1 times as fast.
         """
-        many = self.rows >= GATHER_ROWS * self.offsets.shape[0]
+        many = self.rows >= GATHER_ROWS * self.offsets.shape[0] and not self.batch_invariant
         return architecture(x) != "sm_90a" or (many and not large)
+
+    def gemm_weights(self, weights: Tensor | None, required: bool) -> Tensor | None:
+        """The weights by which the up GEMM multiplies rows: none, as combine does; ones if they are ``required``."""
+        return weights.new_ones(self.rows) if required and weights is not None else None
+
+    def weights_of_rows(self, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weights (R, 1, 1) of rows from those of slots (T, K), and zeros of that shape for their gradient."""
+        assert weights is not None
+        return permute_weights(weights, self.scatter_idx, self.rows)
+
+    def weights_of_slots(self, values: Tensor) -> Tensor:
+        """Values of rows (R, 1, 1) by slot (T, K)."""
+        return unpermute_weights(values, self.scatter_idx)
+
+
+@dataclass
+class SortedRows:
+    """R rows that a dispatcher has sorted by expert, instead of a :class:`Permutation` of tokens.
+
+    Weights are (R, 1), or None for ones. The up GEMM's epilogue multiplies them.
+    """
+
+    offsets: Tensor
+    rows: int
+    is_sorted: ClassVar[bool] = True
+    gather_idx: ClassVar[None] = None
+    scatter_idx: ClassVar[None] = None
+
+    def operand(self, x: Tensor, large: bool = False) -> tuple[Tensor, None]:
+        """The A operand: the rows themselves."""
+        return x, None
+
+    def gathers(self, x: Tensor, large: bool = False) -> bool:
+        """Whether the GEMM gathers rows."""
+        return False
+
+    def gemm_weights(self, weights: Tensor | None, required: bool) -> Tensor | None:
+        """The weights (R, 1, 1), or None."""
+        if weights is not None:
+            return weights.view(-1, 1, 1)
+        return torch.ones(self.rows, 1, 1, dtype=torch.float32, device=self.offsets.device) if required else None
+
+    def weights_of_rows(self, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weights (R, 1, 1), and zeros of that shape for their gradient; None without weights."""
+        prob = self.gemm_weights(weights, False)
+        return prob, None if prob is None else torch.zeros_like(prob)
+
+    def weights_of_slots(self, values: Tensor) -> Tensor:
+        """Values of rows (R, 1, 1) as (R, 1)."""
+        return values.view(-1, 1)
+
+    @property
+    def expert(self) -> Tensor:
+        """The expert of each row, int64 (R, 1); E for a padding row."""
+        row = torch.arange(self.rows, dtype=torch.int64, device=self.offsets.device)
+        return torch.searchsorted(self.offsets.long(), row, right=True).view(-1, 1)
 
 
 @functools.cache
@@ -81,7 +140,8 @@ class Experts(NamedTuple):
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one tensor per expert.
 
     N is I or, for a gated activation, 2 I. ``glu_layout`` "interleaved": of every 64 rows the first 32 are gates;
-    "concatenated": the first I rows are gates. With ``fp8`` the forward GEMMs take e4m3 operands.
+    "concatenated": the first I rows are gates. With ``fp8`` the forward GEMMs take e4m3 operands. ``batch_invariant``
+    as in :class:`Permutation`.
     """
 
     up: Sequence[Tensor]
@@ -92,6 +152,7 @@ class Experts(NamedTuple):
     act_params: Sequence[float]
     glu_layout: str
     fp8: bool = False
+    batch_invariant: bool = False
 
 
 def is_list(weights: Sequence[Tensor]) -> bool:

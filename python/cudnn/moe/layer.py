@@ -26,11 +26,12 @@ dweights[t, k] = <down[e]^T dy[t], act[r]>, not from o (as SonicMoE does).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cudnn.lazy import torch
-from cudnn.moe.combining import combine_into, combine_rows, permute_weights, unpermute_weights
+from cudnn.moe.combining import combine_into, combine_rows
 from cudnn.moe.experts import (
     GATED,
     PERMUTE_COLUMNS,
@@ -39,6 +40,7 @@ from cudnn.moe.experts import (
     Experts,
     GroupedGemmOps,
     Permutation,
+    SortedRows,
     is_list,
     matrix,
     ones,
@@ -102,11 +104,12 @@ class RouterBackward(Protocol):
 def forward(
     ops: GroupedGemmOps,
     x: Tensor,
-    weights: Tensor,
-    permutation: Permutation,
+    weights: Tensor | None,
+    permutation: Permutation | SortedRows,
     e: Experts,
     save_preact: bool,
     combine: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass: see the steps in the module's docstring.
 
@@ -114,9 +117,10 @@ def forward(
         ops: :func:`cudnn.moe.experts.grouped_gemm_ops` for x and e.
         x: (T, H).
         weights: The router's weights, float32 (T, K).
-        permutation: The slots sorted by expert.
+        permutation: The slots sorted by expert; or rows that are sorted already, which are not combined.
         save_preact: Whether the up GEMM stores its pre-activation for :func:`backward`.
         combine: False: returns each row's output (R, H), not weighted (expert parallelism combines it with NVLink).
+        out: Memory (R, H) for the outputs of rows.
 
     Returns:
         y (T, H), and preact (R, N), without elements unless ``save_preact``.
@@ -146,22 +150,31 @@ def forward(
     tensors |= {"c": None if preact is None else matrix(preact), "d": matrix(act)}
     if e.fp8:
         tensors["sfd_row"] = None if act_scales is None else act_scales.unsqueeze(2)
-    if not gated:
-        tensors["prob"] = weights.new_ones(count)
-    key = ("up", save_preact, tensors.get("a_index") is None, act_scales is None)
+    prob = permutation.gemm_weights(weights, not gated)
+    tensors["prob"] = prob
+    key = ("up", save_preact, tensors.get("a_index") is None, act_scales is None, prob is None, permutation.is_sorted)
     ops.run(key, "grouped_gemm_glu" if gated else "grouped_gemm_srelu", tensors, up[1], ops.act_options)
     del tensors  # and the permuted copy of x: the next output reuses its memory
 
     # (3) Down GEMM.
-    down_out = x.new_empty(count, h)
+    down_out = x.new_empty(count, h) if out is None else out
     tensors = {**common, **down[0], "a": matrix(act), "bias": _bias(e.down_bias), "d": matrix(down_out)}
+    weighs_bias = permutation.is_sorted and prob is not None and e.down_bias is not None
+    tensors["prob"] = prob if weighs_bias else None
     if e.fp8:
         tensors |= _fp8_rows(*(quantized(act) if act_scales is None else (act, act_scales)))
-    ops.run("down", "grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, down[1])
-    del tensors, act, act_scales  # y reuses their memory
+    ops.run(
+        "down, weighted bias" if weighs_bias else "down",
+        "grouped_gemm_quant" if e.fp8 else "grouped_gemm",
+        tensors,
+        down[1],
+    )
+    del tensors, act, act_scales, prob  # y reuses their memory
 
     # (4) Combine: the weighted sum of each token's rows, in float32.
-    y = combine_rows(down_out, permutation.scatter_idx, weights) if combine else down_out
+    y = down_out
+    if combine and isinstance(permutation, Permutation):
+        y = combine_rows(down_out, permutation.scatter_idx, weights)
     return y, preact if save_preact and preact is not None else x.new_empty(0)
 
 
@@ -170,30 +183,34 @@ def backward(
     dy: Tensor,
     x: Tensor,
     preact: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    permutation: Permutation,
+    indices: Tensor | None,
+    weights: Tensor | None,
+    permutation: Permutation | SortedRows,
     e: Experts,
     needs_grad: Sequence[bool],
     main_grad: tuple[Sequence[Tensor], Sequence[Tensor]],
     combine: bool = True,
     router: RouterBackward | None = None,
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> Gradients:
     """The gradients that ``needs_grad`` names, in the order of :class:`NeedsGrad`.
 
     Args:
         dy: (T, H).
         preact: (R, N) of :func:`forward`.
-        indices: Experts of each token, (T, K).
+        indices: Experts of each token, (T, K); None for sorted rows.
+        weights: The router's weights (T, K); of sorted rows (R, 1) or None.
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
         combine: False: x's gradient is each row's, (R, H).
         router: Whose contribution to x's gradient is added.
+        delayed: Gets functions that compute the weight gradients of down and of up, whose results are then None.
     """
     needs, router_dx = NeedsGrad(*needs_grad), None
-    grads, dpreact = backward_down(ops, dy, x, preact, indices, weights, permutation, e, needs, main_grad[1])
+    arguments = (indices, weights, permutation, e, needs, main_grad[1], delayed)
+    grads, dpreact = backward_down(ops, dy, x, preact, *arguments)
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
-    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx)
+    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx, delayed)
     if router is not None and grads.weights is not None and dx is not None and router_dx is None:
         router.add_dx(dx)
     return grads._replace(x=dx, up=dw_up)
@@ -204,31 +221,33 @@ def backward_down(
     dy: Tensor,
     x: Tensor,
     preact: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    permutation: Permutation,
+    indices: Tensor | None,
+    weights: Tensor | None,
+    permutation: Permutation | SortedRows,
     e: Experts,
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> tuple[Gradients, Tensor]:
     """The first half of :func:`backward`: all gradients but those of x and up, and dpreact (R, N).
 
-    ``main_grad``: that of down.
+    ``main_grad``: that of down. ``delayed`` as there.
     """
     (experts, _, intermediate), count = shape_of(e.down), permutation.rows
     dpreact, act = torch.empty_like(preact), preact.new_empty(count, intermediate)
     # (1) Permute dy, as forward permutes x.
     dy_rows, gather_idx = permutation.operand(dy, 2 * intermediate >= PERMUTE_COLUMNS)
     # (2) down GEMM^T; the epilogue applies the router's weight and the activation's derivative at preact.
-    prob, dprob = permute_weights(weights, permutation.scatter_idx, count)
+    prob, dprob = permutation.weights_of_rows(weights)
     bias_dtype = x.dtype if x.dtype in WIDE else torch.bfloat16
     dup_bias = preact.new_empty(experts, preact.shape[1], dtype=bias_dtype) if needs.up_bias else None
     gated = e.activation in GATED
     tensors, options = weight_operand(e.down, transpose=True)
     tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "a": matrix(dy_rows)}
-    tensors |= {"a_index": gather_idx, "c": matrix(preact), "prob": prob, "dprob": dprob}
+    gemm_prob = permutation.gemm_weights(None, True) if prob is None and not gated else prob
+    tensors |= {"a_index": gather_idx, "c": matrix(preact), "prob": gemm_prob, "dprob": dprob}
     tensors |= {"d_row": matrix(dpreact), "dbias": dup_bias, "activation" if gated else "d_srelu": matrix(act)}
-    key = ("dact", needs.up_bias, gather_idx is None)
+    key = ("dact", needs.up_bias, gather_idx is None, prob is None)
     ops.run(key, "grouped_gemm_dglu" if gated else "grouped_gemm_dsrelu", tensors, options, ops.dact_options)
     # (3) Weight gradient of down.
     dw_down = None
@@ -239,31 +258,56 @@ def backward_down(
             "a_index": gather_idx,
             "b": transposed(act),
         }
-        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad)
-    dweights = unpermute_weights(dprob, permutation.scatter_idx) if needs.weights else None
+        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad, 0, delayed)
+    dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
     ddown_bias = None
     if e.down_bias is not None:  # the router's weight multiplies down_bias too
-        is_routed, chosen = permutation.scatter_idx >= 0, indices.long().clamp(0, experts - 1)
-        if dweights is not None:
-            dweights += (dy @ e.down_bias.T).gather(1, chosen).where(is_routed, 0.0)
-        if needs.down_bias:
-            weight_of_expert = dy.new_zeros(len(x), experts)
-            slot_weights = weights.where(is_routed, 0.0).to(weight_of_expert.dtype)
-            ddown_bias = weight_of_expert.scatter_add_(1, chosen, slot_weights).T @ dy
+        slots = _weighted_slots(indices, weights, permutation, experts)
+        ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
+        if dweights is not None and of_weights is not None:
+            dweights = dweights + of_weights
     dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
     return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
+
+
+def _weighted_slots(
+    indices: Tensor | None, weights: Tensor | None, permutation: Permutation | SortedRows, experts: int
+) -> tuple[Tensor, Tensor]:
+    """The expert of each slot, int64 (T, K), ``experts`` for a dropped slot, and its weight."""
+    if isinstance(permutation, Permutation):
+        assert indices is not None
+        assert weights is not None
+        return indices.long().where(permutation.scatter_idx >= 0, experts), weights
+    expert = permutation.expert
+    return expert, torch.ones_like(expert, dtype=torch.float32) if weights is None else weights
+
+
+def _down_bias_gradients(
+    dy: Tensor, expert: Tensor, weights: Tensor, bias: Tensor, needs: NeedsGrad
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of down_bias (E, H), and what it adds to that of the weights (T, K)."""
+    experts, is_routed = bias.shape[0], expert < bias.shape[0]
+    chosen, ddown_bias, dweights = expert.clamp(max=experts - 1), None, None
+    if needs.weights:
+        dweights = (dy @ bias.T).gather(1, chosen).where(is_routed, 0.0)
+    if needs.down_bias:
+        weight_of_expert = dy.new_zeros(len(dy), experts)
+        slot_weights = weights.where(is_routed, 0.0).to(weight_of_expert.dtype)
+        ddown_bias = weight_of_expert.scatter_add_(1, chosen, slot_weights).T @ dy
+    return ddown_bias, dweights
 
 
 def backward_up(
     ops: GroupedGemmOps,
     x: Tensor,
     dpreact: Tensor,
-    permutation: Permutation,
+    permutation: Permutation | SortedRows,
     up: Sequence[Tensor],
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
     combine: bool = True,
     router_dx: tuple[Tensor, Tensor] | None = None,
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The second half of :func:`backward`: the gradients of x and up, from dpreact (R, N).
 
@@ -285,7 +329,7 @@ def backward_up(
             "b": transposed(x_rows),
             "b_index": gather_idx,
         }
-        return _wgrad(ops, "up", tensors, up, main_grad, margin)
+        return _wgrad(ops, "up", tensors, up, main_grad, margin, delayed)
 
     if not needs.x:
         return None, wgrad_up()
@@ -297,7 +341,7 @@ def backward_up(
     if router_dx is not None:
         tensors |= {"prob": router_dx[0], "bias": _bias(router_dx[1])}
     ops.run(("dx", router_dx is None), "grouped_gemm", tensors, options)
-    if not combine:
+    if not combine or not isinstance(permutation, Permutation):
         return dx_rows, wgrad_up()
     # (6) Combine, before the weight gradient or concurrently.
     overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS
@@ -336,8 +380,12 @@ def _wgrad(
     like: Sequence[Tensor],
     main_grad: Sequence[Tensor],
     margin: int = 0,
+    delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> Tensor | None:
-    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``."""
+    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed."""
+    if delayed is not None:
+        delayed.append(functools.partial(_wgrad, ops, name, tensors, like, main_grad))
+        return None
     dw, options = None, {}
     experts, m, n = shape_of(like)
     if not main_grad:

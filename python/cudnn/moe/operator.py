@@ -60,6 +60,7 @@ def moe_mlp(
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
     fp8: bool = False,
+    batch_invariant: bool = False,
     main_grads: tuple[Weights, Weights] | None = None,
     group: Any = None,
     time_limit: float = 600.0,
@@ -92,6 +93,10 @@ def moe_mlp(
             128 x 128 blocks. The e4m3 copies of weights, half of their memory, are cached between passes without
             gradients until the weights change. Gradients are those of a layer without ``fp8`` with the same
             pre-activation. For gated activations and interleaved weights; H and I are multiples of 128.
+        batch_invariant: A token's output, and the gradients of its x and weights, have the same bits whatever the other
+            tokens and their number are, on one kind of GPU. Hopper's kernels then always read a permuted copy of the
+            tokens instead of gathering many rows, which takes up to 0.6 ps per element of the (T K, H) copy. The router
+            is the caller's: its GEMM has to be batch-invariant too.
         main_grads: Float32 tensors of the shapes of up and down, or lists of them, that the backward pass accumulates
             the gradients of up and down into; autograd then gets none.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
@@ -109,23 +114,23 @@ def moe_mlp(
         TypeError: an argument of another Python type, such as a group that is no process group.
         RuntimeError: a rank of the group did not call within the time limit.
     """
-    up, down, tokens = _listed("up", up), _listed("down", down), tokens_of(_WHERE, x)
+    up, down, tokens = listed(_WHERE, "up", up), listed(_WHERE, "down", down), tokens_of(_WHERE, x)
     up_main_grad, down_main_grad = [], []
     if main_grads is not None:
-        up_main_grad, down_main_grad = _two("main_grads", main_grads, "those of up and of down")
-        up_main_grad = _listed("main_grads of up", up_main_grad)
-        down_main_grad = _listed("main_grads of down", down_main_grad)
+        up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
+        up_main_grad = listed(_WHERE, "main_grads of up", up_main_grad)
+        down_main_grad = listed(_WHERE, "main_grads of down", down_main_grad)
     check_tensors(_WHERE, up_bias=up_bias, down_bias=down_bias)
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
         local, main_grad = (
-            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8),
+            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8, batch_invariant),
             (up_main_grad, down_main_grad),
         )
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
         return _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
-        indices, weights = _two("routing", routing, "what cudnn.moe.route returned, or indices and weights")
+        indices, weights = two(_WHERE, "routing", routing, "what cudnn.moe.route returned, or indices and weights")
         check_tensor(_WHERE, "indices", indices)
         check_tensor(_WHERE, "weights", weights)
         _check_slots(tokens, indices, weights)
@@ -135,7 +140,7 @@ def moe_mlp(
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
         raise make_error(ValueError, _WHERE, "routing", got, allowed)
     experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
-    return _single_rank(tokens, routing, *experts).view(x.shape)
+    return _single_rank(tokens, routing, *experts, batch_invariant).view(x.shape)
 
 
 @torch.compiler.disable(reason="ranks exchange tokens: compile the code before and after it")
@@ -167,6 +172,7 @@ def _expert_parallel(
         activation=e.activation,
         glu_layout=e.glu_layout,
         fp8=e.fp8,
+        batch_invariant=e.batch_invariant,
         **dict(zip(ACT_PARAMS, e.act_params, strict=True)),
     )
     exchange = exchange_of(group, config, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
@@ -192,6 +198,7 @@ def _single_rank(
     act_params: list[float],
     glu_layout: str,
     fp8: bool,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """The layer on one rank."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
@@ -213,6 +220,7 @@ def _single_rank(
         act_params,
         glu_layout,
         fp8,
+        batch_invariant,
         save_preact,
     )
     return y
@@ -231,19 +239,25 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
+def listed(where: str, name: str, weights: Weights) -> list[torch.Tensor]:
+    """Weights, one tensor or a list of the experts', as a list."""
     tensors = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
     if not tensors:
-        raise make_error(ValueError, _WHERE, name, weights, "a tensor, or a list of the experts'")
+        raise make_error(ValueError, where, name, weights, "a tensor, or a list of the experts'")
     for tensor in tensors:
-        check_tensor(_WHERE, name, tensor)
+        check_tensor(where, name, tensor)
     return tensors
 
 
-def _two(name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
+def two(where: str, name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
+    """Two values.
+
+    Raises:
+        ValueError: it is no pair.
+    """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         got = f"{len(pair)} of them" if isinstance(pair, (tuple, list)) else type(pair).__name__
-        raise make_error(ValueError, _WHERE, name, got, allowed)
+        raise make_error(ValueError, where, name, got, allowed)
     return pair[0], pair[1]
 
 
@@ -260,58 +274,67 @@ def _check_slots(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) 
 
 
 def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, main_grad: Sequence[Any]) -> None:
+    check_experts(_WHERE, x, e, main_grad, (weights, indices))
+    _check_slots(x, indices, weights)
+
+
+def check_experts(
+    where: str, x: torch.Tensor, e: Experts, main_grad: Sequence[Any], routed: Sequence[torch.Tensor]
+) -> None:
+    """Raises a ``ValueError`` for experts that do not fit each other or x; ``routed`` are on the same device."""
     if e.activation not in ACTIVATIONS:
         allowed = " or ".join(map(repr, ACTIVATIONS))
-        raise make_error(ValueError, _WHERE, "activation", repr(e.activation), allowed)
+        raise make_error(ValueError, where, "activation", repr(e.activation), allowed)
     if e.glu_layout not in LAYOUTS:
         allowed = " or ".join(map(repr, LAYOUTS))
-        raise make_error(ValueError, _WHERE, "glu_layout", repr(e.glu_layout), allowed)
+        raise make_error(ValueError, where, "glu_layout", repr(e.glu_layout), allowed)
     if e.glu_layout == LAYOUTS[1] and (is_list(e.up) or e.activation not in GATED):
         gated = e.activation in GATED
         got = "a list of tensors" if gated else f"the activation {e.activation!r}"
         hint = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
-        raise make_error(ValueError, _WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", hint)
-    _check_slots(x, indices, weights)
+        raise make_error(ValueError, where, "glu_layout 'concatenated'", got, "one tensor, and gates", hint)
     for name, tensors in (("up", e.up), ("down", e.down)):
-        shapes = {tuple(w.shape) for w in tensors}
-        if len(shapes) != 1 or tensors[0].ndim not in (2, 3) or (tensors[0].ndim == 3 and len(tensors) > 1):
-            raise make_error(ValueError, _WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
+        first = tensors[0]
+        differ = any(w.shape != first.shape for w in tensors)  # no set: sizes may be symbolic, which have no hash
+        if differ or first.ndim not in (2, 3) or (first.ndim == 3 and len(tensors) > 1):
+            shapes = {tuple(w.shape) for w in tensors}
+            raise make_error(ValueError, where, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
         if any(not w.is_contiguous() for w in tensors):
             hint = f"pass {name}.contiguous(), made once"
-            raise make_error(ValueError, _WHERE, f"strides of {name}", tensors[0].stride(), "contiguous tensors", hint)
+            raise make_error(ValueError, where, f"strides of {name}", tensors[0].stride(), "contiguous tensors", hint)
     up, down, h = shape_of(e.up), shape_of(e.down), x.shape[1]
     n = down[2] * (2 if e.activation in GATED else 1)
     if up != (down[0], n, h) or down[1] != h:
         got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if n > down[2] else "N = I"
-        raise make_error(ValueError, _WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
-    _check_multiples(h, down[2], e, x.dtype)
+        raise make_error(ValueError, where, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}")
+    _check_multiples(where, h, down[2], e, x.dtype)
     if e.fp8 and (e.activation not in GATED or e.glu_layout != LAYOUTS[0] or h % 128 or down[2] % 128):
         got, allowed = f"{e.activation!r}, {e.glu_layout!r}, H {h}, I {down[2]}", "gates, interleaved, multiples of 128"
-        raise make_error(ValueError, _WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once")
+        raise make_error(ValueError, where, "fp8", got, allowed, "leave fp8 out, or interleave the weights once")
     for name, bias, shape in (("up_bias", e.up_bias, up[:2]), ("down_bias", e.down_bias, down[:2])):
         if bias is not None and tuple(bias.shape) != shape:
-            raise make_error(ValueError, _WHERE, f"shape of {name}", tuple(bias.shape), str(shape))
+            raise make_error(ValueError, where, f"shape of {name}", tuple(bias.shape), str(shape))
         if bias is not None and not bias.is_contiguous():
             hint = f"pass {name}.contiguous()"
-            raise make_error(ValueError, _WHERE, f"strides of {name}", bias.stride(), "a contiguous tensor", hint)
+            raise make_error(ValueError, where, f"strides of {name}", bias.stride(), "a contiguous tensor", hint)
     biases = [bias for bias in (e.up_bias, e.down_bias) if bias is not None]
     types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
     is_wide = x.dtype in WIDE
     if len(types) > 1 or (x.dtype not in _TYPES and (not is_wide or e.fp8 or architecture(x))):
         got, allowed = sorted(map(str, types)), f"one of {', '.join(map(str, _TYPES))} for all but weights"
         hint = "use that, or torch.autocast; others are for the reference, on the CPU, without fp8" if is_wide else ""
-        raise make_error(ValueError, _WHERE, "types", ", ".join(got), allowed, hint)
-    devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *main_grad[0], *main_grad[1])}
+        raise make_error(ValueError, where, "types", ", ".join(got), allowed, hint)
+    devices = {tensor.device for tensor in (x, *routed, *e.up, *e.down, *biases, *main_grad[0], *main_grad[1])}
     if len(devices) > 1:
-        raise make_error(ValueError, _WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one")
+        raise make_error(ValueError, where, "devices", sorted(map(str, devices)), "one device", "move them to one")
     for name, tensors, like in (("up", main_grad[0], e.up), ("down", main_grad[1], e.down)):
         wrong = [w for w in tensors if w.dtype is not torch.float32 or not w.is_contiguous()]
         if wrong or (tensors and (shape_of(tensors) != shape_of(like))):
             got = f"{tensors[0].dtype} {shape_of(tensors)}"
-            raise make_error(ValueError, _WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
+            raise make_error(ValueError, where, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
 
 
-def _check_multiples(h: int, intermediate: int, e: Experts, dtype: torch.dtype) -> None:
+def _check_multiples(where: str, h: int, intermediate: int, e: Experts, dtype: torch.dtype) -> None:
     """Interleaved gates come in blocks of 32 rows of ``up``; rows of 16-bit tensors are loaded 16 bytes at a time."""
     of_h = 1 if dtype in WIDE else 8
     of_i = 32 if e.activation in GATED else of_h
@@ -319,18 +342,19 @@ def _check_multiples(h: int, intermediate: int, e: Experts, dtype: torch.dtype) 
     if intermediate < 1 or intermediate % of_i:
         hint = "pad up's rows, gates and others alike, and down's columns with zeros, which changes no result"
         allowed = f"a multiple of {of_i} {why}"
-        raise make_error(ValueError, _WHERE, "intermediate size, I of down [E, H, I]", intermediate, allowed, hint)
+        raise make_error(ValueError, where, "intermediate size, I of down [E, H, I]", intermediate, allowed, hint)
     if h < 1 or h % of_h:
         hint = "pad x, up's columns and down's rows with zeros"
-        raise make_error(ValueError, _WHERE, "hidden size, H of x [..., H]", h, f"a multiple of {of_h} {why}", hint)
+        raise make_error(ValueError, where, "hidden size, H of x [..., H]", h, f"a multiple of {of_h} {why}", hint)
 
 
-def _check_addresses(e: Experts, main_grad: Sequence[Sequence[torch.Tensor]]) -> None:
+def check_addresses(where: str, e: Experts, main_grad: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Raises a ``ValueError`` for weights that kernels cannot read in place."""
     names = ("up", "down", "main_grads of up", "main_grads of down")
     for name, tensors in zip(names, (e.up, e.down, *main_grad), strict=True):
         if address := next((w.data_ptr() for w in tensors if w.data_ptr() % ALIGNMENT), 0):
             allowed, hint = f"multiples of {ALIGNMENT} bytes", "pass copies, made once"
-            raise make_error(ValueError, _WHERE, f"address of {name}", f"{address:#x}", allowed, hint)
+            raise make_error(ValueError, where, f"address of {name}", f"{address:#x}", allowed, hint)
 
 
 _CHECKED: dict[Any, GroupedGemmOps] = {}
@@ -370,7 +394,7 @@ def checked(
     ops = _CHECKED.get(key)
     if ops is None or max(lengths) > 1:
         _check(x, indices, weights, e, main_grad)
-        _check_addresses(e, main_grad)
+        check_addresses(_WHERE, e, main_grad)
         ops = _CHECKED[key] = grouped_gemm_ops(x, e)
         ops.layer_kernels = compile_ahead.of_experts(e, indices.shape[1], bool(main_grad[0]), x)
     return ops
@@ -409,6 +433,7 @@ def moe_mlp_fwd_primitive(
     act_params: Sequence[float],
     glu_layout: str,
     fp8: bool,
+    batch_invariant: bool,
     save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y of :func:`moe_mlp` (T, H), and the pre-activation (T K, N), without elements unless ``save_preact``."""
@@ -417,7 +442,7 @@ def moe_mlp_fwd_primitive(
     if not gather_idx.numel():
         y, preact = _empty(x, gather_idx, experts, save_preact)
         return y.zero_(), preact
-    permutation = Permutation(offsets, gather_idx, scatter_idx)
+    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=batch_invariant)
     return layer.forward(ops, aligned(x), weights.contiguous(), permutation, experts, save_preact)
 
 
@@ -447,6 +472,7 @@ def _(
     act_params: Any,
     glu_layout: str,
     fp8: bool,
+    batch_invariant: bool,
     save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
@@ -473,6 +499,7 @@ def moe_mlp_bwd_primitive(
     activation: str,
     act_params: Sequence[float],
     glu_layout: str,
+    batch_invariant: bool,
     needs_grad: Sequence[bool],
 ) -> Six:
     """The gradients of x, weights, up, down and the biases; tensors without elements for those not in ``needs_grad``.
@@ -484,7 +511,7 @@ def moe_mlp_bwd_primitive(
     if not gather_idx.numel():
         zeros = _gradients_like(x, weights, experts, needs_grad, main_grad)
         return tuple(each.zero_() for each in zeros)  # pyright: ignore[reportReturnType]
-    permutation = Permutation(offsets, gather_idx, scatter_idx)
+    permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=batch_invariant)
     gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
     arguments = (gradient, x, preact, indices, weights, permutation, experts, needs_grad, main_grad)
     grads = layer.backward(grouped_gemm_ops(x, experts), *arguments)
@@ -519,6 +546,7 @@ def _(
     activation: str,
     act_params: Any,
     glu_layout: str,
+    batch_invariant: bool,
     needs_grad: Any,
 ) -> Six:
     experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
@@ -530,7 +558,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.save_for_backward(
         x, output[1], weights, indices, offsets, gather_idx, scatter_idx, up_bias, down_bias, *up, *down
     )
-    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, _) = len(up), rest
+    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, ctx.batch_invariant, _) = (
+        len(up),
+        rest,
+    )
     ctx.set_materialize_grads(False)
 
 
@@ -539,16 +570,16 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     *tensors, up_bias, down_bias = saved[:9]
     up, down = (list(weights) for weights in (saved[9 : 9 + ctx.num_tensors], saved[9 + ctx.num_tensors :]))
     if gradient is None:
-        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 5
+        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 6
     needs_x, needs_weights, *_, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:10]
     needs_grad = [needs_x, needs_weights, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
-    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, needs_grad)
+    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.batch_invariant, needs_grad)
     arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     grads = moe_mlp_bwd_primitive(gradient, *arguments)
     dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
     matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, strict=True)
     dw_lists = [unbind_experts(None if buffers else dw, like) for dw, like, buffers in matrices]
-    return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 5
+    return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 6
 
 
 moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)

@@ -110,11 +110,13 @@ class LocalExperts:
     glu_layout: str
     fp8: bool
     save_preact: bool
+    batch_invariant: bool = False
 
     def experts(self, up_bias: Tensor | None, down_bias: Tensor | None, matrices: Any) -> Experts:
         """The experts of this rank."""
         up, down = list(matrices[: self.num_tensors]), list(matrices[self.num_tensors :])
-        return Experts(up, down, up_bias, down_bias, self.activation, self.act_params, self.glu_layout, self.fp8)
+        options = (self.activation, self.act_params, self.glu_layout, self.fp8, self.batch_invariant)
+        return Experts(up, down, up_bias, down_bias, *options)
 
 
 def expert_parallel(
@@ -129,7 +131,7 @@ def expert_parallel(
     tensors = (x, weights, *e.up, *e.down, e.up_bias, e.down_bias)
     save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     local_experts = LocalExperts(
-        len(e.up), main_grad, e.activation, list(e.act_params), e.glu_layout, e.fp8, save_preact
+        len(e.up), main_grad, e.activation, list(e.act_params), e.glu_layout, e.fp8, save_preact, e.batch_invariant
     )
     return _OverRanks.apply(x, weights, indices, exchange, local_experts, e.up_bias, e.down_bias, *e.up, *e.down)
 
@@ -152,6 +154,7 @@ class _OverRanks(torch.autograd.Function):
         tokens, local, weights, sent = transport.dispatch(x.contiguous(), indices, weights)
         # (2) Sort the received slots by expert.
         permutation = permutation_of(local, exchange, sent)
+        permutation.batch_invariant = e.batch_invariant
         # (3) Experts.
         rows, preact = x.new_empty(0, x.shape[1]), x.new_empty(0)
         if permutation.rows:
@@ -172,7 +175,7 @@ class _OverRanks(torch.autograd.Function):
         offsets, gather_idx, scatter_idx, up_bias, down_bias, *matrices = rest
         transport, local_experts, sent = ctx.exchange.transport, ctx.local_experts, ctx.sent
         e = local_experts.experts(up_bias, down_bias, matrices)
-        permutation = Permutation(offsets, gather_idx, scatter_idx)
+        permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=e.batch_invariant)
         dy = transport.scatter(gradients[0].contiguous(), sent)
         if down_bias is not None:  # its gradient is a GEMM over all rows, including those that were not received
             dy = dy.where((local >= 0).any(1, keepdim=True), 0.0)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cudnn.causal_conv1d.operator import causal_conv1d as causal_conv1d
     from cudnn.fused.operators import *  # pyright: ignore[reportMissingModuleSource]  (a stub)
     from cudnn.gated_mlp.operator import gated_mlp as gated_mlp
+    from cudnn.moe.dispatched import moe_experts as moe_experts
     from cudnn.moe.operator import moe_mlp as moe_mlp
     from cudnn.native_sparse_attention.decode import nsa_decode as nsa_decode
     from cudnn.native_sparse_attention.operator import nsa_attention as nsa_attention
@@ -28,6 +29,7 @@ _OWN = {
     "flash_attn_func": "cudnn.attention.flash_interface",
     "flash_attn_varlen_func": "cudnn.attention.flash_interface",
     "flash_attn_with_kvcache": "cudnn.attention.flash_interface",
+    "moe_experts": "cudnn.moe.dispatched",
     "moe_mlp": "cudnn.moe.operator",
     "nsa_attention": "cudnn.native_sparse_attention.operator",
     "nsa_decode": "cudnn.native_sparse_attention.decode",

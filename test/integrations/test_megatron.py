@@ -1,0 +1,370 @@
+"""Megatron-Core's ``MoELayer`` with our experts, against its ``SequentialMLP``: on the CPU, over gloo.
+
+Megatron-Core asks CUDA for its device and for a stream even if all tensors are on the CPU; ``on_the_cpu`` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from cudnn.integrations import megatron as cudnn_megatron  # noqa: E402
+from cudnn.ops import moe_experts  # noqa: E402
+from support.ranks import run_processes  # noqa: E402
+
+HIDDEN, INNER, EXPERTS, TOP_K = 64, 64, 8, 2
+SILU = torch.nn.functional.silu
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "swiglu": {"gated_linear_unit": True, "activation_func": SILU},
+    "clamped": {"gated_linear_unit": True, "activation_func": SILU, "activation_func_clamp_value": 1.0},
+    "geglu": {
+        "gated_linear_unit": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 1.5,
+        "glu_linear_offset": 1.0,
+    },
+    "srelu": {"activation_func": squared_relu},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_for_cuda(monkeypatch)
+
+
+def answer_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: event, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
+    monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", moved)
+    monkeypatch.setattr(filesystem_async, "_process_memory", lambda: 0)  # without psutil the writing process dies
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # without TE the module has no such name
+
+
+def moved(tensor: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron does with tensors on a GPU alone."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+@pytest.fixture
+def alone(tmp_path: pathlib.Path) -> Iterator[None]:
+    """A group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def config(dispatcher: str = "allgather", activation: str = "swiglu", **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "init_method_std": 0.3,
+        "moe_router_load_balancing_type": "none",
+        "params_dtype": torch.float32,
+        "use_cpu_initialization": True,
+    }
+    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "ffn_hidden_size": INNER, "moe_ffn_hidden_size": INNER}
+    routing = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "moe_token_dispatcher_type": dispatcher}
+    return TransformerConfig(num_attention_heads=4, **(sizes | routing | defaults | ACTIVATIONS[activation] | options))
+
+
+def layers(c: Any) -> tuple[MoELayer, MoELayer]:
+    """Megatron's, and one with our experts and the same weights."""
+    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    torch.manual_seed(0)
+    theirs, ours = MoELayer(c, spec.submodules), MoELayer(c, cudnn_megatron.use_experts(spec).submodules)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def weights(layer: MoELayer, grad: bool = False) -> list[torch.Tensor]:
+    """(E, N, H) and (E, H, I) of the local experts, or their gradients."""
+    get: Callable[[Any], torch.Tensor] = lambda w: w.grad if grad else w.detach()  # noqa: E731
+    experts: Any = layer.experts
+    if isinstance(experts, cudnn_megatron.CudnnExperts):
+        return [get(experts.weight1), get(experts.weight2)]
+    linears = [(e.linear_fc1.weight, e.linear_fc2.weight) for e in experts.local_experts]
+    return [torch.stack([get(w) for w in each]) for each in zip(*linears, strict=True)]
+
+
+def results(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y, bias = layer(x)
+    assert bias is None
+    y.backward(dy)
+    assert x.grad is not None
+    return [y.detach(), x.grad, layer.router.weight.grad, *weights(layer, True)]  # pyright: ignore
+
+
+def tokens(rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(10, 2, HIDDEN, generator=generator), torch.randn(10, 2, HIDDEN, generator=generator)
+
+
+def same(c: Any, rank: int = 0) -> None:
+    theirs, ours = layers(c)
+    for left, right in zip(results(ours, *tokens(rank)), results(theirs, *tokens(rank)), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_as_sequential_mlp(activation: str) -> None:
+    same(config("alltoall" if activation == "geglu" else "allgather", activation))
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_tokens_for_an_expert_and_probabilities_on_the_input() -> None:
+    same(config("alltoall", moe_router_topk=1, moe_apply_probs_on_input=True, moe_router_pre_softmax=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_biases_are_added_and_none_is_returned() -> None:
+    experts: Any = cudnn_megatron.CudnnExperts(EXPERTS, config(add_bias_linear=True))
+    torch.nn.init.normal_(experts.bias1)
+    torch.nn.init.normal_(experts.bias2)
+    x, probs, counts = torch.randn(20, HIDDEN), torch.rand(20), torch.tensor([3, 0, 4, 1, 2, 5, 0, 5])
+    y, bias = experts(x, counts, probs)
+    assert bias is None
+    matrices = (experts.weight1, experts.weight2, probs, experts.bias1, experts.bias2)
+    assert torch.equal(y, moe_experts(x, counts, *matrices, glu_layout="concatenated"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_attributes_that_megatron_reads() -> None:
+    experts: Any = cudnn_megatron.CudnnExperts(EXPERTS, config())
+    assert experts.weight1.allreduce
+    read = [(w.tensor_model_parallel, w.partition_dim, w.partition_stride) for w in experts.parameters()]
+    assert read == [(True, 1, 2), (True, 2, 1)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_builder_of_later_versions() -> None:
+    groups = moe_utils.get_default_pg_collection()
+    builder: Any = cudnn_megatron.CudnnExperts
+    assert builder(4, config(), pg_collection=groups, name="mlp.experts").num_local_experts == 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_specs() -> None:
+    """Of a layer and of a block; a spec without experts is refused."""
+    layer = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
+    ours = cudnn_megatron.use_experts(layer)
+    assert ours.submodules.mlp.submodules.experts.module is cudnn_megatron.CudnnExperts
+    assert layer.submodules.mlp.submodules.experts.module is not cudnn_megatron.CudnnExperts
+    block: Any = get_gpt_decoder_block_spec(config(), use_transformer_engine=False)
+    (replaced,) = cudnn_megatron.use_experts(block).layer_specs
+    assert replaced.submodules.mlp.submodules.experts.module is cudnn_megatron.CudnnExperts
+    with pytest.raises(ValueError, match="a spec with an MoE layer"):
+        cudnn_megatron.use_experts(get_gpt_layer_local_spec())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_func": torch.nn.functional.gelu}, "activation_func: got gelu"),
+        ({"fp8": "hybrid"}, "fp8"),
+        ({"moe_ffn_hidden_size": None}, "moe_ffn_hidden_size"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    c = config()
+    for name, value in change.items():
+        setattr(c, name, value)
+    with pytest.raises(ValueError, match=message):
+        cudnn_megatron.CudnnExperts(EXPERTS, c)
+
+
+@pytest.mark.usefixtures("alone")
+def test_delayed_weight_gradients() -> None:
+    """They come by ``backward_dw``, in the order of the backward passes, and add up."""
+    _, layer = layers(config())
+    expected = [results(layer, *tokens(rank)) for rank in range(2)][1]
+    layer.zero_grad()
+    layer.experts.config.delay_wgrad_compute = True
+    calls: list[int] = []
+    layer.experts.register_wgrad_accumulation_and_reduce_hooks(lambda *_: calls.append(1))
+    for rank in range(2):
+        x = tokens(rank)[0].requires_grad_()
+        layer(x)[0].backward(tokens(rank)[1])
+    assert torch.equal(x.grad, expected[1])  # pyright: ignore
+    assert layer.experts.weight1.grad is None
+    for count in (1, 2, 2):
+        layer.backward_dw()
+        assert len(calls) == count
+    for left, right in zip(weights(layer, True), expected[3:], strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("delayed", [False, True])
+def test_gradients_into_main_grad(delayed: bool) -> None:
+    """Under Megatron's DDP with ``overlap_grad_reduce``, which needs a gradient of each parameter."""
+    _, layer = layers(config())
+    expected = results(layer, *tokens())[2:]
+    layer.zero_grad()
+    layer.experts.config.gradient_accumulation_fusion = True
+    layer.experts.config.delay_wgrad_compute = delayed
+    for weight in (layer.experts.weight1, layer.experts.weight2):
+        weight.skip_backward_post_hook = delayed
+    options = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True, "delay_wgrad_compute": delayed}
+    wrapped = DistributedDataParallel(layer.config, DistributedDataParallelConfig(**options), layer)
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        wrapped(tokens()[0])[0].backward(tokens()[1])
+        layer.backward_dw()
+        wrapped.finish_grad_sync()
+        for parameter, right in zip(layer.parameters(), expected, strict=True):
+            assert parameter.grad is None
+            torch.testing.assert_close(parameter.main_grad, right)  # pyright: ignore
+        assert layer.experts.weight1.grad_added_to_main_grad
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_whole_layer_backend() -> None:
+    c = config()
+    _, layer = layers(c)
+    backend = cudnn_megatron.CudnnMoEBackend(EXPERTS, c)
+    backend.load_state_dict(layer.experts.state_dict())
+    (x, dy), twin = tokens(), tokens()[0].requires_grad_()
+    expected = results(layer, x, dy)
+    layer.router.weight.grad = None
+    probs, routing_map = layer.route(twin)
+    y = backend(twin, probs, routing_map)
+    y.backward(dy)
+    actual = [y.detach(), twin.grad, layer.router.weight.grad, backend.weight1.grad, backend.weight2.grad]
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+def parallelized(ep: int = 1, tp: int = 1) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp
+    )
+
+
+def make(kind: int, ep: int, seed: int = 3) -> MoELayer:
+    """Megatron's layer (0), or one with our experts (1)."""
+    parallelized(ep)
+    torch.manual_seed(seed)
+    return layers(config(expert_model_parallel_size=ep))[kind]
+
+
+def over_degrees(rank: int, ep: int) -> None:
+    for dispatcher in ("allgather", "alltoall"):
+        parallelized(ep)
+        same(config(dispatcher, expert_model_parallel_size=ep), rank)
+
+
+def expert_tensor_parallel(rank: int) -> None:
+    """Each rank has half of each expert: as Megatron's."""
+    parallelized(tp=2)
+    options = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True}
+    same(config("alltoall", **options), rank)
+
+
+def checkpoints(rank: int, path: pathlib.Path, singleton: bool) -> None:
+    """From and to every degree, and from and to Megatron's experts."""
+    options = {"metadata": {"singleton_local_shards": singleton}} if singleton else {}
+    cases = [((1, 2), (1, 1)), ((0, 1), (1, 2)), ((1, 1), (1, 2)), ((1, 2), (0, 1)), ((0, 2), (1, 1))]
+    for source, target in cases[:2] if singleton else cases:
+        folder = path / f"{source}{target}"
+        folder.mkdir(exist_ok=True)
+        layer = make(*source)
+        full = gathered(layer, source[1])
+        dist_checkpointing.save(layer.sharded_state_dict(**options), str(folder))
+        other = make(*target, seed=5)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        other.load_state_dict(dist_checkpointing.load(other.sharded_state_dict(**options), str(folder)))
+        for left, right in zip(gathered(other, target[1]), full, strict=True):
+            assert torch.equal(left, right), (source, target)
+            assert left.abs().sum()
+
+
+def gathered(layer: MoELayer, ep: int) -> list[torch.Tensor]:
+    """The weights of all ranks' experts."""
+    result = []
+    for weight in weights(layer):
+        parts = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(parts, weight.contiguous())
+        result.append(torch.cat(parts) if ep == 2 else weight)
+    return result
+
+
+def initialized(rank: int) -> None:
+    """The same weights with either degree."""
+    each = []
+    for ep in (1, 2):
+        parallelized(ep)
+        torch.manual_seed(3)
+        layer = MoELayer(
+            config(expert_model_parallel_size=ep),
+            cudnn_megatron.use_experts(get_moe_module_spec(use_te=False, num_experts=EXPERTS)).submodules,
+        )
+        each.append(gathered(layer, ep))
+    for left, right in zip(*each, strict=True):
+        assert torch.equal(left, right)
+        assert not torch.equal(left[0], left[EXPERTS // 2])
+
+
+def everything(rank: int, path: pathlib.Path) -> None:
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    over_degrees(rank, 2)
+    expert_tensor_parallel(rank)
+    initialized(rank)
+    for singleton in (False, True):
+        folder = path / str(singleton)
+        folder.mkdir(exist_ok=True)
+        checkpoints(rank, folder, singleton)
+
+
+def test_two_ranks(tmp_path: pathlib.Path) -> None:
+    """Expert parallelism, expert tensor parallelism, initialization and checkpoints; in a process without threads."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True, timeout=200)
+
+
+if __name__ == "__main__":
+    answer_for_cuda(pytest.MonkeyPatch())
+    run_processes(2, pathlib.Path(sys.argv[1]), functools.partial(everything, path=pathlib.Path(sys.argv[1])))
