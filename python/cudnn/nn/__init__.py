@@ -1,5 +1,6 @@
 """Modules of PyTorch on fused kernels."""
 
 from cudnn.moe.module import MoE
+from cudnn.nn.gradients import clip_grad_norm_
 
-__all__ = ["MoE"]
+__all__ = ["MoE", "clip_grad_norm_"]
