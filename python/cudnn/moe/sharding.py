@@ -143,14 +143,18 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     weight: Any = tensor
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    with torch.device("cpu"):  # it computes with tensors: not within torch.device("meta")
+        shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     return weight._local_tensor, tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
 
 def draw_seed(parameter: Tensor) -> int:
     """A seed for :func:`uniform_`, from the CPU's default generator; 0 if the parameter has no memory."""
-    is_empty = parameter.is_meta or detect_fake_mode([local_part(parameter)[0]]) is not None
-    return 0 if is_empty else int(torch.randint(2**62, (), device="cpu"))
+    return 0 if _has_no_memory(parameter) else int(torch.randint(2**62, (), device="cpu"))
+
+
+def _has_no_memory(parameter: Tensor) -> bool:
+    return parameter.is_meta or detect_fake_mode([parameter]) is not None
 
 
 def uniform_(parameter: Tensor, bound: float, seed: int) -> None:
@@ -159,9 +163,9 @@ def uniform_(parameter: Tensor, bound: float, seed: int) -> None:
     Each index of the first dimension, such as an expert, has the seed ``seed + index``, and a rank draws those that it
     stores. So ranks with the same seed hold parts of the same tensor.
     """
-    local, part = local_part(parameter)
-    if local.is_meta or detect_fake_mode([local]) is not None or not local.numel():
+    if _has_no_memory(parameter):
         return
+    local, part = local_part(parameter)
     generator = torch.Generator(local.device)
     whole = torch.empty(parameter.shape[1:], dtype=local.dtype, device=local.device)
     with torch.no_grad():
