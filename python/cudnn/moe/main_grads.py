@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cudnn.lazy import torch
@@ -22,3 +23,8 @@ def dummy_grad(weight: Tensor) -> Tensor | None:
         return None
     weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def dummy_grads(weights: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """:func:`dummy_grad` of each weight whose gradient is needed; None for the others."""
+    return [dummy_grad(weight) if need else None for weight, need in zip(weights, needed, strict=True)]

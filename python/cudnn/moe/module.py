@@ -24,7 +24,7 @@ from cudnn.gemm.formats import wide
 from cudnn.moe import layer as expert_layer
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
-from cudnn.moe.main_grads import dummy_grad
+from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.operator import checked, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
 from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
@@ -152,8 +152,7 @@ class _Layer(torch.autograd.Function):
         arguments = (saved.preact, saved.indices, saved.weights, permutation, e, needs_grad, main_grad)
         grads = expert_layer.backward(ctx.ops, dy, saved.tokens, *arguments, router=router_backward)
         if main_grad[0]:
-            dummies = zip(parameters[:2], needs_parameters[:2], strict=True)
-            up, down = (dummy_grad(weight) if needed else None for weight, needed in dummies)
+            up, down = dummy_grads(parameters[:2], needs_parameters[:2])
             grads = grads._replace(up=up, down=down)
         return None, None, grads.x, router_backward.dshared, router_backward.drouter, *grads[2:]
 

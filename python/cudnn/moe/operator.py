@@ -31,6 +31,7 @@ from cudnn.moe.experts import (
     is_list,
     shape_of,
 )
+from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
@@ -545,8 +546,10 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     grads = moe_mlp_bwd_primitive(gradient, *arguments)
     dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
-    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, strict=True)
-    dw_lists = [unbind_experts(None if buffers else dw, like) for dw, like, buffers in matrices]
+    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)
+    dw_lists = [
+        dummy_grads(like, needed) if buffers else unbind_experts(dw, like) for dw, like, buffers, needed in matrices
+    ]
     return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 5
 
 

@@ -214,6 +214,38 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
 
 
+@torch.no_grad()
+def update_correction_bias(
+    bias: torch.Tensor, counts: torch.Tensor, rate: float = 1e-3, group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Adds ``rate * sign(mean(counts) - counts)`` to the bias in place: experts with few tokens get more.
+
+    DeepSeek-V3's balancing without an auxiliary loss; the bias is ``e_score_correction_bias`` there. Call it once in an
+    optimizer step, after the last backward pass.
+
+    Args:
+        bias: float32 (E,), the buffer ``correction`` of :class:`cudnn.nn.MoE`.
+        counts: (E,), the tokens of each expert in the step: ``RouterOutput.counts``, summed over micro-batches.
+        rate: The size of a change.
+        group: A process group whose ranks' counts are added up: all ranks with tokens of their own. All of them call.
+
+    Raises:
+        ValueError: shapes that differ.
+        TypeError: an argument that is no tensor.
+    """
+    where = "update_correction_bias"
+    check_tensor(where, "bias", bias)
+    check_tensor(where, "counts", counts)
+    if bias.ndim != 1 or counts.shape != bias.shape:
+        got, allowed = f"{tuple(counts.shape)} for a bias {tuple(bias.shape)}", "the shape (E,) of both"
+        _refuse(where, "shape of counts", got, allowed)
+    total = counts.to(torch.int64, copy=True)
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
+    # In integers: sign(mean - count) = sign(sum - E * count).
+    bias.add_((total.sum() - len(total) * total).sign(), alpha=rate)
+
+
 def _refuse(where: str, what: str, got: object, allowed: str, hint: str = "") -> None:
     raise make_error(ValueError, where, what, got, allowed, hint)
 

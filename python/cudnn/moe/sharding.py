@@ -80,8 +80,8 @@ def expert_mesh(group: Any, mesh: Any, ep_dim: str, etp_dim: str | None, device:
         if group is None:
             return None
         ranks_of(_WHERE, group)
-        process_group = group.group if isinstance(group, Exchange) else group
-        device_type = group.device.type if isinstance(group, Exchange) else _device_type(process_group, device)
+        process_group, device = (group.group, group.device) if isinstance(group, Exchange) else (group, device)
+        device_type = _device_type(process_group, device)
         return ExpertMesh(DeviceMesh.from_group(process_group, device_type, mesh_dim_names=("ep",)), group, None)
     if not isinstance(mesh, DeviceMesh):
         allowed = "a torch.distributed.device_mesh.DeviceMesh"
@@ -109,9 +109,9 @@ def _device_type(group: Any, device: Any) -> str:
     """The device of a layer's weights, from its argument or from what the group's backend takes."""
     device_type = torch.get_default_device().type if device is None else torch.device(device).type
     supported = [each.type for each in group._device_types]
-    if device_type in supported:
-        return device_type
-    return "cuda" if "cuda" in supported else "cpu"
+    if device_type not in supported:  # such as "meta"
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return device_type if device_type in supported else supported[0]
 
 
 def device_of(device: Any, mesh: Any) -> Any:
