@@ -25,7 +25,7 @@ from cudnn.moe import layer as expert_layer
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
 from cudnn.moe.main_grads import dummy_grads
-from cudnn.moe.operator import checked, moe_mlp, tokens_of
+from cudnn.moe.operator import checked, in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
 from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.moe.sharding import (
@@ -207,7 +207,7 @@ class SharedExperts(torch.nn.Module):
         """The sum of the shared experts' outputs (T, hidden) for tokens (T, hidden), by weights (T, shared_experts)."""
         up, down, up_bias, down_bias = (getattr(self, name) for name in _EXPERT_PARAMETERS)
         indices = torch.arange(weights.shape[1], dtype=torch.int32, device=tokens.device)
-        routing = indices.expand(tokens.shape[0], -1), weights
+        routing = indices.expand(tokens.shape[0], -1), wide(weights)  # FSDP2 may have cast them
         return moe_mlp(tokens, routing, up, down, up_bias, down_bias, **self._options)
 
 
@@ -568,7 +568,7 @@ class MoE(torch.nn.Module):
             output = RouterOutput(logits, routing.weights, routing.indices, routing.offsets) if return_routing else None
         if self.shared is not None:
             y = y + self.shared(tokens, self._shared(tokens))
-        y = y if x.ndim == 2 else y.view(x.shape)
+        y = in_shape_of(x, y)
         return (y, output) if return_routing else y
 
     def _one_node(

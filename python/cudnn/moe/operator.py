@@ -124,7 +124,7 @@ def moe_mlp(
             (up_main_grad, down_main_grad),
         )
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
-        return _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit).view(x.shape)
+        return in_shape_of(x, _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit))
     if not isinstance(routing, Routing):
         indices, weights = _two("routing", routing, "what cudnn.moe.route returned, or indices and weights")
         check_tensor(_WHERE, "indices", indices)
@@ -136,7 +136,7 @@ def moe_mlp(
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
         raise make_error(ValueError, _WHERE, "routing", got, allowed)
     experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
-    return _single_rank(tokens, routing, *experts).view(x.shape)
+    return in_shape_of(x, _single_rank(tokens, routing, *experts))
 
 
 @torch.compiler.disable(reason="ranks exchange tokens: compile the code before and after it")
@@ -230,6 +230,11 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
         raise make_error(ValueError, where, "x", got, "a tensor [..., H]")
     check_tensor(where, "x", x)
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def in_shape_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``[T, H]`` in the shape of x. For autograd it is no view, of which hooks of FSDP2 warn."""
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, x.shape)
 
 
 def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
