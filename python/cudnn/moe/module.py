@@ -359,10 +359,10 @@ class MoE(torch.nn.Module):
         self.register_buffer("correction", correction)
         self.reset_parameters()
 
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    up_bias: torch.nn.Parameter | None
+    down_bias: torch.nn.Parameter | None
 
     def _check_degrees(self, intermediate: int) -> None:
         """Raises a ValueError for experts, or an intermediate size, that the ranks cannot divide."""
@@ -561,7 +561,7 @@ class MoE(torch.nn.Module):
         if routing is None and self._is_one_node(tokens, parameters):
             y, output = self._one_node(tokens, parameters, return_routing)
         else:
-            logits = None
+            logits: Any = None
             if routing is None:
                 logits, routing = self.route(tokens)
             y = self._run_experts(tokens, routing, parameters)
@@ -702,7 +702,7 @@ class MoE(torch.nn.Module):
             etp=ranks.etp,
         )
         if ranks.etp > 1:
-            checksum = zlib.crc32(tokens.detach().contiguous().view(torch.uint8).cpu().numpy())
+            checksum = zlib.crc32(tokens.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
             same = f"{config}; tokens=({len(tokens)} with the checksum {checksum})"
             check_all_ranks(ranks.etp_group, same, 0, self._time_limit, "MoE")
         if self._exchange_group() is not None:
