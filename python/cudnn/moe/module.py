@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from cudnn.fused import argument_types
 from cudnn.fused.gated import LAYOUTS
 from cudnn.gemm.formats import wide
 from cudnn.moe import layer as expert_layer
+from cudnn.moe.autograd import LayerFunction, Saved
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
-from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.operator import checked, in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
 from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
@@ -39,122 +39,12 @@ from cudnn.moe.sharding import (
 )
 from cudnn.moe.tensor_parallel import sum_gradients, sum_over
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import autocast_type, needs_dispatch, once_differentiable
+from cudnn.runtime.registration import autocast_type, needs_dispatch
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _EXPERT_PARAMETERS = ("up", "down", "up_bias", "down_bias")
 _RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
-
-
-class _Saved(NamedTuple):
-    """Tensors saved for backward. ``logits``: all experts', or only the chosen ones' if these suffice."""
-
-    tokens: Tensor
-    logits: Tensor
-    preact: Tensor
-    indices: Tensor
-    weights: Tensor
-    offsets: Tensor
-    gather_idx: Tensor
-    scatter_idx: Tensor
-
-
-class _RouterBackward:
-    """The backward pass of the router and of the shared experts' gate: a :class:`cudnn.moe.layer.RouterBackward`.
-
-    If only the chosen experts' logits have a gradient, the up GEMM^T adds dlogit[r] router[e] to each row of dx; else
-    :meth:`add_dx` adds the router's GEMM at the end.
-
-    Args:
-        of_losses: The gradients of a :class:`RouterOutput`'s logits and weights, or None.
-
-    Attributes:
-        dshared, drouter: The gradients of the shared experts' weights and of the router's weight, if needed.
-    """
-
-    dlogits: Tensor
-    dshared: Tensor | None = None
-    drouter: Tensor | None = None
-
-    def __init__(
-        self,
-        layer: MoE,
-        saved: _Saved,
-        router: Tensor,
-        needs_shared: bool,
-        needs_router: bool,
-        of_losses: Sequence[Tensor | None],
-    ) -> None:
-        self.layer, self.saved, self.router = layer, saved, router
-        self.needs_shared, self.needs_router, self.of_losses = needs_shared, needs_router, of_losses
-
-    def backward_weights(self, dweights: Tensor) -> tuple[Tensor, Tensor] | None:
-        layer, drouted = self.layer, dweights
-        dlogits_of_losses, dweights_of_losses = self.of_losses
-        if self.needs_shared:
-            drouted, self.dshared = (x.contiguous() for x in dweights.split([layer.top_k, layer._shared_rows], 1))
-        elif layer._shared_rows:
-            drouted = dweights[:, : layer.top_k].contiguous()
-        if dweights_of_losses is not None:
-            drouted = drouted + dweights_of_losses
-        self.dlogits, dlogit_of_row = layer._dlogits(drouted, self.saved, dlogits_of_losses is None)
-        if dlogits_of_losses is not None:
-            self.dlogits += dlogits_of_losses
-        self.drouter = self.dlogits.T @ self.saved.tokens if self.needs_router else None
-        return None if dlogit_of_row is None else (dlogit_of_row, layer._padded_router(self.router))
-
-    def add_dx(self, dx: Tensor) -> None:
-        dx.addmm_(self.dlogits, self.router)  # in place: dx is not shared
-
-
-class _Layer(torch.autograd.Function):
-    """The whole layer as one autograd node, which takes less host time than one node per operator.
-
-    Its results are y and, with ``return_routing``, the fields of a :class:`RouterOutput`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        layer: MoE,
-        return_routing: bool,
-        tokens: Tensor,
-        shared: Tensor | None,
-        router: Tensor,
-        *parameters: Tensor | None,
-    ) -> Any:
-        y, saved, ctx.ops, routing = layer._forward(tokens, shared, router, parameters, True, return_routing)
-        ctx.layer, ctx.main_grad = layer, layer._main_grad_lists()
-        ctx.save_for_backward(*saved, router, *parameters)
-        if routing is None:
-            return y
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(routing.indices, routing.offsets)
-        return y, *routing
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        layer, main_grad = ctx.layer, ctx.main_grad
-        tensors = ctx.saved_tensors
-        saved, (router, *parameters) = _Saved(*tensors[:8]), tensors[8:]
-        _, _, needs_tokens, needs_shared, needs_router, *needs_parameters = ctx.needs_input_grad
-        dy, dlogits, dweights = gradients[0], *(gradients[1:3] or (None, None))
-        dy = saved.tokens.new_zeros(saved.tokens.shape) if dy is None else aligned(dy)
-        for buffers in main_grad:
-            torch.autograd.graph.increment_version(buffers)
-        e = layer._experts(parameters)
-        permutation = Permutation(saved.offsets, saved.gather_idx, saved.scatter_idx)
-        needs_weights = needs_tokens or needs_shared or needs_router
-        needs_grad = expert_layer.NeedsGrad(needs_tokens, needs_weights, *needs_parameters)
-        router_backward = _RouterBackward(layer, saved, router, needs_shared, needs_router, (dlogits, dweights))
-        arguments = (saved.preact, saved.indices, saved.weights, permutation, e, needs_grad, main_grad)
-        grads = expert_layer.backward(ctx.ops, dy, saved.tokens, *arguments, router=router_backward)
-        if main_grad[0]:
-            up, down = dummy_grads(parameters[:2], needs_parameters[:2])
-            grads = grads._replace(up=up, down=down)
-        return None, None, grads.x, router_backward.dshared, router_backward.drouter, *grads[2:]
 
 
 class _Router(torch.nn.Linear):
@@ -195,12 +85,14 @@ class SharedExperts(torch.nn.Module):
     (shared_experts, N, hidden), ``down`` (shared_experts, hidden, intermediate), ``up_bias`` and ``down_bias``.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], options: dict[str, Any], **factory_kwargs: Any) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], options: dict[str, Any], device: Any, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self._options = options
         for name in _EXPERT_PARAMETERS:
             shape = shapes.get(name)
-            weight = None if shape is None else torch.nn.Parameter(torch.empty(shape, **factory_kwargs))
+            weight = None if shape is None else torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, weight)
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
@@ -377,13 +269,13 @@ class MoE(torch.nn.Module):
             got = f"{intermediate}, {self.glu_layout!r}, on {ranks.etp} ranks of etp_dim"
             raise make_error(ValueError, "MoE", "intermediate", got, f"a multiple of {multiple}, {LAYOUTS[0]!r}")
 
-    def _empty_weight(self, name: str, size: tuple[int, ...], **factory_kwargs: Any) -> Tensor:
+    def _empty_weight(self, name: str, size: tuple[int, ...], device: Any, dtype: torch.dtype) -> Tensor:
         """The memory of all experts' weights of a size: over ranks a DTensor."""
         shape = (self.experts + self._shared_rows, *size)
         if self._expert_mesh is None:
-            return torch.empty(shape, **factory_kwargs)
+            return torch.empty(shape, device=device, dtype=dtype)
         etp_dim = {"up": 1, "up_bias": 1, "down": 2, "down_bias": None}[name]
-        return self._expert_mesh.shard(shape, etp_dim, **factory_kwargs)
+        return self._expert_mesh.shard(shape, etp_dim, device, dtype)
 
     @property
     def _shared_rows(self) -> int:
@@ -579,7 +471,7 @@ class MoE(torch.nn.Module):
         shared, weight = self._shared(tokens) if self._shared_rows else None, self.router.weight
         inputs = (tokens, shared, weight, *parameters)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            result = _Layer.apply(self, return_routing, *inputs)
+            result = LayerFunction.apply(self, return_routing, *inputs)
             return (result[0], RouterOutput(*result[1:])) if return_routing else (result, None)
         y, _, _, output = self._forward(tokens, shared, weight, parameters, False, return_routing)
         return y, output
@@ -632,7 +524,7 @@ class MoE(torch.nn.Module):
         parameters: Sequence[Any],
         save_preact: bool,
         return_routing: bool,
-    ) -> tuple[Tensor, _Saved, GroupedGemmOps, RouterOutput | None]:
+    ) -> tuple[Tensor, Saved, GroupedGemmOps, RouterOutput | None]:
         """y (T, hidden), the tensors to save for backward, the layer's GEMMs, and the router's output if wanted."""
         # (1) Router GEMM, top-k, weights, and the sort by expert.
         logits, tokens = torch.nn.functional.linear(tokens, router), aligned(tokens)
@@ -649,9 +541,9 @@ class MoE(torch.nn.Module):
         e = self._experts(parameters)
         ops = checked(tokens, weights, indices, e, self._main_grad_lists())
         y, preact = expert_layer.forward(ops, tokens, weights, Permutation(*permutation), e, save_preact)
-        return y, _Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops, output
+        return y, Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops, output
 
-    def _dlogits(self, dweights: Tensor, saved: _Saved, by_row: bool) -> tuple[Tensor, Tensor | None]:
+    def _dlogits(self, dweights: Tensor, saved: Saved, by_row: bool) -> tuple[Tensor, Tensor | None]:
         """The gradient of the logits (T, experts), from that of the routed experts' weights (T, top_k).
 
         And, with ``by_row`` and if only the chosen experts' logits have a gradient, each row's (R, 1, 1), else None.

@@ -150,7 +150,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 def draw_seed(parameter: Tensor) -> int:
     """A seed for :func:`uniform_`, from the CPU's default generator; 0 if the parameter has no memory."""
-    return 0 if _has_no_memory(parameter) else int(torch.randint(2**62, (), device="cpu"))
+    return 0 if _has_no_memory(parameter) else int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 def _has_no_memory(parameter: Tensor) -> bool:

@@ -50,7 +50,7 @@ def clip_grad_norm_(
         norm = get_total_norm([x.grad for x in members if x.grad is not None], norm_type, False, foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     device = norms[0].device
     total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(float(total)):
