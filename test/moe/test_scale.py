@@ -285,6 +285,33 @@ def tensor_parallel(rank: int) -> None:
         MoE(HIDDEN, 32, EXPERTS, TOP_K, mesh=mesh, etp_dim="etp")
 
 
+def main_grads_and_counts(rank: int) -> None:
+    """``main_grad`` has a rank's share; counts are those of all ranks."""
+    mesh, x = meshes()["EP 2"], torch.randn(9, HIDDEN, dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "dtype": torch.float32, "correction_bias": True}
+    torch.manual_seed(1)
+    plain = MoE(HIDDEN, INNER, EXPERTS, TOP_K, **options)
+    torch.manual_seed(1)
+    layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, into_main_grad=True, **options)
+    for name in ("up", "down"):
+        weight: Any = getattr(layer, name)
+        weight.main_grad = torch.ones(weight.to_local().shape)
+    y, routing = layer(x, return_routing=True)
+    y.sum().backward()
+    plain(x).sum().backward()
+    for name in ("up", "down"):
+        weight, expected = getattr(layer, name), getattr(plain, name)
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad - 1, expected.grad.to_local(), rtol=1e-5, atol=1e-5)
+    assert layer.correction is not None
+    counts = routing.counts if rank else routing.counts * 100
+    moe.update_correction_bias(layer.correction, counts, 0.5, dist.group.WORLD)
+    values = [torch.empty_like(layer.correction) for _ in range(RANKS)]
+    dist.all_gather(values, layer.correction)
+    assert all(torch.equal(values[0], each) for each in values)
+    assert bool(layer.correction.any())
+
+
 def refused(rank: int) -> None:
     mesh = meshes()["EP 2"]
     layer = make(mesh).moe
@@ -346,6 +373,7 @@ def test_four_ranks(tmp_path: pathlib.Path) -> None:
         exported(number, tmp_path)
         pickled(number)
         tensor_parallel(number)
+        main_grads_and_counts(number)
         refused(number)
         killed(number)
 

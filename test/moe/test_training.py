@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
 from cudnn import moe
-from cudnn.nn import MoE
+from cudnn.nn import MoE, clip_grad_norm_
 from support.selection import ALONE, in_turn, within
 
 
@@ -97,3 +98,21 @@ def test_the_update_of_the_correction() -> None:
     assert layer.correction.tolist() == [1.5, -1.5, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"update_correction_bias: shape of counts: got \(3,\) for a bias \(4,\)"):
         moe.update_correction_bias(layer.correction, torch.zeros(3))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_pytorchs_for_plain_tensors(norm_type: float) -> None:
+    """Over meshes: test_scale."""
+    pairs = [[torch.zeros(n).requires_grad_() for n in (5, 3)] for _ in range(2)]
+    for parameters in zip(*pairs, strict=True):
+        parameters[0].grad = torch.randn(parameters[0].shape)
+        parameters[1].grad = parameters[0].grad.clone()
+    assert clip_grad_norm_([*pairs[0], torch.zeros(2)], 0.1, norm_type) == torchs_clip_grad_norm_(
+        pairs[1], 0.1, norm_type
+    )
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert clip_grad_norm_(torch.zeros(2), 0.1) == 0
+    pairs[0][0].grad = torch.full((5,), float("nan"))
+    with pytest.raises(RuntimeError, match=rf"clip_grad_norm_: the norm of order {norm_type} of the gradients is nan"):
+        clip_grad_norm_(iter(pairs[0]), 0.1, norm_type, error_if_nonfinite=True)
