@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
 from cudnn import moe
@@ -116,3 +120,26 @@ def test_clipping_is_pytorchs_for_plain_tensors(norm_type: float) -> None:
     pairs[0][0].grad = torch.full((5,), float("nan"))
     with pytest.raises(RuntimeError, match=rf"clip_grad_norm_: the norm of order {norm_type} of the gradients is nan"):
         clip_grad_norm_(iter(pairs[0]), 0.1, norm_type, error_if_nonfinite=True)
+
+
+def test_gathered_weights_are_quantized_anew() -> None:
+    """FSDP2 gathers changed weights into the same memory, and no version counts it, nor changes of DTensors."""
+    x = torch.randn(9, 128).bfloat16()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
+        for over_ranks, shards in ((False, True), (True, True), (True, False)):
+            layer = MoE(128, 128, 4, 2, fp8=True, mesh=mesh if over_ranks else None)
+            model = torch.nn.Sequential(layer)
+            if shards:
+                fully_shard(layer, mesh=mesh["dp"])
+                fully_shard(model, mesh=mesh["dp"])
+            with torch.no_grad():
+                results = [model(x)]
+                for _ in range(4):
+                    layer.up.mul_(-1.25)
+                    results.append(model(x))
+            for earlier, later in itertools.pairwise(results):
+                assert not torch.equal(earlier, later)
+    finally:
+        dist.destroy_process_group()

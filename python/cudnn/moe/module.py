@@ -27,6 +27,7 @@ from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
 from cudnn.moe.operator import checked, in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
+from cudnn.moe.quantizing import forget_quantized
 from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.moe.sharding import (
     device_of,
@@ -299,6 +300,13 @@ class MoE(torch.nn.Module):
                         uniform_(getattr(self.shared, name), bound, seed + self.experts)
         if self.correction is not None:
             self.correction.zero_()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Drops the e4m3 copy of a weight that is replaced, as FSDP2 replaces gathered weights and sharded ones."""
+        weight = self.__dict__.get("_parameters", {}).get(name)
+        if weight is not None and weight is not value:
+            forget_quantized(weight)
+        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """A layer with copies of the parameters and the same group."""

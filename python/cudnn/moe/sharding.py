@@ -135,7 +135,11 @@ def local_shard(name: str, weight: Tensor | None, experts: ExpertMesh | None) ->
         allowed = "a tensor" if experts is None else f"a DTensor over the mesh {experts.mesh.mesh_dim_names}"
         hint = "call the layer, not its methods: fully_shard gathers weights in hooks of forward"
         raise make_error(RuntimeError, _WHERE, name, got, allowed, hint)
-    return weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    sharded: Any = weight
+    local = sharded.to_local()
+    # A new tensor in each call: the version of a local tensor, by which e4m3 copies are cached, does not count changes
+    # of the DTensor.
+    return local.view_as(local) if local is sharded._local_tensor else local
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
