@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
+from torch.nn.utils import parametrize
 
 from cudnn import moe
 from cudnn.nn import MoE, clip_grad_norm_
@@ -143,3 +144,17 @@ def test_gathered_weights_are_quantized_anew() -> None:
                 assert not torch.equal(earlier, later)
     finally:
         dist.destroy_process_group()
+
+
+def test_parametrized_weights() -> None:
+    """As adapters of weights make them: the layer reads the attribute, not the parameter."""
+    layer, x = MoE(64, 32, 4, 2), torch.randn(5, 64).bfloat16()
+    expected = 2 * layer(x)
+    double = torch.nn.Identity()
+    double.forward = lambda weight: 2 * weight  # pyright: ignore[reportIncompatibleMethodOverride]
+    parametrize.register_parametrization(layer, "down", double)
+    assert torch.equal(layer(x), expected)
+    layer.load_state_dict(layer.state_dict())
+    layer(x).sum().backward()
+    weight: Any = layer.parametrizations.down.original  # pyright: ignore[reportAttributeAccessIssue]
+    assert bool(weight.grad.any())

@@ -290,9 +290,9 @@ class MoE(torch.nn.Module):
         experts has, whatever the mesh and ``fully_shard`` are.
         """
         for weight, bias in (("up", "up_bias"), ("down", "down_bias")):
-            bound = self._parameters[weight].shape[-1] ** -0.5  # pyright: ignore[reportOptionalMemberAccess]
+            bound = getattr(self, weight).shape[-1] ** -0.5
             for name in (weight, bias):
-                parameter = self._parameters[name]
+                parameter = getattr(self, name)
                 if parameter is not None:
                     seed = draw_seed(parameter)
                     uniform_(parameter, bound, seed)
@@ -377,7 +377,7 @@ class MoE(torch.nn.Module):
         self._check_share("load_state_dict")
         self._move_shared(state_dict, prefix)
         for name in _EXPERT_PARAMETERS:
-            parameter, value = self._parameters[name], state_dict.get(prefix + name)
+            parameter, value = self._parameters.get(name), state_dict.get(prefix + name)
             if parameter is not None and isinstance(value, Tensor):
                 state_dict[prefix + name], reason = share_of(parameter, value)
                 if reason:
@@ -457,7 +457,7 @@ class MoE(torch.nn.Module):
             raise make_error(
                 ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", hint
             )
-        parameters = [local_shard(name, self._parameters[name], self._expert_mesh) for name in _EXPERT_PARAMETERS]
+        parameters = [local_shard(name, getattr(self, name), self._expert_mesh) for name in _EXPERT_PARAMETERS]
         if routing is None and self._is_one_node(tokens, parameters):
             y, output = self._one_node(tokens, parameters, return_routing)
         else:
