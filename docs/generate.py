@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import experiments  # these three are next to this file
+import results
+from reference_tables import arguments, first_paragraph
+from reference_tables import table as reference
+
 import cudnn
 from cudnn import settings
 from cudnn.fused import registry
@@ -19,8 +24,8 @@ from cudnn.pygraph.node import NodeList
 from cudnn.pygraph.subgraph import SubGraph
 
 _DOCS = Path(__file__).parent
+_README = _DOCS.parent / "README.md"
 _TABLE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_COMMON = ("self", "compute_data_type", "name")
 
 
 def _families() -> Iterator[type]:
@@ -39,26 +44,9 @@ def _methods(family: type) -> dict[Callable[..., Any], list[str]]:
     return by_method
 
 
-def _first_paragraph(text: str | None) -> str:
-    return " ".join(inspect.cleandoc(text or "").split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
-
-
-def _arguments(method: Callable[..., Any]) -> str:
-    shown: list[str] = []
-    for parameter in inspect.signature(method).parameters.values():
-        if parameter.name in _COMMON:
-            continue
-        default = parameter.default
-        if default is inspect.Parameter.empty:
-            shown.append(parameter.name)
-        else:
-            shown.append(f"{parameter.name}={getattr(default, 'name', repr(default))}")
-    return ", ".join(f"`{text}`" for text in shown)
-
-
 def _row(names: list[str], method: Callable[..., Any]) -> str:
     shown = ", ".join(f"`{name}`" for name in names)
-    return f"| {shown} | {_arguments(method)} | {_first_paragraph(method.__doc__)} |"
+    return f"| {shown} | {arguments(method)} | {first_paragraph(method.__doc__)} |"
 
 
 def operations() -> str:
@@ -78,42 +66,62 @@ def enumerations() -> str:
     for name, value in vars(cudnn).items():
         if isinstance(value, enum.EnumMeta):
             members = ", ".join(f"`{member.name}`" for member in value)
-            rows.append(f"| `cudnn.{name}` | {members} | {_first_paragraph(value.__doc__)} |")
+            rows.append(f"| `cudnn.{name}` | {members} | {first_paragraph(value.__doc__)} |")
     return "\n".join(rows)
 
 
+def _page_of(title: str) -> str:
+    """A link from `docs/fused` to the page of the docs that has this heading, with its anchor.
+
+    Raises:
+        LookupError: not one page has it.
+    """
+    heading = re.compile(rf"^#+ {re.escape(title)}$", re.MULTILINE)
+    pages = [*(_DOCS / "fused").glob("*.md"), *_DOCS.glob("*.md")]
+    found = [path for path in pages if heading.search(path.read_text())]
+    if len(found) != 1:
+        raise LookupError(f"{title!r} is a heading of {len(found)} pages of docs/fused and docs, not of one")
+    anchor = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+    return f"{'' if found[0].parent.name == 'fused' else '../'}{found[0].name}#{anchor}"
+
+
 def fused_apis() -> str:
-    """One row an API: its class, its wrapper, what the wrapper returns, what it computes."""
+    """One row an API: its page, its class, its operator, what it computes."""
     rows = []
     for name in registry.packages():
         api = registry.find(name)
-        returned = ", ".join(f"`{result}`" for result in api.returns)
-        title = f"[{api.title}](fused/{name}.md)"
-        rows.append(f"| {title} | `{api.__name__}` | `{name}_wrapper` | {returned} | {_first_paragraph(api.__doc__)} |")
-    return "\n".join(["| API | class | wrapper | results | what |", "|---|---|---|---|---|", *rows])
+        what = first_paragraph(api.__doc__)
+        rows.append(f"| [{api.title}]({_page_of(api.title)}) | `{api.__name__}` | `{name}` | {what} |")
+    return "\n".join(["| API | class | wrapper (`_wrapper`), operator | what |", "|---|---|---|---|", *rows])
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "enumerations": enumerations,
     "environment": settings.markdown_table,
     "operations": operations,
+    "experiments": experiments.table,
     "fused_apis": fused_apis,
 }
 
 
-def render(page: str) -> str:
-    """The page with regenerated tables."""
-    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)
+def render(page: Path) -> str:
+    """The page with regenerated tables and plots."""
+
+    def generated(name: str) -> str:
+        return TABLES[name]() if name in TABLES else {**results.GENERATORS, "reference": reference}[name](page)
+
+    return _TABLE.sub(lambda match: f"{match[1]}\n{generated(match[2])}\n\n{match[3]}", page.read_text())
 
 
 def pages() -> list[Path]:
-    """The pages of the documentation."""
-    return sorted(_DOCS.rglob("*.md"))
+    """The pages of the documentation, and the README."""
+    return [_README, *sorted(_DOCS.rglob("*.md"))]
 
 
 if __name__ == "__main__":
     import stubs  # next to this file
 
     stubs.write()
+    results.write_figures()
     for path in pages():
-        path.write_text(render(path.read_text()))
+        path.write_text(render(path))

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import cudnn
-from cudnn.fused import operator, registry
+from cudnn.fused import linear, operator, registry
+from cudnn.fused.dense import DenseGemm
 
 _WRITTEN = "Written by `python docs/generate.py`."
 _OPERATORS = f'''"""The operators of the fused APIs, ``cudnn.ops``, for type checkers. {_WRITTEN}"""
 
-import torch
+from typing import overload
+
 from torch import Tensor, dtype
 '''
 
@@ -38,11 +40,32 @@ def _operator(name: str) -> str:
     api, function = registry.find(name), registry.wrapper(name)
     types = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
     signature, names = operator.signature_of(api, function)
+    if issubclass(api, DenseGemm):
+        return _linear_operator(name, api, types, signature, names)
     shown = [_named(name, types[names[name]], p.default) for name, p in signature.parameters.items()]
     result = f"tuple[{', '.join(['Tensor'] * len(api.returns))}]"
     about = f"{', '.join(api.returns)}; absent results have no elements. See :class:`cudnn.{api.__name__}`."
     about = _wrapped(f'"""{api.title}: {about}"""')
     return "\n".join([f"def {name}(", *(f"    {each}," for each in shown), f") -> {result}:", *about, ""])
+
+
+def _linear_operator(name: str, api: Any, types: Any, signature: inspect.Signature, names: Any) -> str:
+    """Those of dense GEMMs return the primary result, or with ``returns`` a tuple."""
+    shown = []
+    for parameter in linear.signature_of(signature.parameters).parameters.values():
+        if parameter.name in names:
+            annotation = types[names[parameter.name]]
+            optional = parameter.name.endswith("_dtype") and "None" not in annotation
+            shown.append(_named(parameter.name, f"{annotation} | None" if optional else annotation, parameter.default))
+    about = (
+        f"{api.result[0]}, or those of {', '.join(api.returns)} that returns names. See :class:`cudnn.{api.__name__}`."
+    )
+    overloads = []
+    for returns, result in (("None = None", "Tensor"), ("tuple[str, ...] | list[str]", "tuple[Tensor, ...]")):
+        arguments = [*shown, "*", f"returns: {returns}"]
+        lines = ["@overload", f"def {name}(", *(f"    {each}," for each in arguments), f") -> {result}:"]
+        overloads.append("\n".join([*lines, *_wrapped(f'"""{api.title}: {about}"""'), ""]))
+    return "\n".join(overloads)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -123,6 +123,7 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests neither use nor fill the user's compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("CUDNN_COMPILE_JOBS", "0")  # xdist has a process for each core
         yield
 
 

@@ -7,12 +7,22 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 T = TypeVar("T")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+# What ``os.environ`` keeps, without its conversion of names and texts, which takes 1 us.
+_data: Any = getattr(os.environ, "_data", os.environ)
+_key: Callable[[str], object] = getattr(os.environ, "encodekey", str) if _data is not os.environ else str
+
+
+def _text(name: str) -> str | None:
+    text = _data.get(_key(name))
+    return os.fsdecode(text) if isinstance(text, bytes) else text
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Setting(Generic[T]):
         Raises:
             ValueError: the text is not of the variable's type; names the variable.
         """
-        text = os.environ.get(self.name)
+        text = _text(self.name)
         if text is None:
             return self.default
         try:
@@ -108,6 +118,14 @@ SYSTEM_KERNEL_CACHE = Setting(
     "",
     "A folder of compiled kernels that is read before the user's and never written: root filled it with "
     "`cudnn cache warm --system`, for an image say. Files that others than root could write are refused.",
+)
+COMPILE_JOBS: Setting[int | None] = Setting(
+    "CUDNN_COMPILE_JOBS",
+    "a number, 0 or more",
+    _count,
+    None,
+    "How many processes compile an operation's kernels at the same time; 0: this process compiles them one after "
+    "another. Unset: one for each CPU that this process may use, shared with the other ranks of its host, up to 16.",
 )
 EMULATE = Setting(
     "CUDNN_EMULATE",
@@ -189,6 +207,14 @@ SETTINGS = (
     SEMANTICS,
     VALIDATE_DEVICE_VALUES,
 )
+
+
+def texts() -> tuple[str | None, ...]:
+    """The texts of all variables now, to be compared with those of another moment."""
+    return tuple(map(_data.get, _SETTING_KEYS))
+
+
+_SETTING_KEYS = [_key(setting.name) for setting in SETTINGS]
 
 
 if TYPE_CHECKING:

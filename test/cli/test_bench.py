@@ -31,14 +31,21 @@ from cudnn.bench import (
     Row,
     attention,
     dense_gemm,
+    gated_mlp,
     gemm,
+    gemm_peers,
     grouped,
+    grouped_fp8,
+    model,
     moe,
+    moe_decode,
     moe_peers,
     monitor,
     nsa,
     operands,
     report,
+    results,
+    suite,
 )
 from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
@@ -264,8 +271,9 @@ def test_a_run_from_start_to_end(
 
     problems = [Problem("64x64x64", candidates, 1e9, 1e6, clock), Problem("1x1x1", candidates, 1e9, 1e6, clock)]
     benchmark = bench.Benchmark("GEMM", ("cuBLAS",), ("bf16",), {}, lambda options: problems)
-    path = tmp_path / "run.csv"
-    code = command_line.run(benchmark, bench.Options("bf16"), path, None)
+    path, saved = tmp_path / "run.csv", tmp_path / "results" / "gemm.csv"
+    output_files = command_line.Output(path, None, saved, RUN)
+    code = command_line.run("gemm", benchmark, bench.Options("bf16"), output_files)
     output = capsys.readouterr().out
     assert code == (0 if right else 1)
     assert ("2.000 ±.000" in output) == right
@@ -276,6 +284,14 @@ def test_a_run_from_start_to_end(
         (problem, name) for problem in ("64x64x64", "1x1x1") for name in ("cuBLAS", "missing", "Gemm")
     ]
     assert (found.device, found.title, found.dtype) == ("NVIDIA Fake", "GEMM", "bf16")
+    lines = results.read(saved)
+    assert {line.peer for line in lines} == {"cuBLAS", *(["Gemm"] if right else [])}  # what was timed
+    assert {(line.hardware, line.commit, line.family, line.dtype) for line in lines} == {
+        ("NVIDIA Fake", "abc", "gemm", "bf16")
+    }
+    if right:
+        ratio = next(line for line in lines if line.metric == "ratio to cuBLAS" and line.shape == "64x64x64")
+        assert (ratio.peer, ratio.value, ratio.unit, ratio.ours) == ("Gemm", 2.0, "x", 1)
 
 
 def test_shows_a_csv_of_another_machine(tmp_path: Path) -> None:
@@ -301,6 +317,131 @@ def test_roofline() -> None:
     assert report.datasheet("NVIDIA H200", "fp8") == 1979
     assert report.datasheet("NVIDIA H200", "nvfp4") is None
     assert report.datasheet("Some other GPU", "bf16") is None
+
+
+RUN = results.Run("NVIDIA Fake", "580.1", "13.0", "2.11.0", "abc", "2026-11-29")
+
+
+def test_result_files_keep_each_metric(tmp_path: Path) -> None:
+    rows = [dataclasses.replace(row, spread=row.microseconds / 100, memory=2e9) for row in ROWS]
+    rows[1] = dataclasses.replace(rows[1], package=bench.OURS_PACKAGE)
+    rows.append(Row("4x4096x2 prefill", "cudnn", 1e6, (None,), tokens=16384.0, spread=1e4))
+    path = results.path_of(tmp_path / "new", "gemm_swiglu", "fp8")
+    results.write(path, list(results.results(RUN, "gemm_swiglu", "bf16", YARDSTICKS, rows)))
+    assert path.name == "gemm_swiglu_fp8.csv"
+    lines = {(line.shape, line.case, line.peer, line.metric): line for line in results.read(path)}
+    ours = ("8192x28672x4096", "Llama 3 8B", "GemmSwiglu")
+    assert lines[(*ours, "time")].value == 2600
+    assert lines[(*ours, "time")].spread == 26
+    assert (lines[(*ours, "rate")].value, lines[(*ours, "rate")].unit) == (740.1, "TFLOP/s")
+    assert (lines[(*ours, "ratio to cuBLAS")].value, lines[(*ours, "ratio to cuBLAS")].spread) == (1.097, 0.007)
+    assert lines[(*ours, "memory")].value == 2
+    assert lines[(*ours, "time")].peer_version == cudnn.__version__
+    assert lines["8192x28672x4096", "Llama 3 8B", "cuBLAS", "time"].peer_version == torch.__version__
+    assert ("8192x28672x4096", "Llama 3 8B", "Triton, fused", "time") not in lines  # it was not timed
+    assert ("8192x28672x4096", "Llama 3 8B", "cuBLAS", "ratio to cuBLAS") not in lines
+    assert (lines["", "device copy", "device copy", "rate"].unit) == "TB/s"
+    assert lines["4x4096x2", "prefill", "cudnn", "rate"].value == 16380
+    assert lines["4x4096x2", "prefill", "cudnn", "rate"].unit == "tokens/s"
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="got columns"):
+        results.read(other)
+
+
+@pytest.mark.parametrize(
+    ("label", "shape", "case"),
+    [
+        ("4x4096x16x16x128x128 causal, forward", "4x4096x16x16x128x128", "causal, forward"),
+        ("device copy", "", "device copy"),
+        ("32768x4096", "32768x4096", ""),
+    ],
+)
+def test_a_problem_has_a_shape_and_a_case(label: str, shape: str, case: str) -> None:
+    assert results.problem_of(label) == (shape, case)
+
+
+def test_versions_and_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert results.version_of("pytest") == pytest.__version__
+    assert results.version_of("no-such-package") == ""
+    monkeypatch.setattr(cudnn, "__file__", str(tmp_path / "python" / "cudnn" / "__init__.py"))
+    assert results.source_commit() == ""
+    code, output = run("sdpa", "--save", str(tmp_path))
+    assert code == 2
+    assert "a revision, where the package does not run from a git clone" in output
+
+
+def test_all_runs_each_benchmark_in_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each writes its file or fails; one that does not end is killed, and what has no time left does not start."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(suite, "GRACE", 0.2)
+    monkeypatch.setattr(suite, "LEAST", 0.5)
+    bodies = {
+        "moe": f"open({str(tmp_path / 'moe.csv')!r}, 'w')",
+        "sdpa": "raise SystemExit(3)",
+        "host": "import time; time.sleep(60)",
+    }
+    families = [suite.Family(name, 1.5) for name in (*bodies, "nsa")]
+    monkeypatch.setattr(suite, "FAMILIES", tuple(families))
+    commands = []
+
+    def command(family: suite.Family, *options: Any) -> list[str]:
+        commands.append((family.name, *options))
+        return [sys.executable, "-c", bodies[family.name]]
+
+    real = suite.command(suite.Family("gemm_swiglu", 9.0, "fp8"), tmp_path, "abc", True, 9.0)
+    assert real[3:] == ["bench", "gemm_swiglu", "--save", str(tmp_path), "--commit", "abc", "--dtype", "fp8", "--quick",
+                        "--limit", "9"]  # fmt: skip
+    monkeypatch.setattr(suite, "command", command)
+    outcomes = {o.family.name: o.problem for o in suite.run(families[:3], tmp_path, "abc", True, 60.0)}
+    assert outcomes == {"moe": "", "sdpa": "exit code 3: see above", "host": "killed: it did not end in time"}
+    assert commands[0] == ("moe", tmp_path, "abc", True, 1.5)
+    assert (tmp_path / "moe.csv").exists()
+    assert [o.problem for o in suite.run(families[3:], tmp_path, "abc", False, 0.1)] == [
+        "not started: --limit 0 is used up"
+    ]
+    result = invoke("bench", "all", "--save", tmp_path, "--commit", "abc", "--only", "moe", "--quick")
+    assert (result.exit_code, result.output.split()[:2]) == (0, ["moe:", "0"])
+    assert invoke("bench", "all", "--save", tmp_path, "--commit", "abc", "--only", "sdpa").exit_code == 1
+    for options, reason in (
+        ((), "--save: got nothing"),
+        (("--save", tmp_path, "--commit", "a", "--only", "no"), "--only: got no; allowed: moe, sdpa, host, nsa."),
+        (("--save", tmp_path, "--commit", "a", "--dtype", "fp8"), "with --save, --quick, --only"),
+    ):
+        failed = invoke("bench", "all", *options)
+        assert failed.exit_code == 2
+        assert reason in words(failed).replace("for ", "")
+
+
+def test_all_names_benchmarks_that_exist() -> None:
+    keys = [family.key for family in suite.FAMILIES]
+    assert len(keys) == len(set(keys))
+    assert all(not x.dtype or x.dtype in bench.find(x.name).dtypes[1:] for x in suite.FAMILIES)
+    assert {x.name for x in suite.FAMILIES} >= {"model", "moe", "moe_decode", "sdpa", "nsa", "host", "grouped_gemm_fp8"}
+    needed, total = ("model", "moe", "sdpa", "gemm_swiglu", "grouped_gemm", "host", "nsa", "moe_decode"), 0.0
+    for family in suite.FAMILIES[: len(needed)]:
+        total += family.seconds
+    assert {family.name for family in suite.FAMILIES[: len(needed)]} == set(needed)
+    assert total <= suite.QUICK_LIMIT
+
+
+def test_problems_after_the_limit_do_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Fake")
+    monkeypatch.setattr(command_line, "command", lambda: ["no-such-program"])
+    now = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(command_line, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    ours = [Candidate("Gemm", lambda: lambda: 1e-3, ours=True)]
+    problems = [Problem(str(i), lambda: ours, 1e9, clock=FakeGpu().clock()) for i in range(4)]
+    benchmark = bench.Benchmark("GEMM", ("cuBLAS",), ("bf16",), {}, lambda options: problems)
+    path = tmp_path / "gemm.csv"
+    code = command_line.run("gemm", benchmark, bench.Options("bf16"), command_line.Output(None, None, path, RUN), 25.0)
+    assert code == 0
+    assert "not run: the last 2 of 4 problems, by --limit" in capsys.readouterr().out
+    assert {line.case for line in results.read(path)} == {"0", "1"}
 
 
 WITH_MEMORY = [dataclasses.replace(row, memory=2e9) for row in ROWS[:2]]
@@ -365,11 +506,12 @@ def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeyp
     rows = [row for problem in benchmark.problems(options) for row in timed(problem, benchmark.yardsticks)]
     refused = {row.name for row in rows if row.refused}
     allowed = {"our GEMM alone", "Triton, fused", "Triton, fused, no ab12", "torch._scaled_mm, blocks"}
+    allowed |= {gemm_peers.QUACK, gemm_peers.DEEP_GEMM}  # not installed
     assert refused <= allowed, [row.refused for row in rows]
     assert [row.problem for row in rows][-1] == "host time, warm"
 
 
-@pytest.mark.parametrize("name", [name for name in bench.BENCHMARKS if "grouped" in name])
+@pytest.mark.parametrize("name", [name for name in registry.packages() if "grouped" in name])
 def test_candidates_of_grouped_gemms_agree_on_cpu_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_cpu(monkeypatch)
     in_torch(monkeypatch, "_grouped_mm", grouped_product)
@@ -382,7 +524,7 @@ def test_candidates_of_grouped_gemms_agree_on_cpu_tensors(name: str, monkeypatch
         for problem in benchmark.problems(bench.Options("bf16", (shape,), routing=routing))[:1]
         for row in timed(problem, benchmark.yardsticks)
     ]
-    assert {row.name for row in rows if row.refused} <= {"Triton"}, [row.refused for row in rows]
+    assert {row.name for row in rows if row.refused} <= {"Triton", gemm_peers.QUACK}, [row.refused for row in rows]
     assert len({row.name for row in rows}) >= 3
 
 
@@ -394,65 +536,41 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> tor
     return torch.cat([a[x:y] @ b[e] for e, (x, y) in enumerate(spans)])
 
 
+def test_candidates_of_a_gated_mlp_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    shape, wide = (96, 128, 64), "cuBLAS, float32 result"  # which the CPU has not
+    problems = bench.find("gated_mlp").problems(bench.Options("bf16", (shape,)))
+    assert [problem.flops for problem in problems] == [18.0 * 96 * 128 * 64, 6.0 * 96 * 128 * 64]
+    for problem in (*problems, *gated_mlp.gemm_problems(shape)):
+        candidates = [each for each in problem.candidates() if each.name != wide]
+        assert all(each.prepare is not None for each in candidates)
+        refused = {each.name: each.check(each.prepare()()) for each in candidates if each.prepare is not None}
+        assert set(refused.values()) == {""}, (problem.label, refused)
+        zeros = {name: 0 * value for name, value in candidates[0].prepare()().items()}  # pyright: ignore[reportOptionalCall]
+        assert "wrong result" in candidates[0].check(zeros)
+
+
 def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_the_cpu(monkeypatch)
     monkeypatch.setattr(bench, "_peak", lambda call: 5e9)
     benchmark, shape = bench.find("moe"), (50, 64, 32, 4, 2)
     assert moe.flops_of(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
-    here = [moe.PEER, *([moe.TRANSFORMERS] if moe_peers.has_transformers() else []), moe.LOOP, moe.OURS, moe.SONICMOE]
-    yardsticks = (*benchmark.yardsticks, benchmark.external)
-    shown = report.Report("", "bf16", "", "", yardsticks)
-    for problem in benchmark.problems(bench.Options("bf16", (shape,), sonicmoe=sonicmoe_folder(tmp_path))):
-        rows = timed(problem, yardsticks)
+    here = [moe.PEER, *([moe.TRANSFORMERS] if moe_peers.has_transformers() else []), moe.LOOP, moe.OURS]
+    shown = report.Report("", "bf16", "", "", benchmark.yardsticks)
+    for problem in benchmark.problems(bench.Options("bf16", (shape,))):
+        rows = timed(problem, benchmark.yardsticks)
         assert {row.name: row.refused for row in rows} == dict.fromkeys(here, ""), problem.label
-        assert {row.memory for row in rows[:-1]} == {5e9}
-        which = problem.label.split(" ", 1)[1]
-        assert rows[-1].microseconds == pytest.approx(dict(zip(moe.PASSES, (4650, 4520, 9650), strict=True))[which])
-        assert rows[2].ratios[1] == pytest.approx([rows[-1].microseconds / rows[2].microseconds] * 3)
+        assert {row.memory for row in rows} == {5e9}
         shown.rows += rows
-    given = 2 * (4 * 64 * (3 * 32 + 1) + 2 * 50 * 64)  # bytes of weights and tokens
-    assert rows[-1].memory == 7e9 - given
     assert "5.00" in printed(shown)
     report.write_csv(shown, tmp_path / "run.csv")
     assert report.read_csv(tmp_path / "run.csv").rows[-1].memory == rows[-1].memory
     assert len(benchmark.problems(bench.Options("bf16"))) == 9
     assert len(benchmark.problems(bench.Options("bf16", all=True))) == 3 * (3 + 9 + 5)
     refused = {c.name: c.check({"y": torch.zeros(50, 64)}) for c in moe.candidates(shape, "forward")}
-    assert all("wrong result: y is off by" in refused[name] for name in here[:-1])
+    assert all("wrong result: y is off by" in refused[name] for name in here)
     (fp8,) = (c for c in moe.candidates((50, 128, 128, 4, 2), "forward") if c.name == moe.FP8)
     assert not fp8.check(fp8.prepare()())
-
-
-def sonicmoe_folder(path: Path) -> Path:
-    """A folder whose benchmark takes the arguments of SonicMoE's, and prints a time and a rate for each pass."""
-    flops = 6 * 50 * 64 * 32 * 2
-    names = ("Fwd", "Fwd, inference mode,", "Fwd + Bwd", "Bwd", "Other")
-    passes = zip(names, (4.65, 4.52, 14.3, 9.65, 7.0), (1, 1, 3, 2, 9), strict=True)
-    words = " Cute-DSL {} Average time: {:.3f} ms, TFLOPS: {:.4g}"  # as it prints them
-    prints = "\n".join(words.format(name, ms, n * flops / ms * 1e-9) for name, ms, n in passes)
-    script = path / "bench" / "moe-cute.py"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(
-        "import sys, torch\n"
-        "assert sys.argv[1:] == ['--thiek', '50,64,32,4,2', '--skip_test'], sys.argv\n"
-        "torch.cuda.max_memory_allocated = lambda: 7_000_000_000\n"
-        f"print({prints!r})\n"
-    )
-    return path
-
-
-def test_options_of_moe_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench.find("moe").quick == (moe.SHAPES[1],)
-    for option in (["--quick"], ["--sonicmoe", str(sonicmoe_folder(tmp_path))]):
-        code, output = run("gemm_amax", *option)
-        assert code == 2
-        assert f"{option[0]}: " in output
-        assert "allowed: with moe" in output
-    assert "a folder that has bench/moe-cute.py" in run("moe", "--sonicmoe", str(tmp_path / "none"))[1]
-    assert "without --shapes and --all" in run("moe", "--quick", "--all")[1]
-    monkeypatch.setattr(moe_peers, "_run_sonicmoe", lambda *given: ("", "Traceback\n  File 'x'\nKeyError: 'no'"))
-    with pytest.raises(RuntimeError, match=r"printed no time of the pass; its last words: .*KeyError"):
-        moe_peers.sonicmoe(tmp_path, (1, 64, 32, 1, 1), "forward")
 
 
 def flash_attention(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[Any, Any]) -> Any:
@@ -482,7 +600,7 @@ def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.Monkey
             assert "wrong result: " in found[-1].check(collections.defaultdict(lambda: torch.zeros(2, 4, 70, 64)))
     assert deselected == [["fused"]] * 8  # graphs, of which each pass has two: ours would be timed as cuDNN's
     assert attention.Case(1, 4, 1, 1, 8, 8, causal=True, window=1).flops("forward") == 2 * (8 - 2) * 16
-    assert len(benchmark.problems(bench.Options("bf16", benchmark.quick, quick=True))) == 5
+    assert len(benchmark.problems(bench.Options("bf16", benchmark.quick, quick=True))) == 9
     assert len(benchmark.problems(bench.Options("bf16", all=True))) > 100
 
 
@@ -490,10 +608,13 @@ def test_candidates_of_native_sparse_attention_agree_on_cpu_tensors(monkeypatch:
     monkeypatch.setattr(operands, "DEVICE", "cpu")
     monkeypatch.setattr(nsa, "CHECKED_TOKENS", 128)
     benchmark, shape = bench.find("nsa"), (128, 2, 1, 64)
-    assert benchmark.quick == ((65536, 64, 4, 128),)
+    assert benchmark.quick == nsa.SHAPES
     assert nsa.flops_of(shape, nsa.STEPS[3]) == 4 * 128 * 2 * 64 * 2 * 64
     assert len(benchmark.problems(bench.Options("bf16", all=True))) == 6 * len(nsa.STEPS)
-    assert not any("alike" in x.label for x in benchmark.problems(bench.Options("bf16", (shape,), quick=True)))
+    quick = [x.label for x in benchmark.problems(bench.Options("bf16", nsa.SHAPES, quick=True))]
+    assert not any("alike" in label for label in quick)
+    assert all("whole" in label for label in quick[:6])
+    assert len(quick) == 3 * 7
     for problem, step in zip(benchmark.problems(bench.Options("bf16", (shape,))), nsa.STEPS, strict=True):
         peer, ours, *_ = problem.candidates()
         assert (peer.name, ours.name, ours.ours) == (nsa.PEER, nsa.OURS, True)
@@ -503,6 +624,125 @@ def test_candidates_of_native_sparse_attention_agree_on_cpu_tensors(monkeypatch:
         changed = {x: found.roll(1, 1) + 1 for x, found in results.items()}
         few_tokens = nsa.make_tensors(shape, step.correlated)
         assert nsa.wrong(step, few_tokens, changed).startswith("wrong result: "), problem.label
+
+
+def test_candidates_of_fp8_grouped_gemms_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    in_torch(monkeypatch, "_grouped_mm", grouped_product)
+    benchmark = bench.find("grouped_gemm_fp8")
+    (problem,) = benchmark.problems(bench.Options("fp8", ((256, 128, 256, 2),)))
+    rows = {row.name: row.refused for row in timed(problem, benchmark.yardsticks)}
+    assert [name for name, refused in rows.items() if not refused] == [
+        grouped_fp8.BF16,
+        grouped_fp8.OURS_BF16,
+        grouped_fp8.OURS,
+    ]
+    assert rows[gemm_peers.DEEP_GEMM] == f"{bench.MISSING}: No module named 'deep_gemm'"
+    candidates = {candidate.name: candidate for candidate in grouped_fp8.candidates((256, 128, 256, 2))}
+    assert candidates[grouped_fp8.OURS].check({"d": torch.zeros(256, 128)}).startswith("wrong result: d is off")
+    assert len(benchmark.problems(bench.Options("fp8"))) == len(grouped_fp8.SHAPES)
+
+
+def test_deep_gemm_gets_aligned_scales_and_the_expert_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that computes what DeepGEMM documents: operands (data, scales), B by expert, an expert for a row."""
+    on_the_cpu(monkeypatch)
+    in_torch(monkeypatch, "_grouped_mm", grouped_product)
+
+    def dequantized(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        rows = 1 if scales.shape[-2] == x.shape[-2] else 128
+        return x.float() * scales.repeat_interleave(rows, -2).repeat_interleave(128, -1)
+
+    def dense(a: Any, b: Any, d: torch.Tensor) -> None:
+        d.copy_(dequantized(*a) @ dequantized(*b).T)
+
+    def by_expert(a: Any, b: Any, d: torch.Tensor, expert_of_row: torch.Tensor) -> None:
+        assert expert_of_row.dtype == torch.int32
+        weights = dequantized(*b)
+        for expert in range(len(weights)):
+            rows = expert_of_row == expert
+            d[rows] = (dequantized(*a)[rows] @ weights[expert].T).to(d.dtype)
+
+    layout = types.SimpleNamespace(get_mn_major_tma_aligned_tensor=lambda x: x.mT.contiguous().mT)
+    library = types.SimpleNamespace(fp8_gemm_nt=dense, m_grouped_fp8_gemm_nt_contiguous=by_expert)
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    monkeypatch.setitem(sys.modules, "deep_gemm.utils.layout", layout)
+    for name, shape, dtype in (
+        ("gemm_swiglu", (256, 256, 256), "fp8_128"),
+        ("grouped_gemm_fp8", (256, 128, 256, 2), "fp8"),
+    ):
+        benchmark = bench.find(name)
+        rows = timed(benchmark.problems(bench.Options(dtype, (shape,)))[0], benchmark.yardsticks)
+        (peer,) = (row for row in rows if row.name == gemm_peers.DEEP_GEMM)
+        assert (peer.refused, peer.package) == ("", "sgl-deep-gemm")
+    inputs = {"padded_offsets": torch.tensor([100, 256]), "a": torch.zeros(256, 128, 1)}
+    inputs |= {"b": torch.zeros(128, 128, 2), "sfa": torch.ones(256, 1, 1), "sfb": torch.ones(1, 1, 2)}
+    with pytest.raises(ValueError, match="ends at no multiple of 128"):
+        grouped_fp8.deep_gemm(inputs)
+
+
+def test_quack_runs_the_fastest_of_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        tile_m: int = 0
+        tile_n: int = 0
+        pingpong: bool = False
+
+    used = []
+
+    def tuned(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, config: Config, alpha: float = 1.0) -> None:
+        used.append(config)
+        d.copy_(alpha * a @ b)
+
+    interface = types.SimpleNamespace(
+        default_config=lambda device: Config(), gemm_tuned=types.SimpleNamespace(fn=tuned)
+    )
+    monkeypatch.setitem(sys.modules, "quack", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    clock = dataclasses.replace(gemm_peers.GPU, seconds=lambda call, calls: call() and float(used[-1].tile_n))
+    monkeypatch.setattr(gemm_peers, "GPU", clock)
+    a, b, d = torch.ones(4, 2), torch.ones(2, 3), torch.empty(4, 3)
+    call = gemm_peers.quack(a, b, d, "z", alpha=0.5)
+    assert (call()["z"] == 1).all()
+    assert used[-1].tile_n == 192
+
+
+def test_calls_of_the_host_benchmark_run_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    in_torch(monkeypatch, "_grouped_mm", grouped_product)
+    benchmark = bench.find("host")
+    assert {problem.clock for problem in benchmark.problems(bench.Options("bf16"))} == {bench.HOST}
+    for problem in benchmark.problems(bench.Options("bf16", ((64,),))):
+        rows = timed(problem, benchmark.yardsticks)
+        assert [row.refused for row in rows] == [""] * len(rows), problem.label
+        assert rows[0].name == "torch.add(out=)"
+        assert sum(row.ours for row in rows) >= 1
+
+
+def test_a_model_runs_with_transformers_implementations_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    on_the_cpu(monkeypatch)
+    small = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    monkeypatch.setattr(model, "SIZES", small)
+    benchmark = bench.find("model")
+    prefill, training = benchmark.problems(bench.Options("bf16", ((2, 40, 1),)))
+    for problem in (prefill, training):
+        rows = timed(problem, benchmark.yardsticks)
+        assert [(row.name, row.refused) for row in rows] == [(name, "") for name in model.IMPLEMENTATIONS]
+        assert rows[1].rate == "240 k tok/s"  # 80 tokens in a third of a millisecond
+    peer, ours, _ = model.candidates((2, 40, 1), "training")
+    assert peer.check(peer.prepare()()) == ""
+    assert ours.check({"loss": torch.tensor(1.0)}).startswith("wrong result: loss is off")
+
+
+def test_candidates_of_decode_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    in_torch(monkeypatch, "_grouped_mm", grouped_product)
+    benchmark = bench.find("moe_decode")
+    (problem,) = benchmark.problems(bench.Options("bf16", ((3, 128, 128, 4, 2),)))
+    rows = timed(problem, benchmark.yardsticks)
+    assert [(row.name, row.refused) for row in rows] == [(name, "") for name in moe_decode.NAMES]
+    assert problem.flops == 6 * 3 * 128 * 128 * 2
 
 
 def test_lists_of_blocks_that_rows_choose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from cudnn.bench import ranks
+from cudnn.bench import ranks, results
 from cudnn.cli.ranks import table
 from cudnn.moe import exchange
 from support.cli import invoke
@@ -117,6 +117,18 @@ def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: 
 
     run_processes(count, tmp_path, rank)
     assert len((tmp_path / "ranks.csv").read_text().splitlines()) == 1 + len(cases)
+
+
+def test_result_file(tmp_path: Path) -> None:
+    run = results.Run("NVIDIA Fake", "580.1", "13.0", "2.11.0", "abc", "2026-11-29")
+    results.write(tmp_path / "moe_ranks.csv", list(ranks.results(run, [LINE])))
+    lines = {(line.case, line.peer, line.metric): line for line in results.read(tmp_path / "moe_ranks.csv")}
+    assert {line.shape for line in lines.values()} == {"8192x2048x768x128x8x2"}
+    case = "Qwen3-30B-A3B uniform backward"
+    assert lines[case, "MoE, 2 GPUs", "time"].value == 3000
+    assert lines[case, "MoE, 1 GPU", "time"].value == 2700
+    assert lines[case, "MoE, 1 GPU", "rate"].value == pytest.approx(LINE.teraflops("one_backward"), rel=1e-3)
+    assert lines["Qwen3-30B-A3B uniform dispatch", "MoE, exchange", "rate"].value == 330  # 33 MB in 100 us
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import cudnn
+from cudnn.bench import results
 from cudnn.bench.dense_gemm import source_module
 
 
@@ -43,3 +48,27 @@ def test_the_interval_has_the_median_and_narrows(script: Any) -> None:
     assert low <= 1.0 <= high
     assert inner_high - inner_low <= high - low
     assert script.interval([1.0] * 5) == (1.0, 1.0)
+
+
+def test_the_result_file_has_both_layers(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Fake")
+    layers = [script.Layer("0.1.2", 1.1, 3.0), script.Layer(cudnn.__version__, 1.1, 2.0)]
+    slices = [(1.1, 1.0), (2.2, 2.0), (1.1, 1.0), (1.1, 1.0)]
+    rows = script.rows_of("8,4,2,16,2,zipf", "both", slices, layers)
+    script.write(tmp_path / "moe_sonicmoe.csv", "abc", rows, layers)
+    lines = {(line.peer, line.metric): line for line in results.read(tmp_path / "moe_sonicmoe.csv")}
+    assert {(line.shape, line.case, line.commit) for line in lines.values()} == {("8x4x2x16x2", "Zipf both", "abc")}
+    assert lines["SonicMoE", "time"].value == 1100
+    assert lines["SonicMoE", "time"].peer_version == "0.1.2"
+    assert (lines["SonicMoE", "memory"].value, lines["MoE", "memory"].value) == (3.0, 2.0)
+    assert lines["MoE", "ratio to SonicMoE"].value == pytest.approx(1.1)
+    assert ("SonicMoE", "ratio to SonicMoE") not in lines
+
+
+def test_a_folder_without_sonicmoe_is_refused(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moe_vs_sonicmoe.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "holds no folder `sonicmoe`" in capsys.readouterr().err

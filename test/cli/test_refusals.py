@@ -9,7 +9,8 @@ from support.cli import invoke, words
 
 REFUSED = {
     "bench": [
-        (["nothing"], f"got 'nothing'; allowed: {', '.join(bench.BENCHMARKS)}."),
+        (["nothing"], f"got 'nothing'; allowed: all, {', '.join(bench.BENCHMARKS)}."),
+        (["sdpa", "--quick", "--all"], "--quick: allowed: without --shapes and --all."),
         ([], "NAME: got nothing; allowed: "),
         (["gemm_swiglu", "--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, fp8_128, mxfp8, nvfp4."),
         (["rmsnorm_rht_amax", "--dtype", "fp8"], "got 'fp8'; allowed: bf16."),

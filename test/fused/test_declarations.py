@@ -49,7 +49,8 @@ def test_public_names(name: str) -> None:
         assert issubclass(getattr(space, f"{title}Sm100"), api)
         assert getattr(space, f"{name}_wrapper") is getattr(space, f"{name}_wrapper_sm100") is registry.wrapper(name)
     assert getattr(module, f"_cache_of_{title}Objects") is getattr(module, f"_cache_of_{title}Sm100Objects")
-    assert (ROOT / "docs" / "fused" / f"{name}.md").is_file()
+    heading = re.compile(rf"^#+ {re.escape(api.title)}$", re.MULTILINE)
+    assert any(heading.search(page.read_text()) for page in (ROOT / "docs").rglob("*.md")), "no page describes it"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,8 +79,16 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_have_the_arguments_of_their_wrappers(name: str) -> None:
-    """As ``help`` and editors show them, but for hints and streams."""
-    ours = inspect.signature(getattr(cudnn.ops, name)).parameters
+    """As ``help`` and editors show them, but for hints and streams. Those of dense GEMMs choose types by inputs."""
+    operator = getattr(cudnn.ops, name)
+    if hasattr(operator, "operator"):
+        shown, operator = inspect.signature(operator).parameters, operator.operator
+        own = inspect.signature(operator).parameters
+        assert list(shown) == [*own, "returns"]
+        assert {p: x.default for p, x in shown.items()} == {
+            p: None if p.endswith("_dtype") or p == "returns" else own[p].default for p in shown
+        }
+    ours = inspect.signature(operator).parameters
     theirs = {p.removesuffix("_tensor"): x for p, x in inspect.signature(registry.wrapper(name)).parameters.items()}
     assert next(iter(ours)) == next(iter(theirs))
     assert {p: x.default for p, x in ours.items()} == {p: theirs[p].default for p in ours}

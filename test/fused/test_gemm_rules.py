@@ -198,7 +198,7 @@ def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) ->
     for tensor, other in zip(getattr(torch.ops.cudnn, name)(*tensors, *numbers, **named), expected, strict=True):
         assert torch.equal(tensor, other) if other is not None else tensor.numel() == 0
     for kwargs in (numbers, *more):
-        torch.library.opcheck(operator, (*tensors, *kwargs))
+        torch.library.opcheck(operator.operator, (*tensors, *kwargs))
     compiled = torch.compile(lambda a: operator(a, *tensors[1:])[1] + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(tensors[0]), operator(*tensors)[1] + 1)
 

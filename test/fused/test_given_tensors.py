@@ -327,7 +327,7 @@ def test_the_result_has_the_type_of_the_input_if_asked_for() -> None:
     assert cudnn.gemm_swiglu_wrapper(a, b, c_dtype=None)["c_tensor"].dtype == BF16
     arguments = (a, b, 1.0, "n", BF16, None)
     assert gemm_swiglu(*arguments)[1].dtype == BF16
-    torch.library.opcheck(gemm_swiglu, arguments)
+    torch.library.opcheck(gemm_swiglu.operator, arguments)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @pytest.mark.parametrize("l", [0, 1, 3])

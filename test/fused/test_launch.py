@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def compiled() -> bytes:
     """The object file of a real kernel."""
-    return kernels._build(SOURCE, CONFIGURATION, "sm_90a")
+    return kernels.build(SOURCE, CONFIGURATION, "sm_90a")
 
 
 def test_a_loaded_object_checks_its_arguments(compiled: bytes) -> None:
@@ -40,7 +40,7 @@ def test_a_loaded_object_checks_its_arguments(compiled: bytes) -> None:
 
 def test_no_kernel_for_a_gpu_is_compiled_within_emulation() -> None:
     with cudnn.emulation("sm_90a"), pytest.raises(RuntimeError, match=r"within cudnn\.emulation; .* leave arch out"):
-        kernels._build(SOURCE, CONFIGURATION, "sm_90a")
+        kernels.build(SOURCE, CONFIGURATION, "sm_90a")
 
 
 def _nowhere(name: str) -> int:

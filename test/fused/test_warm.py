@@ -190,7 +190,7 @@ def test_calls_find_what_was_compiled(
     def not_again(*_: Any) -> bytes:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(kernels, "_build", not_again)
+    monkeypatch.setattr(kernels, "build", not_again)
     a = torch.empty_strided((64, 128, 1), (128, 1, 64 * 128), dtype=torch.bfloat16, device="meta")
     c = torch.empty_strided((64, 64, 1), (64, 1, 64 * 64), dtype=torch.float32, device="meta")
     cudnn.GemmAmax(a, a, None, None, c, torch.empty(1, device="meta"), arch=arch).compile()

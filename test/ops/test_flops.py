@@ -21,7 +21,7 @@ import cudnn.native_sparse_attention.operator
 from cudnn import ops
 from cudnn.experimental.ops import moe_grouped_matmul
 from cudnn.fused import operator, registry
-from cudnn.ops import causal_conv1d, moe_mlp, scaled_dot_product_attention
+from cudnn.ops import causal_conv1d, gated_mlp, moe_mlp, scaled_dot_product_attention
 from support import grouped, oracle
 
 BF16 = torch.bfloat16
@@ -243,6 +243,9 @@ def moe_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
     leaves = [y.clone().requires_grad_() for y in (x, up, down)]
     loss = moe_mlp(leaves[0], (indices, weights), *leaves[1:]).sum()
     yield "moe_mlp_bwd_primitive", loss.backward, 2 * product
+    dense = [y.clone().requires_grad_() for y in (x, up[0], down[0])]
+    yield "gated_mlp_fwd_primitive", lambda: gated_mlp(*dense), product // 2
+    yield "gated_mlp_bwd_primitive", gated_mlp(*dense).sum().backward, product
     route = (None, 2, "softmax", False, True, 1, 1, 1.0)
     yield "moe_route", lambda: operators.moe_route(logits, *route), 0
     yield "moe_route_bwd", lambda: operators.moe_route_bwd(weights, chosen, indices, 4, "softmax", False, True, 1.0), 0

@@ -51,8 +51,11 @@ to, _ = steps.sdpa(tq, tq, tq, generate_stats=False)
 to.set_output(True).set_dim(q.shape).set_stride(q.stride())
 
 a = torch.randn(1, 128, 64).bfloat16().permute(1, 2, 0)
-assert_type(gemm_swiglu(a, a, c_dtype=torch.bfloat16), tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor])
-assert_type(cudnn.ops.gemm_amax(a, a), tuple[torch.Tensor, torch.Tensor])
+assert_type(gemm_swiglu(a, a, c_dtype=torch.bfloat16), torch.Tensor)
+m = a[..., 0]
+assert_type(gemm_swiglu(m, m, returns=("c", "ab12")), tuple[torch.Tensor, ...])
+assert_type(cudnn.ops.gemm_amax(a, a), torch.Tensor)
+assert_type(cudnn.ops.gated_mlp(m, m, torch.ones(64, 64).bfloat16()), torch.Tensor)
 assert_type(scaled_dot_product_attention(q, q, q), torch.Tensor)
 assert_type(causal_conv1d(x, torch.ones(128, 4)), torch.Tensor)
 first = torch.zeros(2, 1, 1, dtype=torch.int32)

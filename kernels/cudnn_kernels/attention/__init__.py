@@ -176,7 +176,8 @@ class BackwardConfiguration(AttentionConfiguration):
     the m_blocks of each of the last ``split`` n_blocks are split among ``parts`` CTAs (or pairs). ``shared_dq_accum``:
     dQ's accumulator is in the workspace of another pass, and this pass "adds" to it or, if one n_block covers all keys,
     "stores" it. ``dynamic_scheduler``: persistent CTAs take n_blocks from an atomic counter; not with ``pair`` or
-    ``dq_swap_ab``.
+    ``dq_swap_ab``. ``dlse``: there is a gradient of the LSE. ``sink``: the forward pass had a sink; dsink is its
+    gradient.
     """
 
     pair: bool = False
@@ -185,6 +186,8 @@ class BackwardConfiguration(AttentionConfiguration):
     v_in_registers: bool = False
     split: bool = False
     shared_dq_accum: str = ""
+    dlse: bool = False
+    sink: bool = False
 
     @property
     def cluster_tile_n(self) -> int:
@@ -234,6 +237,8 @@ class BackwardConfiguration(AttentionConfiguration):
             *head_tensors(self.varlen, self.dtype, *query_sizes, {"dq": self.head_dim}),
             *head_tensors(self.varlen, self.dtype, *key_sizes, {"dk": self.head_dim, "dv": self.head_dim_v}),
             *cu_seqlens(self.varlen),
+            *[row_values(self.varlen, "dlse")] * self.dlse,
+            *[vector(name, "float32", "hq") for name in ("sink", "dsink")] * self.sink,
             Scalar("scale_softmax", "float32"),
             *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap,

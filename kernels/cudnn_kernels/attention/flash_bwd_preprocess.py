@@ -1,4 +1,5 @@
-"""Attention backward, preprocess: dPsum = rowsum(dO * O) and LSE * log2(e), and zeros for accumulators and semaphores.
+"""Attention backward, preprocess: dPsum = rowsum(dO * O) - dLSE and LSE * log2(e), and zeros for accumulators and
+semaphores; then the gradient of the sinks.
 
 Also the workspace of the backward pass. In it, each sequence has whole m_blocks, so that the main kernel loads row
 values of an m_block with one bulk copy: rows beyond a sequence are padding.
@@ -13,6 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
+from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, seqlen_info
 from cudnn_kernels.attention.softmax import LOG2_E
@@ -21,6 +23,7 @@ from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.pipeline.views import transposed
 from cudnn_kernels.pipeline.workspace import workspace_pointers
+from cudnn_kernels.threads import WARP_SIZE
 
 PREPROCESS_THREADS = 128
 
@@ -79,7 +82,11 @@ class BwdWorkspace:
 def preprocess(c: BackwardConfiguration, arguments: Mapping[str, Any]) -> BwdWorkspace:
     """Launches :class:`FlashBwdPreprocess` on a call's arguments by name and returns the workspace."""
     workspace = make_workspace(c, arguments)
+    # read before the launch: the DSL may replace them by the kernel's values
+    row_stats, stream = (workspace.dpsum, workspace.lse_log2), arguments["stream"]
     FlashBwdPreprocess(c).launch(arguments, workspace)
+    if const_expr(c.sink):
+        ReduceDSink().launch(*row_stats, arguments["sink"], arguments["dsink"], stream)
     return workspace
 
 
@@ -130,7 +137,7 @@ def row_vector(tensor: cute.Tensor, row: Int32, head: Int32, batch: Int32, numbe
 
 
 class FlashBwdPreprocess:
-    """dPsum = rowsum(dO * O), LSE * log2(e), zeroed dQ accumulator and semaphores. A CTA has 16 rows of a head.
+    """dPsum = rowsum(dO * O) - dLSE, LSE * log2(e), zeroed dQ accumulator and semaphores. A CTA has 16 rows of a head.
 
     LSE is inf for padding rows, and for rows whose LSE is -inf, which see no key: so P = exp2(S - LSE) is 0. A row has
     8 to 32 lanes; a lane issues the loads of all its rows before it reduces.
@@ -147,7 +154,10 @@ class FlashBwdPreprocess:
         """On a call's arguments by name; the workspace's semaphores become zeros too."""
         c, rows = self.c, workspace.dpsum.shape
         o, do = (seqlen_info.as_sdhb(arguments[x], c.varlen) for x in ("o", "do"))
-        lse = seqlen_info.lse_view(arguments["lse"], c.varlen, c.lse == "by head")
+        lse, dlse = (
+            seqlen_info.lse_view(arguments[x], c.varlen, c.lse == "by head") if x in arguments else None
+            for x in ("lse", "dlse")
+        )
         cu_seqlens = arguments.get("cum_seqlen_q")
         blocks = rows[0] // self.rows
         semaphore = workspace.dq_semaphore
@@ -163,6 +173,7 @@ class FlashBwdPreprocess:
             o,
             do,
             lse,
+            dlse,
             workspace.dpsum,
             workspace.lse_log2,
             dq_accum,
@@ -178,6 +189,7 @@ class FlashBwdPreprocess:
         o: cute.Tensor,
         do: cute.Tensor,
         lse: cute.Tensor,
+        dlse: Any,
         dpsum: cute.Tensor,
         lse_log2: cute.Tensor,
         dq_accum: Any,
@@ -206,6 +218,9 @@ class FlashBwdPreprocess:
                 row_lse = lse[seq_offset + row, head, batch] * LOG2_E
                 row_lse = Float32(select_(row_lse == -Float32.inf, Float32.inf, row_lse))
             dot = cute.arch.warp_reduction_sum(dot, threads_in_group=lanes)
+            if const_expr(dlse is not None):
+                if row < rows:
+                    dot -= dlse[seq_offset + row, head, batch]
             if lane == 0:
                 padded_row = block * self.rows + self.row(thread, i)
                 dpsum[padded_row, head, batch] = dot
@@ -245,3 +260,41 @@ class FlashBwdPreprocess:
         return thread // self.lanes + i * (PREPROCESS_THREADS // self.lanes)
 
     set_kernel_name(kernel, "cudnn_attention_backward_preprocess")
+
+
+class ReduceDSink:
+    """dsink = -sum(exp(sink - LSE) * dPsum) over all rows of a head: a CTA has a head, and sums in a fixed order.
+
+    Padding rows add 0: their LSE is inf.
+    """
+
+    threads = 512
+
+    def launch(
+        self, dpsum: cute.Tensor, lse_log2: cute.Tensor, sink: cute.Tensor, dsink: cute.Tensor, stream: Any
+    ) -> None:
+        """dpsum and lse_log2 (s, h, b); sink and dsink (h,)."""
+        self.kernel(dpsum, lse_log2, sink, dsink).launch(
+            grid=[sink.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, dpsum: cute.Tensor, lse_log2: cute.Tensor, sink: cute.Tensor, dsink: cute.Tensor) -> None:
+        thread, head = thread_block_idx()
+        warp_sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.threads // WARP_SIZE))
+        logit, total = sink[head] * LOG2_E, Float32(0.0)
+        for batch in cutlass.range(dpsum.shape[2], unroll=1):
+            for row in cutlass.range(thread, dpsum.shape[0], self.threads, unroll=4):
+                weight = cute.math.exp2(logit - lse_log2[row, head, batch], fastmath=True)
+                total += weight * dpsum[row, head, batch]
+        total = cute.arch.warp_reduction_sum(total)
+        if thread % WARP_SIZE == 0:
+            warp_sums[thread // WARP_SIZE] = total
+        cute.arch.sync_threads()
+        if thread == 0:
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(self.threads // WARP_SIZE):
+                total += warp_sums[i]
+            dsink[head] = -total
+
+    set_kernel_name(kernel, "cudnn_attention_backward_reduce_dsink")

@@ -13,14 +13,23 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from cudnn.fused import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = (*registry.packages(), "moe", "nsa", "sdpa")
-"""Names of the fused APIs, and of the benchmarks of the MoE layer, native sparse attention and attention."""
+BENCHMARKS = (
+    *registry.packages(),
+    "gated_mlp",
+    "grouped_gemm_fp8",
+    "host",
+    "model",
+    "moe",
+    "moe_decode",
+    "nsa",
+    "sdpa",
+)
+"""Names of the fused APIs, and of the benchmarks of other layers, of host time and of a model."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and returns the results by name."""
@@ -28,13 +37,16 @@ Call = Callable[[], Mapping[str, Any]]
 MISSING = "not installed"
 """Prefix of ``Row.refused`` for a peer that is not installed on this machine."""
 
+CUDNN, OURS_PACKAGE = "cuDNN", "cudnn-fused"
+"""Values of ``Candidate.package`` that are not the name of an installed distribution."""
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of the command line.
 
     Without ``shapes`` the benchmark measures its own: ``all`` of them or the first few. ``routing`` is the
-    distribution of tokens over experts. ``sonicmoe`` is the folder of SonicMoE, a peer. ``quick`` takes less time.
+    distribution of tokens over experts. ``quick`` takes less time.
     """
 
     dtype: str
@@ -42,7 +54,6 @@ class Options:
     all: bool = False
     without_optional: bool = False
     routing: str = "uniform"
-    sonicmoe: Path | None = None
     quick: bool = False
 
 
@@ -51,7 +62,7 @@ class Benchmark:
     """Problems of one operation. Ratios are relative to the candidates whose names are in ``yardsticks``.
 
     ``dtypes`` begins with the default. Each of a shape's ``dimensions`` is a multiple of the number. ``quick``: shapes
-    of ``--quick``. ``external`` is the name of a peer that runs in a separate process.
+    of ``--quick``, empty where a shape means nothing.
     """
 
     title: str
@@ -62,7 +73,6 @@ class Benchmark:
     optional: str = ""  # name of a result that the API can omit
     routings: tuple[str, ...] = ("uniform",)
     quick: tuple[tuple[int, ...], ...] = ()
-    external: str = ""
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Parses a list of shapes such as ``4096x4096x4096,8192x8192x8192``.
@@ -85,11 +95,23 @@ class Benchmark:
 
 def find(name: str) -> Benchmark:
     """Returns the benchmark with a name in ``BENCHMARKS``; that of a fused API is built from its declaration."""
-    from cudnn.bench import attention, dense_gemm, grouped, memory_bound, moe, nsa
+    from cudnn.bench import (
+        attention,
+        dense_gemm,
+        gated_mlp,
+        grouped,
+        grouped_fp8,
+        host,
+        memory_bound,
+        model,
+        moe,
+        moe_decode,
+        nsa,
+    )
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
-    for module in (moe, nsa, attention):
+    for module in (attention, gated_mlp, grouped_fp8, host, model, moe, moe_decode, nsa):
         if name == module.NAME:
             return module.benchmark()
     api: Any = registry.find(name)
@@ -102,14 +124,14 @@ class Candidate:
     """One implementation of a problem.
 
     ``prepare`` allocates and compiles. ``check`` returns what is wrong with the results of the first call, or ``""``.
-    A peer that runs in a separate process has ``external``, which returns seconds and peak memory in bytes.
+    ``package`` is the distribution that a peer's version is read from.
     """
 
     name: str
-    prepare: Callable[[], Call] | None = None
+    prepare: Callable[[], Call]
     check: Callable[[Mapping[str, Any]], str] = lambda results: ""
     ours: bool = False
-    external: Callable[[], tuple[float, float]] | None = None
+    package: str = "torch"
 
 
 def returning(run: Callable[[], Any], results: Mapping[str, Any]) -> Call:
@@ -147,8 +169,9 @@ class Ratio(NamedTuple):
 class Row:
     """A measurement. ``ratios`` follow the order of the benchmark's yardsticks; None if the problem lacks a yardstick.
 
-    ``flops`` and ``bytes`` are the minimum that the problem needs. ``memory`` is the peak of allocated bytes, without
-    the operands. ``refused`` is the reason why a candidate was not timed.
+    ``spread`` is the uncertainty of ``microseconds``. ``flops`` and ``bytes`` are the minimum that the problem needs,
+    ``tokens`` what a model reads. ``memory`` is the peak of allocated bytes, without the operands. ``refused`` is the
+    reason why a candidate was not timed. ``package`` is that of the candidate.
     """
 
     problem: str
@@ -161,6 +184,9 @@ class Row:
     reading: Reading | None = None
     refused: str = ""
     memory: float = float("nan")
+    spread: float = float("nan")
+    tokens: float = 0.0
+    package: str = "torch"
 
     @property
     def teraflops(self) -> float:
@@ -174,7 +200,9 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """The rate as text; ``""`` for a problem without operations and bytes."""
+        """The rate as text; ``""`` for a problem without operations, bytes and tokens."""
+        if self.tokens:
+            return f"{self.tokens / self.microseconds * 1e3:.0f} k tok/s"
         if self.flops:
             return f"{self.teraflops:.0f} TF"
         return f"{self.terabytes:.2f} TB/s" if self.bytes else ""
@@ -185,7 +213,7 @@ class Clock:
     """How a call is timed.
 
     ``seconds(call, calls)`` times a burst of calls. ``burst`` is the length of a burst and ``warm`` that of the warm-up
-    before it, in seconds. ``summary`` reduces the times of the rounds to one.
+    before it, in seconds. ``summary`` reduces the times of the rounds to one, ``spread`` to its uncertainty.
     """
 
     seconds: Callable[[Callable[[], Any], int], float]
@@ -193,6 +221,7 @@ class Clock:
     burst: float
     warm: float
     summary: Callable[[Sequence[float]], float]
+    spread: Callable[[Sequence[float]], float] = lambda times: (max(times) - min(times)) / 2
 
     def calls(self, seconds_per_call: float, target_seconds: float) -> int:
         """The number of calls that take about ``target_seconds``."""
@@ -223,8 +252,15 @@ def host_seconds(call: Callable[[], Any], calls: int) -> float:
 
 GPU = Clock(gpu_seconds, rounds=6, burst=40e-3, warm=10e-3, summary=statistics.median)
 QUICK = replace(GPU, rounds=4, burst=20e-3)
-HOST = Clock(host_seconds, rounds=40, burst=1e-3, warm=0.2e-3, summary=min)
-"""The minimum over 40 bursts of about 200 calls."""
+HOST = Clock(
+    host_seconds,
+    rounds=40,
+    burst=1e-3,
+    warm=0.2e-3,
+    summary=min,
+    spread=lambda times: statistics.median(times) - min(times),
+)
+"""The minimum over 40 bursts of about 200 calls; the spread is the median less the minimum."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +276,7 @@ class Problem:
     bytes: float = 0.0
     clock: Clock = GPU
     memory: bool = False
+    tokens: float = 0.0
 
 
 def order(count: int, round_index: int) -> list[int]:
@@ -298,7 +335,7 @@ def measure(
 
     ``read`` returns the GPU's state since its last call. ``progress`` receives the completed fraction of the work.
     """
-    blank = Row(problem.label, "", flops=problem.flops, bytes=problem.bytes)
+    blank = Row(problem.label, "", flops=problem.flops, bytes=problem.bytes, tokens=problem.tokens)
     try:
         candidates = problem.candidates()
     except Exception as error:  # for example out of memory: the other problems are still measured
@@ -310,20 +347,19 @@ def measure(
     for i, candidate in enumerate(candidates):
         refused, memory = "", float("nan")
         try:
-            if candidate.prepare is not None:
-                before = torch.cuda.memory_allocated()
-                call = candidate.prepare()
-                refused = candidate.check(call())
-                if not refused:
-                    calls[i] = call
-                    memory = _peak(call) - before if problem.memory else memory
-            elif candidate.external is not None:
-                seconds, memory = candidate.external()
-                times[i] = [seconds] * rounds
+            before = torch.cuda.memory_allocated()
+            call = candidate.prepare()
+            refused = candidate.check(call())
+            if not refused:
+                calls[i] = call
+                memory = _peak(call) - before if problem.memory else memory
         except Exception as error:  # a peer can raise anything: the other candidates are still measured
             refused = describe_error(error)
             calls.pop(i, None)
-        rows.append(replace(blank, name=candidate.name, ours=candidate.ours, refused=refused, memory=memory))
+        package = OURS_PACKAGE if candidate.ours else candidate.package
+        rows.append(
+            replace(blank, name=candidate.name, ours=candidate.ours, refused=refused, memory=memory, package=package)
+        )
         progress((i + 1) / len(candidates) / 2)
     read()
     measured: list[list[float]] | None = None
@@ -340,8 +376,9 @@ def measure(
     times_of = {candidates[i].name: own_times for i, own_times in times.items()}
     for i, own_times in times.items():
         ratios = tuple(ratio(times_of[name], own_times) if name in times_of else None for name in yardsticks)
-        typical = problem.clock.summary(own_times) * 1e6
-        rows[i] = replace(rows[i], microseconds=typical, ratios=ratios, reading=reading if i in calls else None)
+        typical, spread = (reduced(own_times) * 1e6 for reduced in (problem.clock.summary, problem.clock.spread))
+        sampled = reading if i in calls else None
+        rows[i] = replace(rows[i], microseconds=typical, spread=spread, ratios=ratios, reading=sampled)
     return rows
 
 

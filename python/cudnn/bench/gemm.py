@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem, returning
+from cudnn.bench import GPU, HOST, QUICK, Benchmark, Candidate, Options, Problem, gemm_peers, returning
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, name_of
 from cudnn.lazy import torch
@@ -15,6 +15,7 @@ from cudnn.runtime import launch
 
 DIMENSIONS = {"M": 1, "N": 64, "K": 64}
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 4096), (16384, 4096, 7168))
+QUICK_SHAPES = ((8192, 8192, 8192), (8192, 28672, 4096), (4096, 4096, 4096))
 MODELS = {
     "Llama 3 8B": (4096, 14336),
     "Llama 3 70B": (8192, 28672),
@@ -73,6 +74,7 @@ def benchmark(fused: Fused) -> Benchmark:
         dimensions=DIMENSIONS,
         problems=functools.partial(problems, fused),
         optional=fused.optional,
+        quick=QUICK_SHAPES,
     )
 
 
@@ -90,12 +92,12 @@ def labelled(options: Options, gated: bool) -> dict[tuple[int, ...], str]:
 
 def problems(fused: Fused, options: Options) -> list[Problem]:
     """The GEMMs, the device copy that the roofline needs, and the host time of calls."""
-    result = []
+    result, clock = [], QUICK if options.quick else GPU
     for (m, n, k), label in labelled(options, fused.gated).items():
         size = (m * k + n * k) * BITS[options.dtype] / 8 + 2 * m * n * fused.matrices
         make = functools.partial(candidates, fused, options, m, n, k)
-        result.append(Problem(f"{m}x{n}x{k} {label}".strip(), make, 2.0 * m * n * k, size))
-    result.append(Problem("device copy", copy_candidates, bytes=2.0 * COPY_BYTES))
+        result.append(Problem(f"{m}x{n}x{k} {label}".strip(), make, 2.0 * m * n * k, size, clock))
+    result.append(Problem("device copy", copy_candidates, bytes=2.0 * COPY_BYTES, clock=clock))
     result.append(Problem("host time, warm", functools.partial(host_candidates, fused, options), clock=HOST))
     return result
 
@@ -126,15 +128,22 @@ def candidates(fused: Fused, options: Options, m: int, n: int, k: int) -> list[C
     ]
     if options.dtype == "fp8_128":
         result.insert(1, candidate("torch._scaled_mm, blocks", lambda: cublas_blocks(o), product))
+        peer = candidate(gemm_peers.DEEP_GEMM, lambda: deep_gemm(o), product)
+        result.insert(2, replace(peer, package=gemm_peers.DEEP_GEMM_PACKAGE))
+    if options.dtype in ("bf16", "fp16"):
+        peer = candidate(gemm_peers.QUACK, lambda: quack(o), product)
+        result.insert(1, replace(peer, package=gemm_peers.QUACK_PACKAGE))
     if options.dtype == "fp8":  # the fp8 accumulator has fewer bits than float32: errors of a few per cent
         result.insert(1, candidate("cuBLAS, fast accumulation", lambda: cublas(o, fast=True), product, bound=8 * limit))
     for name, prepare in fused.peers.items():
-        result.append(candidate(name, functools.partial(prepare, o, True), {**activated, **preact}))
+        peer = candidate(name, functools.partial(prepare, o, True), {**activated, **preact})
+        result.append(replace(peer, package="triton"))
     if options.without_optional:
         call = functools.partial(fused.prepare, o, extras, False)
         result.append(candidate(f"{fused.name}, no {fused.optional}", call, activated, ours=True))
         for name, prepare in fused.peers.items():
-            result.append(candidate(f"{name}, no {fused.optional}", functools.partial(prepare, o, False), activated))
+            peer = candidate(f"{name}, no {fused.optional}", functools.partial(prepare, o, False), activated)
+            result.append(replace(peer, package="triton"))
     return result
 
 
@@ -162,6 +171,18 @@ def cublas_blocks(o: Operands) -> Callable[[], dict[str, Any]]:
     """PyTorch's GEMM with fp32 blockwise scales."""
     a, b, sfa, sfb = (x[..., 0] for x in (o.a.tensor, o.b.tensor, o.a.scale, o.b.scale * o.alpha))
     return lambda: {"z": torch._scaled_mm(a, b.t(), sfa, sfb.t(), out_dtype=o.out)}
+
+
+def quack(o: Operands) -> Callable[[], Results]:
+    """QuACK's GEMM in the peers' type."""
+    a, b = o.a.plain, o.peer_b.t()
+    return gemm_peers.quack(a, b, blank(a.shape[0], b.shape[1], o.out), "z", alpha=o.peer_alpha)
+
+
+def deep_gemm(o: Operands) -> Callable[[], Results]:
+    """DeepGEMM with fp32 blockwise scales."""
+    a, b, sfa, sfb = (x[..., 0] for x in (o.a.tensor, o.b.tensor, o.a.scale, o.b.scale * o.alpha))
+    return gemm_peers.deep_gemm(a, sfa, b, sfb, blank(a.shape[0], b.shape[0], o.out), "z")
 
 
 def compiled(

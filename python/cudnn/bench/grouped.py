@@ -8,14 +8,24 @@ GEMM followed by the epilogue in torch.compile.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from cudnn.bench import GPU, HOST, Benchmark, Call, Candidate, Options, Problem, dense_gemm, operands, returning
+from cudnn.bench import (
+    GPU,
+    HOST,
+    QUICK,
+    Benchmark,
+    Call,
+    Candidate,
+    Options,
+    Problem,
+    dense_gemm,
+    gemm_peers,
+    operands,
+    returning,
+)
 from cudnn.demo_cases import grouped
 from cudnn.fused.grouped import ExpertsGemm
 from cudnn.gemm.reference import evaluate
@@ -26,12 +36,6 @@ PRODUCT = "torch._grouped_mm"
 PRODUCT_THEN_EPILOGUE = "torch._grouped_mm + epilogue, compiled"
 TRITON = "benchmarks/triton_grouped_gemm.py"
 SMALL = (256, 128, 128, 2)
-QUACK = (
-    {"tile_m": 128, "tile_n": 192, "pingpong": True},
-    {"tile_m": 128, "tile_n": 256, "pingpong": False},
-    {"tile_m": 256, "tile_n": 192, "pingpong": False},
-)
-"""Configurations of QuACK's kernel on Hopper; its autotuner would compile about thirty."""
 ROUTINGS = ("uniform", "zipf")
 MODELS = {
     "Mixtral 8x22B": (8, 2, 6144, 16384),
@@ -54,6 +58,7 @@ def benchmark(api: type[ExpertsGemm]) -> Benchmark:
         dimensions=dict(zip((name.upper() for name in api.example[0]), api.steps, strict=True)),
         problems=functools.partial(problems, api),
         routings=ROUTINGS,
+        quick=tuple(api.shapes),
     )
 
 
@@ -84,12 +89,12 @@ def layer(api: type[ExpertsGemm], rows: int, hidden: int, inner: int, experts: i
 
 def problems(api: type[ExpertsGemm], options: Options) -> list[Problem]:
     """The shapes, and the host time of calls."""
-    result = []
+    result, clock = [], QUICK if options.quick else GPU
     for shape, label in shapes(api, options).items():
         m, n, k, _ = shape
         text = f"{'x'.join(map(str, shape))} {label} {options.routing}".replace("  ", " ")
         make_candidates = functools.partial(candidates, api, shape, options.routing)
-        result.append(Problem(text, make_candidates, flops=2.0 * m * n * k))
+        result.append(Problem(text, make_candidates, flops=2.0 * m * n * k, clock=clock))
     return [*result, Problem("host time, warm", lambda: candidates(api, SMALL)[:1], clock=HOST)]
 
 
@@ -131,11 +136,17 @@ def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = RO
     }
     if api.tokens == "m":
         peers["Triton"] = functools.partial(triton, inputs, offsets)
-        if importlib.util.find_spec("quack"):
-            peers["QuACK"] = functools.partial(quack, inputs, offsets)
+        peers[gemm_peers.QUACK] = functools.partial(quack, inputs, offsets)
     result = [Candidate(api.__name__, lambda: ours(api, inputs, outputs), check, ours=True)]
+    packages = {"Triton": "triton", gemm_peers.QUACK: gemm_peers.QUACK_PACKAGE}
     result += [
-        Candidate(name, peer, lambda results: check_product(api, inputs, results)) for name, peer in peers.items()
+        Candidate(
+            name,
+            peer,
+            lambda results: check_product(api, inputs, results),
+            package=packages.get(name, "torch"),
+        )
+        for name, peer in peers.items()
     ]
     if api.tokens == "m":
         loose_check = functools.partial(check, tolerance=0.02)  # the GEMM's output is rounded before the epilogue
@@ -188,18 +199,11 @@ def triton(inputs: Mapping[str, Any], offsets: Any) -> Call:
 
 
 def quack(inputs: Mapping[str, Any], offsets: Any) -> Call:
-    """QuACK's kernel with the fastest of the configurations in ``QUACK``; its autotuner compiles for a minute."""
-    interface = importlib.import_module("quack.gemm_interface")
+    """QuACK's grouped GEMM."""
     a, b = inputs["a"][..., 0], inputs["b"].permute(2, 1, 0)
     d = a.new_empty(a.shape[0], b.shape[2])
     bounds = torch.cat([offsets.new_zeros(1), offsets])
-    base = interface.default_config(a.device)
-    run = functools.partial(interface.gemm_tuned.fn, a, b, d, cu_seqlens_m=bounds)
-    tiles = (replace(base, **changes) for changes in QUACK)
-    calls = [returning(functools.partial(run, config=config), {"product": d}) for config in tiles]
-    for call in calls:
-        call()
-    return min(calls, key=lambda call: min(GPU.seconds(call, 2) for _ in range(3)))
+    return gemm_peers.quack(a, b, d, "product", cu_seqlens_m=bounds)
 
 
 def product_then_epilogue(

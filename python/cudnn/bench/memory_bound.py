@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.bench import HOST, Benchmark, Call, Candidate, Options, Problem, operands, returning
+from cudnn.bench import GPU, HOST, QUICK, Benchmark, Call, Candidate, Options, Problem, operands, returning
 from cudnn.fused.examples import compare, random_input
 from cudnn.fused.host import FusedAPI
 from cudnn.lazy import torch
@@ -23,6 +23,7 @@ def benchmark(api: type[FusedAPI]) -> Benchmark:
         dtypes=("bf16",),
         dimensions=dict(zip((name.upper() for name in api.example[0]), api.steps, strict=True)),
         problems=functools.partial(problems, api),
+        quick=tuple(api.shapes),
     )
 
 
@@ -38,11 +39,11 @@ def tensors(api: type[FusedAPI], shape: tuple[int, ...]) -> dict[str, Any]:
 
 def problems(api: type[FusedAPI], options: Options) -> list[Problem]:
     """The shapes, and the host time of calls."""
-    result = []
+    result, clock = [], QUICK if options.quick else GPU
     for shape in options.shapes or api.shapes:
         size = sum(x.numel() * x.element_size() for x in tensors_like(api, shape).values())
-        label = " x ".join(map(str, shape))
-        result.append(Problem(label, functools.partial(candidates, api, shape), bytes=float(size)))
+        label = "x".join(map(str, shape))
+        result.append(Problem(label, functools.partial(candidates, api, shape), bytes=float(size), clock=clock))
     return [*result, Problem("host time, warm", functools.partial(host_candidates, api), clock=HOST)]
 
 

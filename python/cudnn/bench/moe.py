@@ -9,10 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, moe_peers, off_by_norm, operands
+from cudnn.bench import (
+    GPU,
+    QUICK,
+    Benchmark,
+    Call,
+    Candidate,
+    Options,
+    Problem,
+    moe_peers,
+    off_by_norm,
+    operands,
+)
 from cudnn.bench.grouped import MODELS, TOKENS
 from cudnn.lazy import torch
 
@@ -20,7 +30,6 @@ NAME = "moe"
 PEER = "PyTorch"
 TRANSFORMERS = "transformers"
 LOOP = "cuBLAS, one by one"
-SONICMOE = "SonicMoE"
 OURS = "MoE"
 FP8 = "MoE, fp8"
 SHAPES = ((32768, 4096, 1024, 128, 8), (32768, 2048, 768, 128, 8), (32768, 4096, 256, 128, 8))
@@ -31,6 +40,7 @@ SWEEPS = (
 )
 """Variations of the first shape: tokens, experts and intermediate size."""
 PASSES = ("forward", "inference", "backward")
+DIMENSIONS = {"T": 1, "H": 64, "I": 32, "E": 1, "K": 1}
 NAMES = ("x", "up", "down", "router")
 TOLERANCE = 0.02  # of the norm: both results are rounded three times
 FP8_TOLERANCE = 0.1
@@ -42,10 +52,9 @@ def benchmark() -> Benchmark:
         title="Layer of experts",
         yardsticks=(PEER,),
         dtypes=("bf16",),
-        dimensions={"T": 1, "H": 64, "I": 32, "E": 1, "K": 1},
+        dimensions=dict(DIMENSIONS),
         problems=problems,
-        quick=(SHAPES[1],),
-        external=SONICMOE,
+        quick=(SHAPES[1], SHAPES[0]),
     )
 
 
@@ -59,8 +68,8 @@ def problems(options: Options) -> list[Problem]:
 
     def problem(shape: tuple[int, ...], which: str, flops: float) -> Problem:
         label = f"{'x'.join(map(str, shape))}{shapes[shape]} {which}"
-        make_candidates = functools.partial(candidates, shape, which, options.sonicmoe)
-        return Problem(label, make_candidates, flops, memory=True)
+        make_candidates = functools.partial(candidates, shape, which)
+        return Problem(label, make_candidates, flops, clock=QUICK if options.quick else GPU, memory=True)
 
     passes_of = {shape: zip(PASSES, flops_of(shape), strict=True) for shape in shapes}
     return [
@@ -75,8 +84,8 @@ def flops_of(shape: tuple[int, ...]) -> tuple[float, float, float]:
     return forward, forward, 2 * forward
 
 
-def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None = None) -> list[Candidate]:
-    """Ours and the peers, on the same values; SonicMoE if its folder is passed."""
+def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
+    """Ours and the peers, on the same values."""
     from cudnn.nn import MoE
 
     torch.compiler.reset()  # torch.compile stops recompiling a function after a few shapes
@@ -117,7 +126,7 @@ def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None 
                 None, {n: moe_peers.interleaved(value) if n == "up" else value for n, value in results.items()}
             )
 
-        result.insert(1, replace(peer, check=in_blocks))
+        result.insert(1, replace(peer, check=in_blocks, package="transformers"))
     if which != PASSES[2] and not hidden % 128 and not inner % 128:
         fp8_layer = MoE(hidden, inner, experts, chosen, renormalize=True, fp8=True, device="meta")
         fp8_layer.router.weight, fp8_layer.up, fp8_layer.down = layer.router.weight, layer.up, layer.down
@@ -125,9 +134,6 @@ def candidates(shape: tuple[int, ...], which: str, sonicmoe_folder: Path | None 
         result.append(
             replace(fp8_candidate, check=functools.partial(check, our_indices, tolerance=FP8_TOLERANCE), ours=True)
         )
-    if sonicmoe_folder is not None:
-        measure = functools.partial(moe_peers.sonicmoe, sonicmoe_folder, shape, which)
-        result.append(Candidate(SONICMOE, external=measure))
     return result
 
 

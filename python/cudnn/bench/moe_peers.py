@@ -1,30 +1,12 @@
-"""Peers of the MoE layer: PyTorch, transformers, and SonicMoE in a separate process."""
+"""Peers of the MoE layer: PyTorch and transformers."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from cudnn.lazy import torch
-
-_SECONDS = 240  # it compiles for more than a minute
-_HOPPER = {"CUTE_DSL_ARCH": "sm_90a", "TORCH_CUDA_ARCH_LIST": "9.0a"}
-_SCRIPT = """
-import runpy, sys, torch
-sys.path[0], sys.argv = "bench", sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    print("\\npeak bytes", torch.cuda.max_memory_allocated(), flush=True)
-"""
-
 
 GroupedProduct = Callable[[Any, Any, Any], Any]
 """Takes rows (R, k), weights (E, n, k) and the end row of each expert."""
@@ -101,66 +83,3 @@ def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) 
     ):
         setattr(module, name, torch.nn.Parameter(weight))
     return block
-
-
-def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, float]:
-    """Seconds of a pass of SonicMoE and, for the backward pass, peak memory in bytes without weights and tokens.
-
-    SonicMoE's benchmark, ``bench/moe-cute.py`` in the folder, runs in a separate process on random tokens and a random
-    router. The peak is the maximum over its passes.
-
-    Raises:
-        RuntimeError: it failed, took more than four minutes, or printed no times.
-    """
-    text, error = _run_sonicmoe(folder, shape)
-    times = sonicmoe_times(text, shape)
-    if which not in times:
-        last_output = " ".join((error or text).split())[-300:]
-        raise RuntimeError(f"bench/moe-cute.py printed no time of the pass; its last words: {last_output}")
-    tokens, hidden, inner, experts, _ = shape
-    operand_bytes = 2.0 * (experts * hidden * (3 * inner + 1) + 2 * tokens * hidden)
-    peak = re.search(r"^peak bytes (\d+)$", text, re.MULTILINE)
-    return times[which], float(peak[1]) - operand_bytes if peak and which == "backward" else float("nan")
-
-
-@functools.lru_cache(maxsize=1)
-def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Output of SonicMoE's benchmark. The folder holds its packages and its version of the CuTe DSL."""
-    paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), **_HOPPER}
-    command = [
-        "env",
-        *(f"{name}={value}" for name, value in environment.items()),
-        sys.executable,
-        "-c",
-        _SCRIPT,
-        "bench/moe-cute.py",
-        "--thiek",
-        ",".join(map(str, shape)),
-        "--skip_test",
-    ]
-    try:
-        completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return "", f"no end within {_SECONDS} s"
-    return completed.stdout, completed.stderr
-
-
-def sonicmoe_times(text: str, shape: tuple[int, ...]) -> dict[str, float]:
-    """Seconds of each pass, parsed from lines that have a time in milliseconds and a rate in TFLOP/s.
-
-    Time times rate identifies the pass: the backward pass has twice the operations of the forward pass. A line whose
-    numbers match neither is skipped.
-    """
-    tokens, hidden, inner, _, chosen = shape
-    forward, times = 6.0 * tokens * hidden * inner * chosen, {}
-    for line in text.lower().splitlines():
-        time = re.search(r"([\d.]+) ?ms\b", line)
-        if not time:
-            continue
-        seconds = float(time[1]) * 1e-3
-        multiples = [float(rate) * 1e12 * seconds / forward for rate in re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", line)]
-        for which, expected_multiple in (("inference" if "inference" in line else "forward", 1), ("backward", 2)):
-            if any(abs(multiple / expected_multiple - 1) < 0.02 for multiple in multiples):
-                times.setdefault(which, seconds)
-    return times

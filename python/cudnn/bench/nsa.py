@@ -20,6 +20,7 @@ NAME = "nsa"
 PEER = "fla-core"
 DENSE = "FlashAttention-4, dense"
 OURS = "NSA"
+PACKAGES = {PEER: "fla-core", DENSE: "flash-attn-4"}
 BLOCK, CHOSEN, WINDOW = 64, 16, 512
 SHAPES = ((65536, 64, 4, 128), (8192, 64, 4, 128), (32768, 64, 4, 128))
 ALL = (*SHAPES, (4096, 64, 4, 128), (16384, 64, 4, 128), (131072, 64, 4, 128))
@@ -65,16 +66,19 @@ def benchmark() -> Benchmark:
         dtypes=("bf16",),
         dimensions={"T": CHECKED_TOKENS, "HQ": 1, "HK": 1, "D": 64},
         problems=problems,
-        quick=SHAPES[:1],
+        quick=SHAPES,
     )
 
 
 def problems(options: Options) -> list[Problem]:
     """The steps of each shape. A rate counts the GEMMs over unmasked pairs of rows and keys.
 
-    ``--quick`` measures independent lists only.
+    ``--quick`` measures independent lists only, and the whole of all shapes first.
     """
     shapes = options.shapes or (ALL if options.all else SHAPES)
+    pairs = [(shape, step) for shape in shapes for step in STEPS if not (options.quick and step.correlated)]
+    if options.quick:
+        pairs.sort(key=lambda pair: pair[1].name != "whole")  # stable
     return [
         Problem(
             f"{'x'.join(map(str, shape))} {step.label}",
@@ -82,9 +86,7 @@ def problems(options: Options) -> list[Problem]:
             flops_of(shape, step),
             clock=QUICK if options.quick else GPU,
         )
-        for shape in shapes
-        for step in STEPS
-        if not (options.quick and step.correlated)
+        for shape, step in pairs
     ]
 
 
@@ -169,7 +171,10 @@ def candidates(shape: tuple[int, ...], step: Step) -> list[Candidate]:
                 return f"wrong result: {bad[0]} is not finite"
             return wrong(step, few_tokens, call(step, functions(BLOCK, CHOSEN, WINDOW), few_tokens)())
 
-        return Candidate(name, lambda: call(step, functions(BLOCK, CHOSEN, WINDOW), tensors), check, name == OURS)
+        def prepare() -> Call:
+            return call(step, functions(BLOCK, CHOSEN, WINDOW), tensors)
+
+        return Candidate(name, prepare, check, name == OURS, package=PACKAGES.get(name, ""))
 
     result = [candidate(PEER, nsa_peers.fla, step), candidate(OURS, nsa_peers.ours, step)]
     if step.name == "whole" and nsa_peers.has_flash_attention():

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from cudnn import settings
+from cudnn.bench import OURS_PACKAGE
 from cudnn.bench.grouped import MODELS, ROUTINGS
+from cudnn.bench.results import Result, Run, significant, version_of
 from cudnn.lazy import torch
 
 NAMES = ("Qwen3-30B-A3B", "DeepSeek-V3")
@@ -314,6 +316,26 @@ class Measurement:
         target = self.exchange.transport.tokens.part((self.rank + 1) % self.ranks)
         source = torch.empty_like(target)
         return source.nbytes / self._median(lambda: target.copy_(source))
+
+
+def results(run: Run, lines: Sequence[Line]) -> Iterator[Result]:
+    """The lines of a result file: a shape is tokens of a rank, hidden and intermediate size, experts, top-k, ranks."""
+    for line in lines:
+        experts, chosen, hidden, inner = MODELS[line.model]
+        shape = "x".join(map(str, (line.tokens, hidden, inner, experts, chosen, line.ranks)))
+        start = (run.hardware, run.driver, run.cuda, run.torch, run.commit, run.date, "moe_ranks", "bf16", shape)
+        for which in ("forward", "backward"):
+            case = f"{line.model} {line.routing} {which}"
+            for name, prefix in ((f"MoE, {line.ranks} GPUs", ""), ("MoE, 1 GPU", "one_")):
+                time, rate = getattr(line, prefix + which), line.teraflops(prefix + which)
+                common = (*start, case, name, version_of(OURS_PACKAGE), 1)
+                yield Result(*common, "time", significant(time), "us", 0.0)
+                yield Result(*common, "rate", significant(rate), "TFLOP/s", 0.0)
+        for which in ("dispatch", "combine"):
+            common = (*start, f"{line.model} {line.routing} {which}", "MoE, exchange", version_of(OURS_PACKAGE), 1)
+            yield Result(*common, "time", significant(getattr(line, which)), "us", 0.0)
+            speed = line.bytes / getattr(line, which) * 1e-3
+            yield Result(*common, "rate", significant(speed), "GB/s", 0.0)
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:

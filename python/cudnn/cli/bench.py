@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,18 +19,31 @@ from rich.text import Text
 import cudnn
 from cudnn import bench
 from cudnn.bench import report as reports
+from cudnn.bench import results, suite
 from cudnn.bench.monitor import Monitor, command
 from cudnn.cli import progress
 from cudnn.cli.commands import check_choice, option_error
+from cudnn.cli.info import driver_version
 from cudnn.lazy import torch
 
 _BAR = 4  # length of the bar of ratio 1, in characters
 _LONGEST = 7
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Output:
+    """The files that a run writes: ``csv``, ``plot``, and the result file ``save`` of the run ``of``."""
+
+    csv: Path | None = None
+    plot: Path | None = None
+    save: Path | None = None
+    of: results.Run | None = None
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"The fused API, moe, nsa or sdpa: {', '.join(bench.BENCHMARKS)}.")] = "",
+    name: Annotated[str, typer.Argument(help=f"The benchmark, or all: {', '.join(bench.BENCHMARKS)}.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
     shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="Instead of the benchmark's own sizes.")] = "",
     all_shapes: Annotated[
@@ -42,14 +57,24 @@ def main(
     ] = "uniform",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="moe, nsa, sdpa: few shapes, in less than 100 s; nsa's peer tunes itself before."),
+        typer.Option("--quick", help="Few shapes and short bursts; all: every benchmark in at most 8 minutes."),
     ] = False,
-    sonicmoe: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="moe: also SonicMoE; FOLDER has its bench/moe-cute.py.")
-    ] = None,
     ranks: Annotated[
         int, typer.Option(metavar="N", help="moe: over N GPUs of this host, and on one; with --quick in 150 s.")
     ] = 0,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Replace NAME.csv in this folder, as benchmarks/results."),
+    ] = None,
+    commit: Annotated[
+        str, typer.Option(metavar="REVISION", help="--save: the library's commit; default: that of its git clone.")
+    ] = "",
+    limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Start no problem (all: no benchmark) after this time.")
+    ] = math.inf,
+    only: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"all: only these: {', '.join(f.key for f in suite.FAMILIES)}.")
+    ] = "",
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot the rates to this image.")] = None,
     from_csv: Annotated[
@@ -69,8 +94,16 @@ def main(
         raise typer.BadParameter(f"matplotlib is missing: {hint}.", param_hint="--plot")
     if from_csv is not None:
         raise typer.Exit(_show(from_csv, plot))
+    if save is not None:
+        commit = commit or results.source_commit()
+        if not commit:
+            raise option_error("--commit", "nothing", "a revision, where the package does not run from a git clone")
+    if name == ALL:
+        if any((dtype, shapes, all_shapes, no_ab12, ranks, csv, plot)):
+            raise option_error("NAME", ALL, "with --save, --quick, --only, --limit and --commit alone")
+        raise typer.Exit(_all(save, commit, limit, quick, only))
     if name not in bench.BENCHMARKS:
-        raise option_error("NAME", repr(name) if name else "nothing", ", ".join(bench.BENCHMARKS))
+        raise option_error("NAME", repr(name) if name else "nothing", ", ".join((ALL, *bench.BENCHMARKS)))
     benchmark = bench.find(name)
     dtype = dtype or benchmark.dtypes[0]
     check_choice("--dtype", dtype, benchmark.dtypes)
@@ -82,59 +115,96 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
     if quick:
-        if not benchmark.quick or shapes or all_shapes:
-            raise typer.BadParameter(
-                "allowed: with moe, nsa and sdpa, and without --shapes and --all.", param_hint="--quick"
-            )
+        if shapes or all_shapes:
+            raise typer.BadParameter("allowed: without --shapes and --all.", param_hint="--quick")
         chosen_shapes = benchmark.quick
-    if sonicmoe is not None:
-        if not benchmark.external or not (sonicmoe / "bench" / "moe-cute.py").is_file():
-            raise option_error("--sonicmoe", sonicmoe, "with moe, a folder that has bench/moe-cute.py")
-        benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.external))
+    has_gpu = torch.cuda.is_available()
+    this_run = results.this_run(driver_version(), commit) if save is not None and has_gpu else None
     if ranks:
-        raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or all_shapes or sonicmoe or plot)))
-    options = bench.Options(dtype, chosen_shapes, all_shapes, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
-    raise typer.Exit(run(benchmark, options, csv, plot))
+        path = None if save is None else results.path_of(save, "moe_ranks")
+        others = bool(shapes or all_shapes or plot)
+        raise typer.Exit(_over_ranks(name, ranks, quick, Output(csv, None, path, this_run), others))
+    _require_gpu()
+    options = bench.Options(dtype, chosen_shapes, all_shapes, no_ab12, routing, quick)
+    path = None if save is None else results.path_of(save, name, dtype if dtype != benchmark.dtypes[0] else "")
+    raise typer.Exit(run(name, benchmark, options, Output(csv, plot, path, this_run), limit))
 
 
-def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, has_other_options: bool) -> int:
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        print("cudnn bench: there is no NVIDIA GPU here, and a benchmark on a CPU would mean nothing.")
+        raise typer.Exit(1)
+
+
+def _all(folder: Path | None, commit: str, limit: float, quick: bool, only: str) -> int:
+    """Runs ``cudnn bench all``; returns the exit code."""
+    if folder is None:
+        raise option_error("--save", "nothing", "a folder, with all")
+    try:
+        families = suite.chosen([key.strip() for key in only.split(",") if key.strip()])
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from None
+    _require_gpu()
+    limit = min(limit, suite.QUICK_LIMIT) if quick else limit
+    outcomes = []
+    for outcome in suite.run(families, folder.resolve(), commit, quick, None if limit == math.inf else limit):
+        outcomes.append(outcome)
+        print(f"{outcome.family.key}: {outcome.seconds:.0f} s {outcome.problem}", flush=True)
+    problems = [outcome for outcome in outcomes if outcome.problem]
+    for outcome in problems:
+        print(f"not complete: {outcome.family.key}: {outcome.problem}")
+    return 1 if problems else 0
+
+
+def _over_ranks(name: str, ranks: int, quick: bool, output: Output, has_other_options: bool) -> int:
     """Runs ``cudnn bench moe --ranks``; returns the exit code."""
     from cudnn.cli import ranks as ranks_command
 
     if name != "moe" or has_other_options or not 2 <= ranks <= 16:
-        raise option_error("--ranks", ranks, "2 to 16, with moe, --quick and --csv alone")
-    return ranks_command.run(ranks, quick, csv)
+        raise option_error("--ranks", ranks, "2 to 16, with moe, --quick, --save and --csv alone")
+    return ranks_command.run(ranks, quick, output.csv, output.of, output.save)
 
 
-def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, plot: Path | None) -> int:
+def run(name: str, benchmark: bench.Benchmark, options: bench.Options, output: Output, limit: float = math.inf) -> int:
     """Measures and prints the table; returns the exit code."""
     console = Console()
-    if not torch.cuda.is_available():
-        console.print("cudnn bench: there is no NVIDIA GPU here, and a benchmark on a CPU would mean nothing.")
-        return 1
     software = f"cudnn-fused {cudnn.__version__}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
     device = torch.cuda.get_device_name()
     report = reports.Report(benchmark.title, options.dtype, device, software, benchmark.yardsticks)
     problems = benchmark.problems(options)
+    deadline = time.monotonic() + limit
     torch.manual_seed(0)
+    left = 0
     with Monitor(command()) as monitor, progress.shown("", len(problems)) as steps:
         for index, problem in enumerate(problems):
+            if time.monotonic() > deadline:
+                left = len(problems) - index
+                break
             steps.doing = problem.label
 
             def advance(done: float, before: int = index) -> None:
                 steps.done = before + done
 
             report.rows += bench.measure(problem, benchmark.yardsticks, monitor.read, advance)
-            if csv is not None:
-                reports.write_csv(report, csv)  # after each problem: an interrupted run keeps its figures
+            _write(name, report, output)  # after each problem: an interrupted run keeps its figures
     console.print(table(report))
-    if plot is not None:
-        reports.plot(report, plot)
-    for path in (csv, plot):
+    if left:
+        console.print(f"not run: the last {left} of {len(problems)} problems, by --limit", style="red")
+    if output.plot is not None:
+        reports.plot(report, output.plot)
+    for path in (output.csv, output.plot, output.save):
         if path is not None:
             console.print(f"written: {path}")
     missing = [row for row in report.rows if row.refused.startswith(bench.MISSING) and not row.ours]
     return 1 if any(row.refused and row not in missing for row in report.rows) else 0
+
+
+def _write(name: str, report: reports.Report, output: Output) -> None:
+    if output.csv is not None:
+        reports.write_csv(report, output.csv)
+    if output.save is not None and output.of is not None:
+        lines = results.results(output.of, name, report.dtype, report.yardsticks, report.rows)
+        results.write(output.save, list(lines))
 
 
 def _show(path: Path, plot: Path | None) -> int:

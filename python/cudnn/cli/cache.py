@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -95,6 +96,25 @@ def _warm(
             help="MxNxK of a GEMM, MxN of the norm, BxHxSxDxDV of attention; default: language models'.",
         ),
     ] = None,
+    moe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HxIxExK",
+            help="cudnn.nn.MoE of hidden size H, intermediate size I, E experts, K of them per token, for all numbers "
+            "of tokens, forward and backward.",
+        ),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="QxKxDxV",
+            help="Attention of Q query and K key heads, head sizes D of queries and keys and V of values, full and "
+            "causal, forward and backward.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of one call, for --moe and --attention.")
+    ] = 65536,
     system: Annotated[
         str, typer.Option(metavar="DIR", help="Into this folder, for CUDNN_SYSTEM_KERNEL_CACHE. For root alone.")
     ] = "",
@@ -102,9 +122,10 @@ def _warm(
         int, typer.Option(min=1, metavar="N", help="Kernels compiled at a time; each takes 0.5 GB of memory.")
     ] = 1,
 ) -> None:
-    """Compile kernels of the fused APIs ahead of time, for example for an image: those of common calls, or as given.
+    """Compile kernels ahead of time, for example for an image: those of a model's layers (--moe, --attention), or of
+    fused APIs (--api, --shape), else those of common calls.
 
-    --arch, --api, --dtype and --shape may be given several times.
+    All but --max-tokens, --system and --jobs may be given several times.
     """
     from cudnn.fused import warm
     from cudnn.runtime import cache
@@ -121,14 +142,61 @@ def _warm(
         raise option_error("--system", f"user {os.getuid()}", allowed)
     try:
         shapes = [sizes(text, "sizes such as 4096x4096x4096") for text in shape or ()]
-        kernels = warm.wanted(arch, api or (), dtype or (), shapes)
+        layers = _layers(arch, moe or (), attention or (), dtype or ("bf16",), max_tokens)
+        kernels = [] if layers and not api and not shapes else warm.wanted(arch, api or (), dtype or (), shapes)
     except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error), param_hint="--shape, --dtype") from None
+        raise typer.BadParameter(str(error), param_hint="--moe, --attention, --shape, --dtype") from None
+    kernels = list({(each.source, each.configuration, each.arch): each for each in (*layers, *kernels)}.values())
     try:
         _compile(kernels, store, jobs)
     except (OSError, cache.UntrustedFileError) as error:
         typer.echo(f"cudnn cache warm: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _layers(
+    archs: Sequence[str], moe: Sequence[str], attention: Sequence[str], dtypes: Sequence[str], max_tokens: int
+) -> list[Kernel]:
+    """The kernels of --moe and --attention."""
+    from cudnn.fused.warm import Kernel
+
+    kernels = []
+    for option, texts, allowed, kernels_of in (
+        ("--moe", moe, "HxIxExK, such as 2048x768x128x8", _moe_kernels),
+        ("--attention", attention, "QxKxDxV, such as 32x4x128x128", _attention_kernels),
+    ):
+        for text in texts:
+            shape = sizes(text, allowed, 4, option)
+            for dtype in dtypes:
+                for arch in archs:
+                    keys = kernels_of(shape, dtype, max_tokens, arch)
+                    kernels += [Kernel(f"{option} {text}, {dtype}, {arch}", *key) for key in keys]
+    return kernels
+
+
+def _moe_kernels(shape: tuple[int, ...], dtype: str, max_tokens: int, arch: str) -> list[Any]:
+    """The kernels of a layer, for the largest GPU of the architecture. ``fp8``: a bfloat16 layer's with fp8 GEMMs."""
+    from cudnn.moe.compile_ahead import module_kernels
+    from cudnn.nn import MoE
+    from cudnn_kernels.architecture import ARCHITECTURES
+
+    layer = MoE(*shape, fp8=dtype == "fp8", device="meta", dtype=_dtype("--moe", dtype, ("bf16", "fp16", "fp8")))
+    return module_kernels(layer, max_tokens, arch, ARCHITECTURES[arch].num_sms)
+
+
+def _attention_kernels(shape: tuple[int, ...], dtype: str, max_tokens: int, arch: str) -> list[Any]:
+    from cudnn.attention.compile_ahead import attention_kernels
+    from cudnn_kernels.architecture import ARCHITECTURES
+
+    heads, head_dims, torch_dtype = shape[:2], shape[2:], _dtype("--attention", dtype, ("bf16", "fp16"))
+    return attention_kernels(heads, head_dims, torch_dtype, max_tokens, arch, ARCHITECTURES[arch].num_sms)
+
+
+def _dtype(option: str, name: str, allowed: Sequence[str]) -> Any:
+    import torch
+
+    check_choice(f"--dtype with {option}", name, allowed)
+    return torch.float16 if name == "fp16" else torch.bfloat16
 
 
 def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:

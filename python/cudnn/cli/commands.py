@@ -42,9 +42,9 @@ def check_choice(option: str, got: str, allowed: Iterable[str]) -> None:
         raise option_error(option, repr(got), ", ".join(allowed))
 
 
-def sizes(shape: str, allowed: str, count: int = 0) -> tuple[int, ...]:
-    """Parses the sizes of ``--shape``, such as 512x1024: ``count`` of them, or any number if ``count`` is 0."""
+def sizes(shape: str, allowed: str, count: int = 0, option: str = "--shape") -> tuple[int, ...]:
+    """Parses the sizes of an option, such as 512x1024: ``count`` of them, or any number if ``count`` is 0."""
     values = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x"))
     if min(values) < 1 or len(values) != (count or len(values)):
-        raise option_error("--shape", repr(shape), allowed)
+        raise option_error(option, repr(shape), allowed)
     return values

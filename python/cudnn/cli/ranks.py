@@ -10,13 +10,14 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from cudnn.bench import ranks as bench
+from cudnn.bench import results
 from cudnn.lazy import torch
 
 _QUICK = 100.0  # seconds after which --quick starts no case
 
 
-def run(ranks: int, quick: bool, csv: Path | None) -> int:
-    """Measures and prints the table; returns the exit code."""
+def run(ranks: int, quick: bool, csv: Path | None, of: results.Run | None = None, save: Path | None = None) -> int:
+    """Measures and prints the table, and replaces the result file ``save`` of the run ``of``; returns the exit code."""
     console = Console()
     if torch.cuda.device_count() < ranks:
         console.print(f"cudnn bench: got --ranks {ranks}; this machine has {torch.cuda.device_count()} NVIDIA GPUs.")
@@ -30,9 +31,13 @@ def run(ranks: int, quick: bool, csv: Path | None) -> int:
         lines.append(line)
         if csv is not None:
             bench.write_csv(lines, csv)  # after each one: an interrupted run keeps its figures
+        if save is not None and of is not None:
+            results.write(save, list(bench.results(of, lines)))
     console.print(table(lines))
     if csv is not None and lines:
         console.print(f"written: {csv}")
+    if save is not None and lines:
+        console.print(f"written: {save}")
     if failed:
         console.print(f"not finished: {failed}", style="red", markup=False)
     return 1 if failed or not lines else 0

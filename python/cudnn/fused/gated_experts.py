@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn.errors import checked_number, make_error
@@ -150,7 +151,10 @@ class GatedExpertsBackward(Activated):
         *operands(),
         TensorSpec("c", OneMatrix("m", "columns", "mn"), RESULT_TYPES, about="of the forward pass; columns = 2 n"),
         TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, init="uniform", about="scales of c"),
-        *quantized("d_row", "columns", roles=2),
+        *(
+            replace(spec, may_alias="c") if spec.name == "d_row" else spec
+            for spec in quantized("d_row", "columns", roles=2)
+        ),
         PROB,
         DPROB,
     )

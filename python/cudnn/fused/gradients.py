@@ -23,10 +23,12 @@ from cudnn.fused.layouts import (
     TensorSpec,
     Transposed,
 )
+from cudnn.fused.wrapper import stream_of
 from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
+from cudnn.runtime.call import on_stream
 from cudnn_kernels import epilogue
 from cudnn_kernels.gemm.problem import Operand
 from cudnn_kernels.schedule import VarlenK
@@ -229,7 +231,8 @@ class ExpertGradients(ExpertsGemm):
             pointer_arrays.check(where, "wgrad_ptrs", pointers, experts, device)
             return {**arguments, "num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": dtype}
         if wgrad is None and arguments["accumulate_on_output"]:
-            return {**arguments, "wgrad_tensor": torch.zeros(experts, m, n, dtype=dtype, device=device)}
+            with on_stream(stream_of(arguments), arguments["a_tensor"]):
+                return {**arguments, "wgrad_tensor": torch.zeros(experts, m, n, dtype=dtype, device=device)}
         return arguments
 
     def check_options(self) -> None:

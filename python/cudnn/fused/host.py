@@ -18,7 +18,7 @@ from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
-from cudnn.runtime import launch
+from cudnn.runtime import launch, recording
 from cudnn.runtime.call import Call, KernelPlan, on_stream
 from cudnn.runtime.codegen import define
 from cudnn.strided import check_output, check_resolved, resolved
@@ -149,7 +149,7 @@ class FusedAPI(APIBase):
         function.__defaults__, function.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
         older = getattr(declared, "older_order", None)
         function = functools.update_wrapper(function, plain)
-        return older_order(older)(function) if older else function
+        return derived(older_order(older)(function) if older else function)
 
     @classmethod
     def _table(cls) -> str:
@@ -451,6 +451,8 @@ class FusedAPI(APIBase):
         """The architecture to compile for: as given, or the device's; None on the CPU."""
         device, arch = self._device, self.arch
         where = self._title()
+        if arch is None and device.type == "meta" and (recorder := recording.current()):
+            arch = recorder.arch
         if arch is None and device.type == "cuda":
             if not torch.cuda.is_available():
                 raise make_error(RuntimeError, where, "device", device, "a CUDA device that is available", _WITHOUT_GPU)
@@ -492,6 +494,8 @@ class FusedAPI(APIBase):
         device = self._device
         if device.type == "cuda" and self.arch is None:
             return self.num_sms(device.index if device.index is not None else torch.cuda.current_device())
+        if device.type == "meta" and (recorder := recording.current()):
+            return recorder.num_sms
         return ARCHITECTURES[self._target() or "sm_90a"].num_sms
 
     # Compilation.
@@ -511,6 +515,9 @@ class FusedAPI(APIBase):
             return
         self._plan = self.plan(arch, self.sizes(self.descs))
         self._kernel = self._plan.configuration
+        if recording.current():
+            self._compiled_kernel = self.run = functools.partial(_record, self._plan.source, self._kernel, arch)
+            return
         self._compiled_kernel = launch.kernel(self._plan.source, self._plan.configuration, arch)
         self.run = Call(self, self._plan, self._compiled_kernel).run
 
@@ -676,10 +683,19 @@ class FusedAPI(APIBase):
                 result, input_ = (one, other) if one.written else (other, one)
                 if not result.written or not overlapping(tensors[one.name], tensors[other.name]):
                     continue
-                if (
-                    result.may_alias == input_.name
-                    and tensors[result.name].data_ptr() == tensors[input_.name].data_ptr()
-                ):
+                if result.may_alias == input_.name and _coincide(tensors[result.name], tensors[input_.name]):
                     continue
                 got, allowed = f"memory that {input_.name} uses too", "separate memory"
                 raise self.error(f"{result.name} tensor", got, allowed, "allocate it")
+
+
+def _record(source: str, configuration: Any, arch: str, *_: Any) -> None:
+    """What ``run`` is within :func:`cudnn.runtime.recording.recording`."""
+    recorder = recording.current()
+    assert recorder is not None, "an object that was compiled while recording runs nothing"
+    recorder.launch(source, configuration, arch)
+
+
+def _coincide(one: Any, other: Any) -> bool:
+    """Whether each element of one tensor lies where the element of the other with the same indices does."""
+    return (one.data_ptr(), one.dtype, one.stride()) == (other.data_ptr(), other.dtype, other.stride())

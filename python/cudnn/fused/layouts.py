@@ -370,7 +370,7 @@ class TensorSpec:
 
     ``types`` are names of PyTorch dtypes; with ``same_dtype``, its dtype is that of the tensor of this name. A result
     is ``written``: a wrapper allocates it, in the shape of the tensor ``same_shape`` or with ``padding`` more
-    dimensions of size 1, if set, and fills it with ``fill``. It may lie in the memory of the input ``may_alias``.
+    dimensions of size 1, if set, and fills it with ``fill``. It may be the input ``may_alias``.
     Examples and benchmarks fill an input with ``init``: a number, ``"normal"`` or ``"uniform"``. One that is not
     ``sampled`` is an argument of calls only.
     """

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn.api_base import TupleDict
+from cudnn.runtime import recording
 
 MAX_OBJECTS = 1024
 """Cached objects of an API: a bound for programs whose sizes keep changing."""
@@ -23,16 +24,23 @@ def cache_object(objects: dict[Any, Any], key: Any, operation: Any) -> None:
         objects[key] = operation
 
 
-def run(api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None) -> None:
-    """Executes the cached object for these tensors, by name; the first call creates and compiles it."""
-    key = (api.tensor_key(tensors), tuple(options.items()))
+def run(
+    api: Any, tensors: Mapping[str, Any], options: Mapping[str, Any], stream: Any = None, key: tuple[Any, ...] = ()
+) -> None:
+    """Executes the cached object for these tensors, by name; the first call creates and compiles it.
+
+    ``key``: what the object depends on besides the options, where that is not the shapes and strides of all tensors.
+    """
+    key = (key or api.tensor_key(tensors), tuple(options.items()))
     tensors = api.resolved(tensors, stream)
-    operation = api.objects.get(key)
+    recorder = recording.current()
+    operation = api.objects.get(key) if recorder is None else None
     if operation is None:
         operation = api(**{f"sample_{name}": x for name, x in tensors.items()}, **options)
         operation.check_support()
         operation.compile()
-        cache_object(api.objects, key, operation)
+        if recorder is None:
+            cache_object(api.objects, key, operation)
     operation.execute(**{api.parameters[name]: x for name, x in tensors.items()}, current_stream=stream)
 
 

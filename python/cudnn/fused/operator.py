@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cudnn.fused import registry
+from cudnn.fused.dense import DenseGemm
 from cudnn.fused.host import FusedAPI
+from cudnn.fused.linear import linear_operator
 from cudnn.fused.wrapper import prepare, sizes
 from cudnn.lazy import torch
 from cudnn.runtime.registration import custom_op
@@ -32,6 +34,8 @@ def register(name: str) -> Any:
         return _present(api, wrapper(**bound(positional, named)), positional[0])
 
     def bound(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        if not named and len(positional) == len(parameters):  # as calls without PyTorch's dispatcher pass them
+            return {**left_out, **dict(zip(parameters.values(), positional, strict=True))}
         bound_arguments = signature.bind(*positional, **named)
         bound_arguments.apply_defaults()
         return {**left_out, **{parameters[name]: value for name, value in bound_arguments.arguments.items()}}
@@ -54,7 +58,7 @@ def register(name: str) -> Any:
     if api.gradients is not None:
         setup, backward = api.gradients
         operator.register_autograd(backward, setup_context=setup)
-    return operator
+    return linear_operator(api, operator) if issubclass(api, DenseGemm) else operator
 
 
 def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:

@@ -1,6 +1,7 @@
 """The operators of the fused APIs, ``cudnn.ops``, for type checkers. Written by `python docs/generate.py`."""
 
-import torch
+from typing import overload
+
 from torch import Tensor, dtype
 
 def discrete_grouped_gemm_dswiglu(
@@ -59,18 +60,37 @@ def discrete_grouped_gemm_swiglu(
     """Discrete grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.DiscreteGroupedGemmSwiglu`."""
 
+@overload
 def gemm_amax(
     a: Tensor,
     b: Tensor,
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
     c_major: str = "n",
-    c_dtype: dtype = torch.float32,
+    c_dtype: dtype | None = None,
     sf_vec_size: int = 32,
     accurate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """GEMM + amax: c, amax; absent results have no elements. See :class:`cudnn.GemmAmax`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + amax: c, or those of c, amax that returns names. See :class:`cudnn.GemmAmax`."""
 
+@overload
+def gemm_amax(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    c_major: str = "n",
+    c_dtype: dtype | None = None,
+    sf_vec_size: int = 32,
+    accurate: bool = False,
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + amax: c, or those of c, amax that returns names. See :class:`cudnn.GemmAmax`."""
+
+@overload
 def gemm_dsrelu(
     a: Tensor,
     b: Tensor,
@@ -80,14 +100,37 @@ def gemm_dsrelu(
     prob: Tensor,
     alpha: float = 1.0,
     d_major: str = "n",
-    d_dtype: dtype = torch.bfloat16,
+    d_dtype: dtype | None = None,
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
     power_of_two_scales: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + dsReLU: d, dprob, amax, sfd; absent results have no elements. See :class:`cudnn.GemmDsrelu`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + dsReLU: d, or those of d, dprob, amax, sfd that returns names. See :class:`cudnn.GemmDsrelu`."""
 
+@overload
+def gemm_dsrelu(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    sfa: Tensor | None,
+    sfb: Tensor | None,
+    prob: Tensor,
+    alpha: float = 1.0,
+    d_major: str = "n",
+    d_dtype: dtype | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+    power_of_two_scales: bool = False,
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + dsReLU: d, or those of d, dprob, amax, sfd that returns names. See :class:`cudnn.GemmDsrelu`."""
+
+@overload
 def gemm_dswiglu(
     a: Tensor,
     b: Tensor,
@@ -103,9 +146,35 @@ def gemm_dswiglu(
     accurate: bool = False,
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + dSwiGLU: d_ab12, c, dprob, amax, sfd; absent results have no elements. See :class:`cudnn.GemmDswiglu`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + dSwiGLU: d_ab12, or those of d_ab12, c, dprob, amax, sfd that returns names. See
+    :class:`cudnn.GemmDswiglu`."""
 
+@overload
+def gemm_dswiglu(
+    a: Tensor,
+    b: Tensor,
+    ab12: Tensor,
+    alpha: float = 1.0,
+    prob: Tensor | None = None,
+    d_ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + dSwiGLU: d_ab12, or those of d_ab12, c, dprob, amax, sfd that returns names. See
+    :class:`cudnn.GemmDswiglu`."""
+
+@overload
 def gemm_geglu(
     a: Tensor,
     b: Tensor,
@@ -125,9 +194,37 @@ def gemm_geglu(
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + GeGLU: ab12, c, sfc, amax; absent results have no elements. See :class:`cudnn.GemmGeglu`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + GeGLU: c, or those of ab12, c, sfc, amax that returns names. See :class:`cudnn.GemmGeglu`."""
 
+@overload
+def gemm_geglu(
+    a: Tensor,
+    b: Tensor,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    linear_offset: float = 1.0,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
+    power_of_two_scales: bool = False,
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + GeGLU: c, or those of ab12, c, sfc, amax that returns names. See :class:`cudnn.GemmGeglu`."""
+
+@overload
 def gemm_rope(
     a: Tensor,
     b: Tensor,
@@ -149,9 +246,39 @@ def gemm_rope(
     sf_vec_size: int = 16,
     accurate: bool = False,
     power_of_two_scales: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """GEMM + RoPE: c, sfc; absent results have no elements. See :class:`cudnn.GemmRope`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + RoPE: c, or those of c, sfc that returns names. See :class:`cudnn.GemmRope`."""
 
+@overload
+def gemm_rope(
+    a: Tensor,
+    b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    head_size: int = 128,
+    rotary_size: int | None = None,
+    rotated_begin: int = 0,
+    rotated_end: int | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    c_dtype: dtype | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+    power_of_two_scales: bool = False,
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + RoPE: c, or those of c, sfc that returns names. See :class:`cudnn.GemmRope`."""
+
+@overload
 def gemm_srelu(
     a: Tensor,
     b: Tensor,
@@ -160,22 +287,45 @@ def gemm_srelu(
     prob: Tensor,
     alpha: float = 1.0,
     c_major: str = "n",
-    c_dtype: dtype = torch.bfloat16,
-    d_dtype: dtype = torch.bfloat16,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
     power_of_two_scales: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + squared ReLU: c, d, amax, sfd; absent results have no elements. See :class:`cudnn.GemmSrelu`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + squared ReLU: d, or those of c, d, amax, sfd that returns names. See :class:`cudnn.GemmSrelu`."""
 
+@overload
+def gemm_srelu(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor | None,
+    sfb: Tensor | None,
+    prob: Tensor,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+    power_of_two_scales: bool = False,
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + squared ReLU: d, or those of c, d, amax, sfd that returns names. See :class:`cudnn.GemmSrelu`."""
+
+@overload
 def gemm_swiglu(
     a: Tensor,
     b: Tensor,
     alpha: float = 1.0,
     c_major: str = "n",
-    ab12_dtype: dtype | None = torch.float32,
-    c_dtype: dtype | None = torch.float16,
+    ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
     norm_const: Tensor | None = None,
@@ -184,8 +334,31 @@ def gemm_swiglu(
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM + SwiGLU: ab12, c, sfc, amax; absent results have no elements. See :class:`cudnn.GemmSwiglu`."""
+    *,
+    returns: None = None,
+) -> Tensor:
+    """GEMM + SwiGLU: c, or those of ab12, c, sfc, amax that returns names. See :class:`cudnn.GemmSwiglu`."""
+
+@overload
+def gemm_swiglu(
+    a: Tensor,
+    b: Tensor,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
+    power_of_two_scales: bool = False,
+    *,
+    returns: tuple[str, ...] | list[str],
+) -> tuple[Tensor, ...]:
+    """GEMM + SwiGLU: c, or those of ab12, c, sfc, amax that returns names. See :class:`cudnn.GemmSwiglu`."""
 
 def grouped_gemm(
     a: Tensor,

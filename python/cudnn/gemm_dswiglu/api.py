@@ -49,7 +49,14 @@ class GemmDswiglu(GluLayout):
     tensors = (
         *operands(),
         TensorSpec("ab12", WIDE, (*NARROW, "float32", *FLOAT8), about="columns = 2 n, as GEMM + SwiGLU stores them"),
-        TensorSpec("d_ab12", WIDE, (*NARROW, "float32", *FLOAT8), written=True, about="the major of ab12"),
+        TensorSpec(
+            "d_ab12",
+            WIDE,
+            (*NARROW, "float32", *FLOAT8),
+            written=True,
+            may_alias="ab12",
+            about="the major of ab12; may be ab12 itself",
+        ),
         TensorSpec("c", Matrix("m", "n", "mn"), (*NARROW, "float32"), True, written=True, about="the major of ab12"),
         TensorSpec("prob", Column("m"), ("float32",), True, init="uniform"),
         TensorSpec("dprob", Column("m"), ("float32",), True, fill=0.0, written=True, about="the caller makes it 0"),

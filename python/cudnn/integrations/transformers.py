@@ -1,4 +1,4 @@
-"""Hugging Face transformers 5: experts and attention named ``"cudnn"``."""
+"""Hugging Face transformers 5: experts, gated MLPs and attention named ``"cudnn"``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn.attention.operator import scaled_dot_product_attention
 from cudnn.enums import diagonal_alignment
 from cudnn.errors import make_error
+from cudnn.integrations import _gated_mlp
 from cudnn.integrations._causal_mask import MASKS, CausalMask
 from cudnn.moe.operator import moe_mlp
 
@@ -72,7 +73,9 @@ def register() -> None:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", attn_implementation="cudnn",
                                                      experts_implementation="cudnn")
 
-    Either can be asked for alone. Weights stay those of the model's own classes, so checkpoints load and save as ever.
+    Either can be asked for alone. ``experts_implementation`` is for the MLPs of dense models too, such as Llama and
+    Qwen3: those of gate_proj, up_proj and down_proj with SiLU, by :func:`cudnn.ops.gated_mlp`. Weights stay those of
+    the model's own classes, so checkpoints load and save as ever.
 
     Raises:
         ImportError: transformers 5 is not there.
@@ -91,6 +94,19 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     _check_models(PreTrainedModel)
+    _gated_mlp.switch_on(PreTrainedModel, NAME, _is_silu)
+
+
+def adjoin(model: torch.nn.Module) -> None:
+    """Puts gate_proj.weight and up_proj.weight of each MLP side by side in memory, so that no pass copies them.
+
+    Parameters stay the same objects with the same values. A pass does it by itself, unless ``torch.compile`` traces it
+    or ``torch.distributed`` is initialized, whose wrappers hold the memory of parameters: call this before
+    ``torch.compile`` and DDP, when the model is on its device.
+    """
+    for module in model.modules():
+        if _gated_mlp.obstacle(module, _is_silu) == "":
+            _gated_mlp.adjoin(module)
 
 
 def _check_models(base: Any) -> None:

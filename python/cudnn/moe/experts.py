@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,9 @@ from cudnn import settings
 from cudnn.fused import registry
 from cudnn.lazy import torch
 from cudnn.moe.combining import permute
+from cudnn.runtime.kernels import CompileAhead
 from cudnn.runtime.pointer_arrays import pointers
+from cudnn.runtime.recording import Key
 from cudnn.runtime.run import architecture, persistent
 
 if TYPE_CHECKING:
@@ -150,6 +152,7 @@ class GroupedGemmOps:
             self.act_options = {"act_func": e.activation, **act_params}
             self.dact_options = {"act_func": f"d{e.activation}", "_deterministic": True, **act_params}
         self._compiled: dict[Any, tuple[Any, Sequence[str], tuple[Any, ...]]] = {}
+        self.layer_kernels: Callable[[str], Iterable[Key]] = _no_kernels  # the kernels of the layer
 
     def run(self, key: Any, name: str, tensors: dict[str, Any], *options: Mapping[str, Any], margin: int = 0) -> None:
         """Runs the fused API ``name`` on tensors by argument name; it leaves ``margin`` clusters of the GPU free.
@@ -159,10 +162,15 @@ class GroupedGemmOps:
         compiled = self._compiled.get(key)
         if compiled is None:
             merged = {name: value for each in options for name, value in each.items()}
-            compiled = self._compiled[key] = _compile(name, tensors, merged, margin)
+            with CompileAhead(self.layer_kernels):
+                compiled = self._compiled[key] = _compile(name, tensors, merged, margin)
         operation, names, scalars = compiled
         # ``execute`` without its keyword arguments, which cost host time.
         operation.run(tuple(map(tensors.get, names)), scalars, None, None)
+
+
+def _no_kernels(arch: str) -> Iterable[Key]:
+    return ()
 
 
 def _compile(name: str, tensors: dict[str, Any], options: dict[str, Any], margin: int) -> Any:
@@ -190,7 +198,8 @@ def environment() -> tuple[int, str]:
 def grouped_gemm_ops(x: Tensor, e: Experts) -> GroupedGemmOps:
     """The cached GEMMs of a layer. The key: device, dtype, weight shapes, biases, activation, and settings."""
     sizes = (len(e.up), e.up[0].shape, len(e.down), e.down[0].shape, e.up_bias is None, e.down_bias is None)
-    key = (x.device, x.dtype, sizes, e.activation, *e.act_params, e.glu_layout, e.fp8, environment())
+    arch = None if x.is_cuda else architecture(x)
+    key = (x.device, arch, x.dtype, sizes, e.activation, *e.act_params, e.glu_layout, e.fp8, environment())
     ops = _OPS.get(key)
     if ops is None:
         ops = _OPS[key] = GroupedGemmOps(e)

@@ -20,7 +20,9 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, make_error
 from cudnn.fused import argument_types
 from cudnn.fused.gated import LAYOUTS
+from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import wide
+from cudnn.moe import compile_ahead
 from cudnn.moe import layer as expert_layer
 from cudnn.moe.autograd import LayerFunction, Saved
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
@@ -39,6 +41,8 @@ from cudnn.moe.sharding import (
     uniform_,
 )
 from cudnn.moe.tensor_parallel import sum_gradients, sum_over
+from cudnn.runtime import launch
+from cudnn.runtime.kernels import CompileAhead, compile_all
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import autocast_type, needs_dispatch
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
@@ -236,6 +240,7 @@ class MoE(torch.nn.Module):
         if self._expert_mesh is not None:
             device = device_of(device, self._expert_mesh.mesh)
         factory_kwargs = {"device": device, "dtype": dtype}
+        self._has_run = False
         self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
         n = intermediate * (2 if activation in GATED else 1)
@@ -445,6 +450,34 @@ class MoE(torch.nn.Module):
                 router are computed, such as :func:`cudnn.moe.load_balance_loss`. Also under ``fully_shard``, where
                 :meth:`route` has no weights.
         """
+        if torch.compiler.is_compiling() or self._has_run or self._expert_mesh is not None:
+            return self._run(x, routing, return_routing)
+        with CompileAhead(compile_ahead.of_module(self, tokens_of("MoE", x))):
+            result = self._run(x, routing, return_routing)
+        self._has_run = True
+        return result
+
+    def compile(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
+        """With ``max_tokens``: compiles the kernels for up to so many tokens, in parallel, and waits for them.
+
+        The weights are on the GPU then. Without it, this is ``torch.nn.Module.compile``.
+
+        Raises:
+            RuntimeError: the weights are not on a GPU that has kernels; the layer is over ranks.
+        """
+        if max_tokens is None:
+            super().compile(*args, **kwargs)
+            return
+        if self._expert_mesh is not None:
+            raise make_error(RuntimeError, "MoE.compile", "max_tokens", max_tokens, "None for a layer over ranks")
+        if not self.up.is_cuda:
+            hint = "move the layer to the GPU; `cudnn cache warm --moe` needs none"
+            raise make_error(RuntimeError, "MoE.compile", "device", self.up.device, "cuda", hint)
+        arch = launch.device_architecture(self.up.get_device())
+        num_sms = FusedAPI.num_sms(self.up.get_device())
+        compile_all(compile_ahead.module_kernels(self, max_tokens, arch, num_sms))
+
+    def _run(self, x: Tensor, routing: Routing | None, return_routing: bool) -> Any:
         tokens = tokens_of("MoE", x)
         if not self._is_checked:
             self._check_share("forward")

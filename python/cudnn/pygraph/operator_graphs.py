@@ -11,6 +11,7 @@ import torch
 from cudnn.enums import heur_mode
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.tensor import Tensor
+from cudnn.runtime import recording
 
 MOST = 256
 """Graphs that a cache holds; the oldest goes first."""
@@ -34,8 +35,11 @@ def run(
 
     The graph is built once for shapes, strides, types, device and options. cuDNN runs it on CUDA tensors, on PyTorch's
     current stream; the reference executor runs it on CPU tensors. ``described``: tensors with the shapes and strides
-    that the graph has in place of those of the data, by name: where rows of several lengths are packed.
+    that the graph has in place of those of the data, by name: where rows of several lengths are packed. Within
+    :func:`cudnn.runtime.recording.recording` nothing runs.
     """
+    if recording.current():
+        return
     data = {**inputs, **outputs}
     device = next(iter(data.values())).device
     described = described or {}

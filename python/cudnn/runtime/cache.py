@@ -206,16 +206,34 @@ def system(path: str = "") -> Store | None:
     return Store(Path(chosen).expanduser(), _ROOT, shared=True) if chosen else None
 
 
-def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
-    """The object file of a kernel, from the system's cache or the user's, or else from ``build``, and then kept.
+class BusyError(Exception):
+    """Another process, or another thread, is compiling the kernel."""
 
-    Two processes that need the same kernel build it once: the second one waits, though not for ever. Where the cache
-    cannot be used, the log says why and the kernel is built for this process alone.
-    """
+
+def lookup(entry: Entry) -> bytes | None:
+    """The object file of a kernel, from the system's cache or the user's; None if neither has it."""
     for kept in (system(), unwritable()):
         content = _from_kept(kept, entry)
         if content is not None:
             return content
+    store = user()
+    with contextlib.suppress(OSError, UntrustedFileError):  # fetch() logs what is wrong
+        return store.read(entry) if store is not None and store.check() is None else None
+    return None
+
+
+def fetch(entry: Entry, build: Callable[[], bytes], wait: bool = True) -> bytes:
+    """The object file of a kernel, from the system's cache or the user's, or else from ``build``, and then kept.
+
+    Two processes that need the same kernel build it once: the second one waits, though not for ever. Where the cache
+    cannot be used, the log says why and the kernel is built for this process alone.
+
+    Raises:
+        BusyError: without ``wait``, another process is building it.
+    """
+    content = lookup(entry)
+    if content is not None:
+        return content
     store = user()
     if store is None:
         return build()
@@ -224,9 +242,7 @@ def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
     except (OSError, UntrustedFileError) as error:
         _logger.warning("kernel cache not used: %s", error)
         return build()
-    with contextlib.suppress(FileNotFoundError, UntrustedFileError):  # find() logs what is wrong
-        return store.read(entry)
-    with _lock(store.path(entry)):
+    with _lock(store.path(entry), wait):
         content = find(store, entry)  # another process may have built it meanwhile
         if content is None:
             content = build()
@@ -270,16 +286,22 @@ def _warn_once(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds the lock of a kernel's file; without it, and not for ever, where another process keeps it."""
+def _lock(path: Path, wait: bool) -> Iterator[None]:
+    """Holds the lock of a kernel's file; without it, and not for ever, where another process keeps it.
+
+    Raises:
+        BusyError: without ``wait``, another process keeps it.
+    """
     import filelock
 
     lock_path = path.with_suffix(".lock")
     lock = filelock.FileLock(lock_path, mode=0o600)
     try:
         try:
-            lock.acquire(timeout=_LOG_AFTER)
+            lock.acquire(timeout=_LOG_AFTER if wait else 0)
         except filelock.Timeout:
+            if not wait:
+                raise BusyError(f"{lock_path}: held by another process") from None
             _logger.warning(
                 "%s: another process has held it for %.0f s and should be compiling this kernel; waiting up to %.0f s",
                 lock_path,

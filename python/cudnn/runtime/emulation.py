@@ -9,6 +9,7 @@ from typing import Any
 
 from cudnn import settings
 from cudnn.errors import make_error
+from cudnn.runtime import recording
 from cudnn.runtime.architecture import ARCHITECTURES
 from cudnn.runtime.kernels import emulated, emulated_kernel
 
@@ -44,12 +45,20 @@ def emulation(arch: str, **options: Any) -> Iterator[Any]:
 
 
 def emulated_architecture() -> str:
-    """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else none."""
+    """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else none.
+
+    Within :func:`cudnn.runtime.recording.recording`, the architecture that is recorded for.
+    """
+    if recorder := recording.current():
+        return recorder.arch
     return emulated.get() or settings.EMULATE.get()
 
 
 def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
-    """Runs a kernel in the emulator on its arguments, which are on the CPU, on the null stream."""
+    """Runs a kernel in the emulator on its arguments, which are on the CPU, on the null stream; or records it."""
+    if recorder := recording.current():
+        recorder.launch(source, configuration, arch)
+        return
     with contextlib.nullcontext() if emulated.get() else emulation(arch):
         emulated_kernel(source, configuration, arch)(*arguments)
 

@@ -34,6 +34,34 @@ def attention_backward(q: Shape, k: Shape, v: Shape) -> int:
     return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
 
+def flash_attention(*arguments: Any) -> int:
+    """:func:`attention` of ``cudnn::flash_attn``: (b, s, h, d), or packed sequences (t, h, d)."""
+    q, k, v, cu_q, cu_k, _, _, longest, *_ = arguments
+    return 2 * q.shape[-2] * _pairs(q, k, cu_q, cu_k, longest) * (q.shape[-1] + v.shape[-1])
+
+
+def flash_attention_backward(*arguments: Any) -> int:
+    """:func:`attention_backward` of ``cudnn::flash_attn_bwd``."""
+    _, _, q, k, v, _, _, cu_q, cu_k, _, _, longest, *_ = arguments
+    return 2 * q.shape[-2] * _pairs(q, k, cu_q, cu_k, longest) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def flash_attention_cached(*arguments: Any) -> int:
+    """:func:`attention` of ``cudnn::flash_attn_kvcache``, as if caches were full."""
+    q, k, v, _, table, *_ = arguments
+    keys = k.shape[1] * (1 if table is None else table.shape[1])
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * keys * (q.shape[3] + v.shape[3])
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor, cu_q: Any, cu_k: Any, longest: int) -> int:
+    """Pairs of a query and a key of its sequence. Offsets without values count as the longest sequence of keys."""
+    if cu_q is None:
+        return q.shape[0] * q.shape[1] * k.shape[1]
+    if cu_q.is_meta or type(cu_q) is not torch.Tensor:
+        return q.shape[0] * longest
+    return int((cu_q.diff().long() * cu_k.diff()).sum())
+
+
 def register(operator: Any, formula: Callable[..., int]) -> None:
     """Registers a formula, which gets those of the operator's arguments that it names: the shapes of tensors.
 

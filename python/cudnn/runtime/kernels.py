@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import functools
 import hashlib
 import importlib
 import importlib.util
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from cudnn.errors import make_error
 from cudnn.runtime import cache, loader
+from cudnn.runtime.compile_pool import Pool, jobs
+from cudnn.runtime.recording import Key
 
 _logger = logging.getLogger("cudnn.launch")
 _lock = threading.Lock()  # the DSL compiles one kernel at a time
@@ -33,9 +37,119 @@ def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
     key = (source, configuration, arch)
     with _lock:
         if key not in _loaded:
-            entry = _entry(source, configuration, arch)
-            _loaded[key] = loader.load(cache.fetch(entry, lambda: _build(source, configuration, arch)))
+            _loaded[key] = loader.load(_object_file(key))
         return _loaded[key]
+
+
+def _object_file(key: Key) -> bytes:
+    """A kernel's object file: from the cache, from a worker, or compiled here.
+
+    A kernel that the cache lacks starts the compilation of all that the operation needs: see :class:`CompileAhead`.
+    """
+    content = cache.lookup(entry(*key))
+    if content is not None:
+        return content
+    if not emulated.get():
+        _compile_ahead(key[2])
+    future = pool().pending(key)
+    if future is not None:
+        try:
+            return pool().take(key, future)
+        except Exception as error:
+            _logger.warning("a worker did not compile %s: %s; this process compiles it", key[0], error)
+    return cache.fetch(entry(*key), lambda: build(*key))
+
+
+class _Operation(threading.local):
+    """What lists the kernels that this thread's operation needs; None outside of one."""
+
+    kernels: Callable[[str], Iterable[Key]] | None = None
+
+
+_operation = _Operation()
+
+
+class CompileAhead:
+    """Within the block, the first kernel that the cache lacks starts the compilation of all that ``keys`` lists.
+
+    ``keys`` takes the architecture. It is not called if the cache has every kernel of the block. An outer block has
+    precedence.
+    """
+
+    __slots__ = ("_keys", "_outer")
+
+    def __init__(self, keys: Callable[[str], Iterable[Key]]) -> None:
+        self._keys = keys
+
+    def __enter__(self) -> None:
+        self._outer = _operation.kernels
+        if self._outer is None:
+            _operation.kernels = self._keys
+
+    def __exit__(self, *_: object) -> None:
+        _operation.kernels = self._outer
+
+
+def compile_all(keys: Iterable[Key]) -> None:
+    """Compiles the kernels that the cache lacks, in parallel, and waits for them.
+
+    Raises:
+        Exception: what the compiler raises.
+    """
+    missing = _missing(keys)
+    if len(missing) > 1 and jobs():
+        pool().submit(missing)
+    for key in missing:
+        _object_file(key)
+
+
+def _missing(keys: Iterable[Key]) -> list[Key]:
+    return [key for key in keys if key not in _loaded and cache.lookup(entry(*key)) is None]
+
+
+def _compile_ahead(arch: str) -> None:
+    """Submits the kernels of the thread's :class:`CompileAhead` that the cache lacks, if there are several; once."""
+    keys, _operation.kernels = _operation.kernels, _nothing
+    if keys is None:
+        _operation.kernels = None
+        return
+    try:
+        missing = _missing(keys(arch))
+    except Exception as error:  # the call goes on, and raises if the error is the caller's
+        _logger.warning("kernels are compiled one after another: %s: %s", type(error).__name__, error)
+        return
+    if len(missing) > 1 and jobs():
+        pool().submit(missing)
+
+
+def _nothing(arch: str) -> Iterable[Key]:
+    return ()
+
+
+_pool: Pool | None = None
+
+
+def pool() -> Pool:
+    """This process's pool of compile workers."""
+    global _pool
+    if _pool is None:
+        _pool = Pool(entry)
+    return _pool
+
+
+def _end_pool() -> None:
+    if _pool is not None:
+        _pool.close()
+
+
+def _forget_pool() -> None:
+    """In a forked process, which has none of its parent's threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+atexit.register(_end_pool)
+os.register_at_fork(after_in_child=_forget_pool)
 
 
 def emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
@@ -48,16 +162,16 @@ def emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[...,
 
 def prepared(source: str, configuration: Any, arch: str, store: cache.Store) -> bool:
     """Whether a kernel is in a cache."""
-    return cache.find(store, _entry(source, configuration, arch)) is not None
+    return cache.find(store, entry(source, configuration, arch)) is not None
 
 
 def prepare(source: str, configuration: Any, arch: str, store: cache.Store) -> None:
     """Compiles a kernel into a cache. Raises OSError."""
     with _lock:
-        store.write(_entry(source, configuration, arch), _build(source, configuration, arch))
+        store.write(entry(source, configuration, arch), build(source, configuration, arch))
 
 
-def _entry(source: str, configuration: Any, arch: str) -> cache.Entry:
+def entry(source: str, configuration: Any, arch: str) -> cache.Entry:
     name = source.rpartition(":")[2]
     return cache.Entry(name, arch, repr(configuration), source_digest(), loader.toolchain())
 
@@ -75,7 +189,8 @@ def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
     return compiled
 
 
-def _build(source: str, configuration: Any, arch: str) -> bytes:
+def build(source: str, configuration: Any, arch: str) -> bytes:
+    """Compiles a kernel in this process and returns its object file."""
     if emulated.get():
         name = source.rpartition(":")[2]
         got, hint = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"

@@ -11,10 +11,12 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
 from cudnn.errors import find_signature_error, make_error
+from cudnn.runtime import kernels, recording
 from cudnn.runtime.flops import register as register_flops
 from cudnn.runtime.vmap import one_by_one
 from cudnn.strided import check_strided
@@ -89,6 +91,7 @@ class _Operator(CustomOpDef):
         self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
         self._function, self._rule = None, None
         self._last = _differentiable(self, self._refuse, lambda **_: None)
+        self._apply = _plain_apply(self._last)
         if not self._mutated:  # PyTorch takes no gradient of others; theirs are refused in its words
             super().register_autograd(self._refuse)
 
@@ -102,6 +105,7 @@ class _Operator(CustomOpDef):
     def register_autograd(self, backward: Callable[..., Any], /, *, setup_context: Any = None) -> None:
         super().register_autograd(backward, setup_context=setup_context)
         self._function = _differentiable(self, backward, setup_context)
+        self._apply = _plain_apply(self._function)
 
     def register_fake(self, function: Callable[..., Any], /) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """PyTorch calls it too where only some tensors are on the meta device, and results would be without values."""
@@ -158,7 +162,7 @@ class _Operator(CustomOpDef):
             return self._opoverload(*args, **kwargs)
         derived = differentiating()
         if kwargs or len(args) != self._count:
-            if not derived:
+            if not derived and recording.current() is None:
                 return self._dispatch(*args, **kwargs)
             bound = inspect.signature(self._init_fn).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -179,10 +183,19 @@ class _Operator(CustomOpDef):
         if needs_dispatch(tensors, self._has_autocast):
             return self._dispatch(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return self._opoverload(*args) if writes else (self._function or self._last).apply(args, *tensors)
+            return self._opoverload(*args) if writes else self._apply(args, *tensors)
         for position in self._mutated:
             torch.autograd.graph.increment_version(args[position])
         return self._init_fn(*args)
+
+
+def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``apply`` where no transform of ``torch.func`` is active, without PyTorch's 20 to 40 us for the signature of
+    ``forward``.
+    """
+    base: Any = super(torch.autograd.Function, function)
+    apply = base.apply
+    return lambda *args: apply(*unwrap_dead_wrappers(args))
 
 
 def once_differentiable(
@@ -233,7 +246,13 @@ def needs_dispatch(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
         or (has_autocast and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
     ):
         return True
-    return any(type(x) not in _PLAIN or not torch._C._has_storage(x) or x.is_meta or x.is_neg() for x in tensors)
+    return any(
+        type(x) not in _PLAIN
+        or not torch._C._has_storage(x)
+        or (x.is_meta and recording.current() is None)
+        or x.is_neg()
+        for x in tensors
+    )
 
 
 def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., Any]) -> Any:
@@ -243,7 +262,8 @@ def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            result = function(*arguments)
+            with kernels.CompileAhead(functools.partial(_both_passes, operator, arguments)):
+                result = function(*arguments)
             return tuple(result) if isinstance(result, list) else result  # a list would have no gradient
 
         @staticmethod
@@ -280,6 +300,25 @@ def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable
             return tuple(flat)
 
     return Differentiable
+
+
+def _both_passes(operator: Any, arguments: tuple[Any, ...], arch: str) -> list[recording.Key]:
+    """The kernels of an operator's call with these arguments, and of its gradient."""
+    devices = [x.get_device() for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda]
+    num_sms = torch.cuda.get_device_properties(devices[0]).multi_processor_count
+    with recording.recording(arch, num_sms) as recorder, torch.enable_grad():
+        results = operator(*(_meta(x) for x in arguments))
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        results = [x for x in results if x.requires_grad]
+        torch.autograd.backward(results, [torch.empty_like(x) for x in results])
+    return list(recorder.keys)
+
+
+def _meta(x: Any) -> Any:
+    """A tensor, or each of a list, on the meta device, with the same strides; other values as they are."""
+    if isinstance(x, (list, tuple)):
+        return [_meta(each) for each in x]
+    return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
 
 def _cast(operator: Any, device: str, positions: Collection[int]) -> Callable[..., Any]:

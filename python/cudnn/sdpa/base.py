@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cudnn.errors import checked_number, make_error
 from cudnn.fused.host import FusedAPI
-from cudnn.fused.layouts import Sizes, TensorSpec, Vector
+from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import Heads, RowValues
 from cudnn.sdpa.reference import Window
@@ -32,9 +32,14 @@ def keys(name: str, head: str, written: bool = False, batch: str = "b", types: t
     return TensorSpec(name, Heads("sk", "hk", head, batch=batch), types, same_dtype="q", written=written)
 
 
-def row_values(written: bool = False) -> TensorSpec:
-    """The log-sum-exp."""
-    return TensorSpec("lse", RowValues(), ("float32",), written=written)
+def row_values(name: str = "lse", written: bool = False, optional: bool = False) -> TensorSpec:
+    """The log-sum-exp, or its gradient."""
+    return TensorSpec(name, RowValues(), ("float32",), written=written, optional=optional)
+
+
+def sinks(name: str = "sink", written: bool = False) -> TensorSpec:
+    """A logit of each head of Q, or its gradient."""
+    return TensorSpec(name, Contiguous("hq", alignment=4), ("float32",), written=written, optional=True)
 
 
 OFFSETS = tuple(
@@ -180,6 +185,8 @@ class Attention(OverHeads):
                 shape, table = arguments[f"sample_{name}"].shape, arguments.get("sample_page_table")
                 pages = table.shape[-1] if name == "k" and table is not None else 1
                 longest = shape[2] * pages if len(shape) == 4 else 0
+            elif most is not None and ends.device.type != "cpu" and not self.as_existing:
+                longest = 0  # not read, so that the host does not wait for the GPU
             else:
                 values = checked_ends(self, f"cum_seqlen_{name}", ends, arguments[f"sample_{name}"].shape[-3])
                 longest = max(b - a for a, b in pairwise(values))

@@ -8,7 +8,7 @@ from typing import Any
 from cudnn.sdpa.base import Attention
 
 FASTER = {"sm_90a": frozenset({(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)})}
-"""Where docs/performance.md has these kernels faster than cuDNN's, in all passes, with a causal mask and without."""
+"""Head sizes whose kernels were measured faster than cuDNN's in both passes, with a causal mask and without."""
 _LARGE = 4096 * 32, 4096
 """The least numbers of rows of all heads, and of keys, that were measured."""
 
@@ -33,7 +33,7 @@ def unsupported_reason(
 
 
 def is_faster(arch: str, rows: int, keys: int, heads: tuple[int, int]) -> bool:
-    """Whether docs/performance.md has the kernels faster than cuDNN's, on this architecture.
+    """Whether the kernels were measured faster than cuDNN's, on this architecture.
 
     ``rows`` are those of all heads and batches.
     """
@@ -41,7 +41,7 @@ def is_faster(arch: str, rows: int, keys: int, heads: tuple[int, int]) -> bool:
 
 
 def is_timed(rows: int, keys: int, bounds: Bounds) -> bool:
-    """Whether docs/performance.md has such a mask: none, or a causal one from the lower right corner."""
+    """Whether such a mask was measured: none, or a causal one from the lower right corner."""
     is_causal, alignment, left, right = bounds
     return left == -1 and right <= 0 and (is_level(rows, keys, alignment) or not (is_causal or right == 0))
 

@@ -50,20 +50,20 @@ def sequences(tensors: Mapping[str, Any], packed: bool) -> Iterator[dict[str, An
     """The tensors of each sequence: matrices (h, s, d), LSE (h, s). Writing them writes the whole tensors."""
     queries, keys = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
     present = [name for name in (*queries, *keys) if tensors.get(name) is not None]
-    lse = by_head(tensors["lse"], packed)
+    rows = {name: by_head(tensors[name], packed) for name in ("lse", "dlse") if tensors.get(name) is not None}
     if not packed:
         table, lengths = tensors.get("page_table"), tensors.get("seqlen_k")
         for index in range(tensors["q"].shape[0]):
             parts = {name: tensors[name][index] for name in present if table is None or name not in keys}
             if lengths is not None:
                 parts |= {name: cached(tensors[name], index, lengths, table) for name in "kv"}
-            yield {**parts, "lse": lse[index]}
+            yield parts | {name: x[index] for name, x in rows.items()}
         return
     ends_q, ends_k = (tensors[name].tolist() for name in ("cum_seqlen_q", "cum_seqlen_k"))
     for index in range(len(ends_q) - 1):
         q, k = slice(*ends_q[index : index + 2]), slice(*ends_k[index : index + 2])
         parts = {name: tensors[name][q if name in queries else k].transpose(0, 1) for name in present}
-        yield {**parts, "lse": lse[:, q]}
+        yield parts | {name: x[:, q] for name, x in rows.items()}
 
 
 def forward(
@@ -98,7 +98,10 @@ def forward(
 
 
 def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: bool, softcap: float = 0.0) -> None:
-    """Writes dQ, dK and dV from the LSE. P and dS are rounded to the inputs' type."""
+    """Writes dQ, dK, dV and, with sinks, dsink from the LSE. P and dS are rounded to the inputs' type."""
+    sink, dsink = tensors.get("sink"), tensors.get("dsink")
+    if dsink is not None:
+        dsink.zero_()
     for x in sequences(tensors, packed):
         dtype, qhead_per_kvhead = x["q"].dtype, x["q"].shape[0] // max(x["k"].shape[0], 1)
         q, o, do = (wide(x[name]) for name in ("q", "o", "do"))
@@ -108,7 +111,12 @@ def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: b
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         weights = (scores - x["lse"][..., None]).exp().masked_fill(hidden, 0)
-        gradients = weights * (do @ v.mT - (o * do).sum(-1, keepdim=True))
+        delta = (o * do).sum(-1, keepdim=True)
+        if "dlse" in x:
+            delta -= x["dlse"][..., None]
+        if dsink is not None:
+            dsink -= ((sink[:, None] - x["lse"]).exp() * delta.squeeze(-1)).sum(-1)
+        gradients = weights * (do @ v.mT - delta)
         if softcap:
             gradients *= 1 - (scores / softcap).square()
         gradients = wide(gradients.masked_fill(hidden, 0).to(dtype))

@@ -40,8 +40,7 @@ class GroupedGemmWgrad(ExpertGradients):
     Args:
         sample_a ... sample_global_scale_b: tensors like those that ``execute`` will get.
         num_experts, wgrad_shape, wgrad_dtype, sample_wgrad_expert: for pointer arrays of gradients, ``wgrad_ptrs``,
-        each
-            contiguous, as the sample of one is.
+            each contiguous, as the sample of one is.
         accumulate_on_output: the gradients are added to.
         input_order: ``"tensor2d"``, or ``"tensor_ragged"``, which is the same unless tokens are contiguous.
         others: as those of :class:`cudnn.GroupedGemmQuant`.

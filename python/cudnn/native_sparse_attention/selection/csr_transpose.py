@@ -36,9 +36,9 @@ def choosing_rows(
     Returns:
         - ``choosing``, int32, (t * hk * n,): row indices, not initialized after the last block's.
         - ``choosing_ends``, int32, (hk * blocks + 1, 3) with blocks = ``t // block_size + sequences``. Block b of
-          sequence i has the index ``cum_seqlen[i] // block_size + i + b`` within its head of k; its rows are from
-          ``choosing_ends[index, 0]`` to ``choosing_ends[index + 1, 0]``. A block that a row lists twice has it twice.
-          The other columns are cumulative numbers of chunks: all, and those of blocks with several.
+            sequence i has the index ``cum_seqlen[i] // block_size + i + b`` within its head of k; its rows are from
+            ``choosing_ends[index, 0]`` to ``choosing_ends[index + 1, 0]``. A block that a row lists twice has it twice.
+            The other columns are cumulative numbers of chunks: all, and those of blocks with several.
         - With ``tells``, int32, (t, hk, n): the position of each list entry in ``choosing``, -1 if it has none.
     """
     rows, heads, most = block_indices.shape

@@ -13,7 +13,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, Attention, Gradients, checked_scale, keys, queries, row_values, sinks
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.sm90.heuristics import kv_block_split
 from cudnn_kernels.sm90.heuristics.attention import (
@@ -36,7 +36,9 @@ class SdpaBackward(Gradients, Attention):
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
     With ``softcap``, t = tanh(scale_softmax q k^T / softcap): p = exp(softcap * t - lse), ds has a factor 1 - t^2.
-    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k.
+    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. With a
+    gradient ``dlse`` of lse, d is less by it. With a ``sink``, whose logits lse contains,
+    dsink = -sum exp(sink - lse) d over all rows of a head.
 
     On Hopper (sm_90a), dq is added up in float32, in an order that may change from call to call unless
     ``deterministic``. The kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator
@@ -61,6 +63,9 @@ class SdpaBackward(Gradients, Attention):
         keys("dk", "d", written=True),
         keys("dv", "dv", written=True),
         *OFFSETS,
+        row_values("dlse", optional=True),
+        sinks(),
+        sinks("dsink", written=True),
     )
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left", "softcap")
@@ -95,6 +100,9 @@ class SdpaBackward(Gradients, Attention):
         deterministic: bool = False,
         top_left: bool = False,
         softcap: float = 0.0,
+        sample_dlse: Tensor | None = None,
+        sample_sink: Tensor | None = None,
+        sample_dsink: Tensor | None = None,
     ) -> None:
         super().__init__(locals())
 
@@ -113,11 +121,17 @@ class SdpaBackward(Gradients, Attention):
         cum_seqlen_k_tensor: Tensor | None = None,
         scale_softmax: float | None = None,
         current_stream: Any = None,
+        dlse_tensor: Tensor | None = None,
+        sink_tensor: Tensor | None = None,
+        dsink_tensor: Tensor | None = None,
     ) -> None:
-        """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
+        """Writes ``dq_tensor``, ``dk_tensor``, ``dv_tensor`` and, with sinks, ``dsink_tensor``. See
+        :attr:`FusedAPI.run`.
+        """
         self.check_cu_seqlens(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        tensors = (*tensors, None if dlse_tensor is None else self.squeezed(dlse_tensor), sink_tensor, dsink_tensor)
         self.run(tensors, (checked_scale(self, scale_softmax, positive=False), None, None, None), current_stream, None)
 
     def check_rules(self, sizes: Sizes) -> None:
@@ -125,6 +139,9 @@ class SdpaBackward(Gradients, Attention):
         tiler = tuple(getattr(self, "dkdv_mma_tiler_mn"))  # noqa: B009
         if tiler != (128, 64):
             raise self.error("dkdv_mma_tiler_mn", tiler, "(128, 64); the kernel chooses its tiles")
+        if self.has("sink") != self.has("dsink"):
+            got = "sink alone" if self.has("sink") else "dsink alone"
+            raise self.error("samples", got, "both sink and dsink, or neither")
 
     @functools.cached_property
     def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -150,14 +167,18 @@ class SdpaBackward(Gradients, Attention):
     def kernel_options(self, heads: tuple[int, int]) -> dict[str, Any]:
         """Options of a configuration for Hopper, without split."""
         softcap, right = self.softcap > 0, self.window.right is not None
-        options = {"softcap": softcap, "deterministic": self.ordered_dq}
+        options = {"softcap": softcap, "deterministic": self.ordered_dq, **self.row_options()}
         return self.ends() | options | {"dynamic_scheduler": schedules_backward_dynamically(heads, right, softcap)}
+
+    def row_options(self) -> dict[str, bool]:
+        """Options of a configuration: what the preprocess kernel reads besides dO and O."""
+        return {"dlse": self.has("dlse"), "sink": self.has("sink")}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}
 
     def plan(self, arch: str, sizes: Sizes) -> KernelPlan:
-        heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
+        heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0, **self.row_options()}
         if arch == "sm_90a":
             options = self.kernel_options(heads) | {"split": self.constants["split"] > 0}
         configuration = ARCHITECTURES[arch].attention.configure_backward(name_of(self.dtype("q")), heads, **options)

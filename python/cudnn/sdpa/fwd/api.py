@@ -13,7 +13,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.runtime.call import KernelPlan, kernel_plan
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, TYPES, Attention, checked_scale, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, TYPES, Attention, checked_scale, keys, queries, row_values, sinks
 from cudnn.sdpa.layouts import HeadValues
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import DESCALES, MAX_SPLIT_ROWS, DecodeConfiguration
@@ -93,7 +93,7 @@ class SdpaForward(Attention):
         queries("o", "dv", written=True, same_dtype=""),
         row_values(written=True),
         *OFFSETS,
-        TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True),
+        sinks(),
         TensorSpec("seqlen_k", Contiguous("b", alignment=4), ("int32",), optional=True),
         TensorSpec("page_table", Contiguous("b", "pages", alignment=4), ("int32",), optional=True),
         *[TensorSpec(name, HeadValues(), ("float32",), optional=True) for name in DESCALES],

@@ -1,0 +1,117 @@
+"""Bar plots as SVG files for the documentation. One file has the colors of light pages and of dark ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import floor, log10
+from typing import NamedTuple
+
+_OURS, _THEIRS = ("#2a9d8f", "#76c7bb", "#1d6f66"), ("#e9a23b", "#8d99ae", "#5b86c9", "#c98ba8")
+_WIDTH, _LEFT, _TOP, _HEIGHT = 860, 62, 58, 210
+_LETTER, _WIDEST = 6.4, 7.4  # mean width of a letter, and of one in labels of digits and capitals
+_STYLE = (
+    'text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:#24292f;font-size:12px}'
+    ".title{font-size:15px;font-weight:600}.value{font-size:11px}.tick{fill:#57606a}.grid{stroke:#d0d7de}"
+    "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.tick{fill:#9da7b3}.grid{stroke:#3d444d}}"
+)
+
+
+class Series(NamedTuple):
+    """A candidate: its name in the legend, and whether it is of this library."""
+
+    name: str
+    ours: bool
+
+
+def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, Sequence[float | None]]) -> str:
+    """A group of bars for each problem, with a bar for each series; ``None``: not measured."""
+    step = (_WIDTH - _LEFT - 10) / len(groups)
+    width = min(46.0, step * 0.84 / len(series))
+    limit, ticks = axis(max(value for values in groups.values() for value in values if value is not None))
+    colors = _colors(series)
+    body = [_text(_LEFT, 18, title, "title"), *_legend(series, colors), *_grid(ticks, limit, unit)]
+    rows = 1
+    for index, (label, values) in enumerate(groups.items()):
+        middle = _LEFT + step * (index + 0.5)
+        for position, (value, color) in enumerate(zip(values, colors, strict=True)):
+            if value is not None:
+                x = middle + width * (position - len(series) / 2)
+                text = _short(value)
+                body += _bar(x, width, value / limit, color, text if width >= _LETTER * len(text) else "")
+        lines = wrapped(label, int(step / _WIDEST))
+        rows = max(rows, len(lines))
+        body += [_text(middle, _TOP + _HEIGHT + 18 + 14 * row, text, "", "middle") for row, text in enumerate(lines)]
+    height = _TOP + _HEIGHT + 18 + 14 * rows
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
+    return "\n".join([opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", *body, "</svg>", ""])
+
+
+def axis(highest: float) -> tuple[float, list[float]]:
+    """The end of an axis from 0 past ``highest``, and its ticks."""
+    power = 10.0 ** floor(log10(highest / 4))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= highest / 4)
+    count = int(-(-highest // step))
+    return step * count * 1.04, [step * i for i in range(count + 1)]
+
+
+def wrapped(text: str, columns: int) -> list[str]:
+    """The text in lines of at most ``columns`` letters, unless a word is longer."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and len(lines[-1]) + 1 + len(word) <= columns:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _colors(series: Sequence[Series]) -> list[str]:
+    palettes = {True: iter(_OURS * len(series)), False: iter(_THEIRS * len(series))}
+    return [next(palettes[ours]) for _, ours in series]
+
+
+def _legend(series: Sequence[Series], colors: Sequence[str]) -> list[str]:
+    body, x = [], float(_LEFT)
+    for (name, _), color in zip(series, colors, strict=True):
+        body.append(f'<rect fill="{color}" x="{x:.0f}" y="29" width="12" height="12"/>')
+        body.append(_text(x + 17, 40, name, ""))
+        x += 34 + _LETTER * len(name)
+    return body
+
+
+def _grid(ticks: Sequence[float], limit: float, unit: str) -> list[str]:
+    body = []
+    for tick in ticks:
+        y = _TOP + _HEIGHT * (1 - tick / limit)
+        body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - 8}"/>')
+        body.append(_text(_LEFT - 8, y + 4, _tick(tick), "tick", "end"))
+    turned = f'transform="translate(13 {_TOP + _HEIGHT / 2}) rotate(-90)"'
+    return [*body, f'<text class="tick" text-anchor="middle" {turned}>{escape(unit)}</text>']
+
+
+def _bar(x: float, width: float, share: float, color: str, value: str) -> list[str]:
+    size = _HEIGHT * share
+    y = _TOP + _HEIGHT - size
+    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{size:.1f}"'
+    above = [_text(x + width / 2 - 1, y - 4, value, "value", "middle")] if value else []
+    return [f'<rect fill="{color}" {shape}/>', *above]
+
+
+def _tick(value: float) -> str:
+    if value >= 1e6:
+        return f"{value * 1e-6:g}M"
+    return f"{value * 1e-3:g}k" if value >= 1e4 else f"{value:g}"
+
+
+def _short(value: float) -> str:
+    if value >= 1e6:
+        return f"{value * 1e-6:.2f}M"
+    if value >= 1e4:
+        return f"{value * 1e-3:.0f}k"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
+    named = f' class="{style}"' if style else ""
+    return f'<text{named} text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

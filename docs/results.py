@@ -1,0 +1,420 @@
+"""Tables and plots of the documentation from the result files in `benchmarks/results`.
+
+A section of a page, `<!-- generated: results_NAME -->`, has a plot, a table, and a line with the versions, the date and
+the command of the run. Plots are SVG files in `docs/figures/results`, with colors for light and dark pages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import plots  # next to this file
+
+from cudnn.bench.results import Result, read
+
+_DOCS = Path(__file__).parent
+RESULTS = _DOCS.parent / "benchmarks" / "results"
+FIGURES = _DOCS / "figures" / "results"
+_SIGN = {"TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
+
+
+def shown(value: float, unit: str) -> str:
+    """A figure as pages show it."""
+    if unit == "us":
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{value:,.{_SIGN[unit]}f}"
+
+
+def _all(line: Result) -> bool:
+    return True
+
+
+def _plain(shape: str, case: str) -> str:
+    return f"{shape.replace('x', ' x ')} {case}".strip()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A plot and a table of one result file.
+
+    ``metrics`` are columns of the table for each candidate; the first is plotted. ``keep`` selects lines. ``peers`` are
+    the candidates in their order, with the names that the page shows; the first is the one that ratios are of.
+    ``label`` names a problem, ``problem`` heads the column of these names, ``short`` is its name in the plot.
+    ``ratio``: whether the table has a column with it. ``command`` reproduces the file.
+    """
+
+    file: str
+    title: str
+    problem: str
+    peers: dict[str, str]
+    metrics: tuple[str, ...] = ("rate",)
+    keep: Callable[[Result], bool] = _all
+    label: Callable[[str, str], str] = _plain
+    short: Callable[[str, str], str] | None = None
+    ratio: bool = True
+    command: str = ""
+
+    def lines(self) -> list[Result]:
+        """The lines of the section; none before the first run."""
+        path = RESULTS / f"{self.file}.csv"
+        if not path.is_file():
+            return []
+        return [line for line in read(path) if self.keep(line) and line.peer in self.peers]
+
+    @property
+    def reproduce(self) -> str:
+        """The command that writes the result file."""
+        return self.command or f"cudnn bench {self.file} --save benchmarks/results"
+
+
+def _problems(lines: Iterable[Result]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((line.shape, line.case) for line in lines))
+
+
+def _index(lines: Iterable[Result]) -> dict[tuple[str, str, str, str], Result]:
+    return {(line.shape, line.case, line.peer, line.metric): line for line in lines}
+
+
+def table(section: Section) -> str:
+    """The table: a row for each problem, columns for the candidates, and the ratio to the fastest peer."""
+    lines = section.lines()
+    found = _index(lines)
+    peers = [peer for peer in section.peers if any(line.peer == peer for line in lines)]
+    columns = [
+        (peer, metric)
+        for metric in section.metrics
+        for peer in peers
+        if any((*problem, peer, metric) in found for problem in _problems(lines))
+    ]
+    units = {metric: next((line.unit for line in lines if line.metric == metric), "") for metric in section.metrics}
+    several = len(section.metrics) > 1
+    heads = [f"{section.peers[peer]}{', ' + units[metric] if several else ''}" for peer, metric in columns]
+    with_ratio = section.ratio and any(_best_ratio(section, lines, problem) for problem in _problems(lines))
+    heads += ["ours / fastest other"] * with_ratio
+    first = section.problem if several else f"{section.problem} ({units[section.metrics[0]]})"
+    rows = [f"| {first} | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+    for problem in _problems(lines):
+        cells = []
+        for peer, metric in columns:
+            line = found.get((*problem, peer, metric))
+            cells.append(shown(line.value, line.unit) if line else "")
+        if not any(cells):
+            continue
+        cells += [_best_ratio(section, lines, problem)] * with_ratio
+        rows.append(f"| {section.label(*problem)} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _best_ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) -> str:
+    """How many times as fast ours is as the fastest other, with the spread where the run has it."""
+    found = {(line.peer, line.metric): line for line in lines if (line.shape, line.case) == problem}
+    metric = "rate" if any(metric == "rate" for _, metric in found) else "time"
+    others = [line for (_, name), line in found.items() if name == metric and not line.ours]
+    our = found.get((next(iter(section.peers)), metric))
+    if our is None or not others:
+        return ""
+    other = (max if metric == "rate" else min)(others, key=lambda line: line.value)
+    measured = found.get((our.peer, f"ratio to {other.peer}"))
+    if measured is not None:
+        return f"{measured.value:.2f} ± {measured.spread:.2f}"
+    return f"{our.value / other.value if metric == 'rate' else other.value / our.value:.2f}"
+
+
+def source(section: Section) -> str:
+    """The line with hardware, versions, commit, date and command."""
+    lines = section.lines()
+    first = lines[0]
+    names = {
+        (section.peers[line.peer], line.peer_version)
+        for line in lines
+        if not line.ours and line.peer_version and not first.torch.startswith(line.peer_version)  # PyTorch is named
+    }
+    versions = "".join(f", {name} {version}" for name, version in sorted(names))
+    commit = f", commit {first.commit}" if first.commit else ""
+    return (
+        f"{first.hardware}, driver {first.driver}, CUDA {first.cuda}, PyTorch {first.torch}{versions}. "
+        f"{first.date}{commit}, `{section.reproduce}`."
+    )
+
+
+def figure(section: Section) -> str:
+    """The plot as SVG: a group of bars for each problem."""
+    lines = [line for line in section.lines() if line.metric == section.metrics[0]]
+    bars = {((line.shape, line.case), line.peer): line for line in lines}
+    peers = [peer for peer in section.peers if any(line.peer == peer for line in lines)]
+    series = [
+        plots.Series(section.peers[peer], any(line.ours for line in lines if line.peer == peer)) for peer in peers
+    ]
+    label = section.short or section.label
+    groups = {
+        label(*problem): [bars[problem, peer].value if (problem, peer) in bars else None for peer in peers]
+        for problem in _problems(lines)
+    }
+    return plots.bars(section.title, lines[0].unit, series, groups)
+
+
+def _of(pattern: str) -> Callable[[Result], bool]:
+    compiled = re.compile(pattern)
+    return lambda line: bool(compiled.search(f"{line.shape} {line.case}"))
+
+
+def _attention_label(shape: str, case: str) -> str:
+    batch, length, heads, kv_heads, d, dv = shape.split("x")
+    head_dims = d if d == dv else f"{d}/{dv}"
+    return f"{head_dims}, {batch} x {int(length):,}, {heads}/{kv_heads} heads"
+
+
+def _attention_short(shape: str, case: str) -> str:
+    batch, length, heads, kv_heads, d, dv = shape.split("x")
+    head_dims = d if d == dv else f"{d}/{dv}"
+    return f"{head_dims} {batch}x{length} {heads}/{kv_heads}"
+
+
+def _moe_short(shape: str, case: str) -> str:
+    tokens, hidden, inner, *_ = shape.split("x")
+    which = {"both": "both passes"}.get(case, case)
+    return f"{int(tokens):,} {hidden}/{inner} {which}"
+
+
+def _tokens_label(shape: str, case: str) -> str:
+    tokens = int(shape.split("x")[0])
+    return f"{tokens:,} token{'s' * (tokens > 1)}"
+
+
+def _moe_label(shape: str, case: str) -> str:
+    tokens, hidden, inner, experts, top_k = shape.split("x")
+    which = {"both": "forward + backward"}.get(case, case)
+    return f"{int(tokens):,} tokens, {hidden}/{inner}, {experts} experts, top {top_k}, {which}"
+
+
+def _grouped_label(shape: str, case: str) -> str:
+    m, n, k, experts = shape.split("x")
+    return f"{experts} experts, {int(m):,} x {n} x {k}"
+
+
+def _gemm_label(shape: str, case: str) -> str:
+    return f"{shape.replace('x', ' x ')} {case}".strip()
+
+
+def _model_label(shape: str, case: str) -> str:
+    return case
+
+
+ATTENTION = {"cudnn.sdpa": "cudnn-fused", "FlashAttention-4": "FlashAttention-4", "cuDNN": "cuDNN"}
+MOE = {"MoE": "cudnn-fused", "MoE, fp8": "cudnn-fused, fp8", "PyTorch": "torch.compile"}
+SECTIONS = {
+    "model": Section(
+        "model",
+        "Two layers of Qwen3-30B-A3B in transformers, bf16",
+        "pass",
+        {"cudnn": "cudnn-fused", "cudnn experts, sdpa": "cudnn-fused experts, sdpa", "transformers": "transformers"},
+        ("rate", "memory"),
+        label=_model_label,
+    ),
+    "moe_sonicmoe": Section(
+        "moe_sonicmoe",
+        "MoE layer and SonicMoE, bf16",
+        "tokens, hidden/intermediate",
+        {"MoE": "cudnn-fused", "SonicMoE": "SonicMoE"},
+        ("rate", "memory"),
+        label=_moe_label,
+        short=_moe_short,
+        command="python benchmarks/moe_vs_sonicmoe.py FOLDER --save benchmarks/results",
+    ),
+    "moe": Section(
+        "moe",
+        "MoE layer, bf16",
+        "tokens, hidden/intermediate",
+        {**MOE, "transformers": "transformers"},
+        ("rate", "memory"),
+        label=_moe_label,
+        short=_moe_short,
+    ),
+    "moe_decode": Section(
+        "moe_decode",
+        "MoE layer of Qwen3-30B-A3B, inference with few tokens",
+        "tokens",
+        {**MOE, "PyTorch, eager": "PyTorch, eager"},
+        ("time",),
+        label=_tokens_label,
+    ),
+    "gated_mlp": Section(
+        "gated_mlp",
+        "Gated MLP, bf16",
+        "tokens x hidden x intermediate, model, pass",
+        {"GatedMLP": "cudnn-fused", "PyTorch": "torch.compile", "PyTorch, one gate_up": "torch.compile, one gate_up"},
+        ("rate", "memory"),
+        label=_gemm_label,
+    ),
+    "moe_ranks": Section(
+        "moe_ranks",
+        "MoE layer with expert parallelism, bf16, TFLOP/s of one GPU",
+        "model, routing, pass",
+        {"MoE, 2 GPUs": "2 GPUs", "MoE, 4 GPUs": "4 GPUs", "MoE, 8 GPUs": "8 GPUs", "MoE, 1 GPU": "1 GPU"},
+        keep=_of("forward|backward"),
+        label=lambda shape, case: f"{case}, {int(shape.split('x')[0]):,} tokens a rank",
+        ratio=False,
+        command="cudnn bench moe --ranks 2 --save benchmarks/results",
+    ),
+    **{
+        f"sdpa_{which}": Section(
+            "sdpa",
+            f"Attention, {which}, causal, bf16: head size, batch x sequence, heads",
+            "head size, batch x sequence, heads q/kv",
+            ATTENTION,
+            keep=_of(f"causal, {which}$"),
+            label=_attention_label,
+            short=_attention_short,
+        )
+        for which in ("forward", "backward")
+    },
+    "nsa": Section(
+        "nsa",
+        "Native sparse attention, 64/4 heads of 128",
+        "tokens, pass",
+        {"NSA": "cudnn-fused", "fla-core": "fla-core", "FlashAttention-4, dense": "FlashAttention-4, dense"},
+        ("time",),
+        keep=_of("whole"),
+        label=lambda shape, case: f"{_tokens_label(shape, case)}, {'backward' if 'backward' in case else 'forward'}",
+    ),
+    "gemm_swiglu": Section(
+        "gemm_swiglu",
+        "GEMM + SwiGLU, bf16",
+        "M x N x K",
+        {
+            "GemmSwiglu": "cudnn-fused",
+            "our GEMM alone": "cudnn-fused, GEMM alone",
+            "cuBLAS + SwiGLU": "cuBLAS + torch.compile",
+            "Triton, fused": "Triton, fused",
+            "cuBLAS": "cuBLAS, GEMM alone",
+            "QuACK": "QuACK, GEMM alone",
+        },
+        keep=lambda line: bool(line.shape),
+        label=_gemm_label,
+        ratio=False,
+    ),
+    "gemm_swiglu_fp8_128": Section(
+        "gemm_swiglu_fp8_128",
+        "GEMM, e4m3 with a float32 scale for each 128 elements",
+        "M x N x K",
+        {
+            "our GEMM alone": "cudnn-fused, GEMM alone",
+            "GemmSwiglu": "cudnn-fused, GEMM + SwiGLU",
+            "torch._scaled_mm, blocks": "torch._scaled_mm",
+            "DeepGEMM": "DeepGEMM",
+        },
+        keep=lambda line: bool(line.shape),
+        label=_gemm_label,
+        ratio=False,
+        command="cudnn bench gemm_swiglu --dtype fp8_128 --save benchmarks/results",
+    ),
+    "grouped_gemm": Section(
+        "grouped_gemm",
+        "Grouped GEMM, bf16",
+        "experts, tokens x N x K",
+        {"GroupedGemm": "cudnn-fused", "torch._grouped_mm": "torch._grouped_mm", "QuACK": "QuACK", "Triton": "Triton"},
+        keep=lambda line: bool(line.shape),
+        label=_grouped_label,
+    ),
+    "grouped_gemm_fp8": Section(
+        "grouped_gemm_fp8",
+        "Grouped GEMM, e4m3 with a float32 scale for each 128 elements",
+        "experts, tokens x N x K",
+        {
+            "GroupedGemmQuant, fp8 per 128": "cudnn-fused, fp8",
+            "GroupedGemm, bf16": "cudnn-fused, bf16",
+            "DeepGEMM": "DeepGEMM, fp8",
+            "torch._scaled_grouped_mm, fp8 per row": "torch._scaled_grouped_mm, a scale per row",
+            "torch._grouped_mm, bf16": "torch._grouped_mm, bf16",
+        },
+        label=_grouped_label,
+    ),
+    "rmsnorm_rht_amax": Section(
+        "rmsnorm_rht_amax",
+        "RMSNorm + Hadamard transform + amax, bf16",
+        "rows x columns",
+        {"RmsNormRhtAmax": "cudnn-fused", "torch.compile": "torch.compile", "copy": "copy of the same bytes"},
+        keep=lambda line: bool(line.shape),
+        label=_gemm_label,
+        ratio=False,
+    ),
+}
+HOST = "host"
+
+
+def section(name: str) -> Callable[[Path], str]:
+    """The generator of a section: Markdown for a page."""
+
+    def generate(page: Path) -> str:
+        spec = SECTIONS[name]
+        if not spec.lines():
+            return f"No result file yet: `{spec.reproduce}`."
+        return "\n\n".join([_image(name, spec.title, page), table(spec), source(spec)])
+
+    return generate
+
+
+def plot(name: str) -> Callable[[Path], str]:
+    """The generator of a plot alone."""
+
+    def generate(page: Path) -> str:
+        return f"{_image(name, SECTIONS[name].title, page)}\n\n{source(SECTIONS[name])}"
+
+    return generate
+
+
+def _image(name: str, title: str, page: Path) -> str:
+    return f"![{title}]({Path(os.path.relpath(FIGURES / f'{name}.svg', page.parent)).as_posix()})"
+
+
+def host(page: Path) -> str:
+    """The table of host times: the call, its time, and that of `torch.add` in the same rounds."""
+    path, command = RESULTS / f"{HOST}.csv", "cudnn bench host --save benchmarks/results"
+    if not path.is_file():
+        return f"No result file yet: `{command}`."
+    lines = [line for line in read(path) if line.metric == "time"]
+    base = {line.case: line.value for line in lines if line.peer == "torch.add(out=)"}
+    rows = ["| task | call | us | `torch.add(out=)`, us |", "|---|---|---:|---:|"]
+    rows += [
+        f"| {line.case} | `{line.peer}` | {line.value:.1f} | {base[line.case]:.1f} |"
+        for line in lines
+        if line.peer != "torch.add(out=)"
+    ]
+    first = lines[0]
+    commit = f", commit {first.commit}" if first.commit else ""
+    run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
+    return "\n".join([*rows, "", f"{run}, `{command}`."])
+
+
+GENERATORS: dict[str, Callable[[Path], str]] = {
+    **{f"results_{name}": section(name) for name in SECTIONS},
+    **{f"plot_{name}": plot(name) for name in SECTIONS},
+    "results_host": host,
+}
+
+
+def figures() -> dict[Path, str]:
+    """The SVG files that pages show, with their contents."""
+    return {FIGURES / f"{name}.svg": figure(spec) for name, spec in SECTIONS.items() if spec.lines()}
+
+
+def write_figures() -> None:
+    """Writes the SVG files and removes those without a result file."""
+    wanted = figures()
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for path in FIGURES.glob("*.svg"):
+        if path not in wanted:
+            path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text)
+
+
+def published() -> set[str]:
+    """Every figure of the result files as pages show it, with its unit."""
+    return {
+        f"{shown(line.value, line.unit)} {line.unit}" for path in sorted(RESULTS.glob("*.csv")) for line in read(path)
+    }

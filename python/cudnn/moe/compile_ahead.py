@@ -1,0 +1,94 @@
+"""The kernels that a mixture-of-experts layer needs for any number of tokens, found by recording calls on meta tensors.
+
+The GEMMs' configurations depend on the number of rows per expert, so a layer has several. All are compiled when the
+first is missing (:class:`~cudnn.runtime.kernels.CompileAhead`), and none in the middle of a training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cudnn.fused.host import FusedAPI
+from cudnn.moe import layer
+from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, shape_of
+from cudnn.runtime.recording import MAX_TOKENS, Key, record
+
+
+def of_module(module: Any, x: torch.Tensor) -> Callable[[str], list[Key]]:
+    """For :class:`cudnn.runtime.kernels.CompileAhead`: the kernels of a module on the device of x, its tokens."""
+    max_tokens, index = max(x.shape[0], MAX_TOKENS), x.get_device()
+    return lambda arch: module_kernels(module, max_tokens, arch, FusedAPI.num_sms(index))
+
+
+def module_kernels(module: Any, max_tokens: int, arch: str, num_sms: int, trains: bool = True) -> list[Key]:
+    """The kernels of a :class:`cudnn.nn.MoE` without a group."""
+    clone = on_meta(module)
+
+    def forward(count: int, saves: bool) -> Callable[[], Any]:
+        x = torch.empty(count, module.up.shape[2], dtype=module.up.dtype, device="meta", requires_grad=saves)
+        with torch.set_grad_enabled(saves):
+            y = clone(x)
+        return lambda: y.backward(torch.empty_like(y))
+
+    trains = trains and any(p.requires_grad for p in clone.parameters())
+    return record(forward, max_tokens, arch, num_sms, trains)
+
+
+def of_experts(e: Experts, top_k: int, adds: bool, x: torch.Tensor) -> Callable[[str], list[Key]]:
+    """For :class:`cudnn.runtime.kernels.CompileAhead`: the kernels of :func:`cudnn.ops.moe_mlp` on the device of x.
+
+    ``adds``: gradients of weights are accumulated into ``main_grad``.
+    """
+    up, down = ([_meta(w) for w in weights] for weights in (e.up, e.down))
+    e = e._replace(up=up, down=down, up_bias=_meta(e.up_bias), down_bias=_meta(e.down_bias))
+    max_tokens, index = max(x.shape[0], MAX_TOKENS), x.get_device()
+    return lambda arch: expert_kernels(e, top_k, adds, max_tokens, arch, FusedAPI.num_sms(index))
+
+
+def expert_kernels(e: Experts, top_k: int, adds: bool, max_tokens: int, arch: str, num_sms: int) -> list[Key]:
+    """The kernels of :func:`cudnn.ops.moe_mlp` for weights on the meta device."""
+    up, down = e.up, e.down
+    experts, _, h = shape_of(up)
+    ops = GroupedGemmOps(e)
+    main_grad = tuple(
+        [torch.empty_like(w, dtype=torch.float32) for w in weights] if adds else [] for weights in (up, down)
+    )
+    needs_grad = [True, True, True, True, e.up_bias is not None, e.down_bias is not None]
+
+    def forward(count: int, saves: bool) -> Callable[[], Any]:
+        x = torch.empty(count, h, dtype=up[0].dtype, device="meta")
+        weights = torch.empty(count, top_k, device="meta")
+        indices = torch.empty(count, top_k, dtype=torch.int32, device="meta")
+        permutation = Permutation(indices.new_empty(experts), indices.new_empty(count * top_k), indices)
+        y, preact = layer.forward(ops, x, weights, permutation, e, saves)
+        arguments = (ops, y, x, preact, indices, weights, permutation, e, needs_grad, main_grad)
+        return lambda: layer.backward(*arguments)
+
+    return record(forward, max_tokens, arch, num_sms)
+
+
+def on_meta(module: torch.nn.Module) -> Any:
+    """A copy of a module without hooks, whose parameters and buffers are on the meta device."""
+    clone = object.__new__(type(module))
+    clone.__dict__ = dict(vars(module))
+    for name, value in vars(module).items():
+        if "hooks" in name and hasattr(value, "clear"):
+            clone.__dict__[name] = type(value)()
+    clone._parameters = {name: _meta(p) for name, p in module._parameters.items()}
+    clone._buffers = {name: _meta(b) for name, b in module._buffers.items()}
+    clone._modules = {name: None if m is None else on_meta(m) for name, m in module._modules.items()}
+    return clone
+
+
+def _meta(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    meta = torch.empty_like(local.detach(), device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        meta = torch.nn.Parameter(meta, tensor.requires_grad)
+        meta.main_grad = _meta(getattr(tensor, "main_grad", None))  # pyright: ignore[reportAttributeAccessIssue]
+    return meta
