@@ -42,6 +42,7 @@ def make(**implementations: Any) -> Any:
 
 def test_expert_parallelism_and_fsdp(tmp_path: pathlib.Path) -> None:
     """Routers give the experts of other ranks IDs from the number of experts on; FSDP2 shards the experts' weights."""
+    pytest.importorskip("accelerate", reason="transformers needs accelerate to shard a model")
     distributed = pytest.importorskip("transformers.distributed", reason="this transformers shards no models")
     alone = make()
     alone.save_pretrained(tmp_path / "model")
