@@ -124,7 +124,7 @@ def refused(rank: int, ranks: int) -> None:
         {"time_limit": 50.0},
     ):
         layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, **(changed if rank == 1 else {}))
-        assert len(layer.up) == EXPERTS // ranks
+        assert layer.up.to_local().shape[0] == EXPERTS // ranks
         (name,) = changed
         with pytest.raises(
             ValueError, match=rf"MoE: layer: got {name}=.+ on rank {rank}, {name}=.+ on rank {1 - rank};"
@@ -134,8 +134,8 @@ def refused(rank: int, ranks: int) -> None:
     up, down, up_bias, _ = (w[rank * EXPERTS // ranks :][: EXPERTS // ranks] for w in parameters(True))
     with pytest.raises(ValueError, match=r"moe_mlp: layer: got up_bias=.+ on rank"):
         moe_mlp(x, (indices, scores), up, down, up_bias if rank else None, activation="geglu", group=dist.group.WORLD)
-    with pytest.raises(ValueError, match="MoE: experts: got 8 experts and 1 shared ones"):
-        MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, shared_experts=1)
+    with pytest.raises(ValueError, match="MoE: experts: got 7 experts on 2 ranks; allowed: the same number"):
+        MoE(HIDDEN, INNER, 7, TOP_K, group=dist.group.WORLD)
     for choices, place in ((1, "cpu"), (TOP_K, "meta")):
         other = Exchange(None, EXPERTS, choices, HIDDEN, max_tokens=8, device="cpu")
         other.device = torch.device(place)
@@ -200,7 +200,8 @@ def test_one_token_of_float64() -> None:
 def test_a_compiled_layer_is_left_for_its_experts_only() -> None:
     """The exchange is not traced: there are graphs before it and behind it, for 10 tokens and for any number."""
     with one_rank():
-        layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD)
+        exchange = Exchange(None, EXPERTS, TOP_K, HIDDEN, max_tokens=12, device="cpu")
+        layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=exchange)
         layer(torch.zeros(1, HIDDEN).bfloat16())
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()

@@ -194,7 +194,9 @@ def _check_experts(module: Any) -> None:
     known.update(f"{name}_bias" for name in _WEIGHTS[module.has_gate] if module.has_bias)
     tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     got = [f"{name}={getattr(module, name)!r}" for name in _unknown_steps() if getattr(module, name, False)]
-    got += [name for name in tensors if name not in known and not name.startswith("act_fn.")]
+    # A parametrization, such as peft's LoRA of a parameter, gives the weight of that name another value.
+    allowed_prefixes = ("act_fn.", *(f"parametrizations.{name}." for name in known))
+    got += [name for name in tensors if name not in known and not name.startswith(allowed_prefixes)]
     if got:
         got_text = f"{', '.join(got)} in {type(module).__name__}"
         allowed = "two products with an activation between them"

@@ -2,6 +2,17 @@
 
 from cudnn.moe.combining import combine
 from cudnn.moe.exchange import Exchange, Received
-from cudnn.moe.routing import Routing, load_balance_loss, route, sort, z_loss
+from cudnn.moe.routing import RouterOutput, Routing, load_balance_loss, route, sort, update_correction_bias, z_loss
 
-__all__ = ["Exchange", "Received", "Routing", "combine", "load_balance_loss", "route", "sort", "z_loss"]
+__all__ = [
+    "Exchange",
+    "Received",
+    "RouterOutput",
+    "Routing",
+    "combine",
+    "load_balance_loss",
+    "route",
+    "sort",
+    "update_correction_bias",
+    "z_loss",
+]

@@ -6,11 +6,14 @@ Forward: router GEMM, top-k and sort (:func:`cudnn.moe.routing.routed`), then th
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.api_base import check_tensor
@@ -21,107 +24,48 @@ from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import wide
 from cudnn.moe import compile_ahead
 from cudnn.moe import layer as expert_layer
-from cudnn.moe.exchange import describe_config
+from cudnn.moe.autograd import LayerFunction, Saved
+from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation
-from cudnn.moe.operator import checked, moe_mlp, tokens_of
-from cudnn.moe.parallel import check_same_layer, ranks_of
-from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
+from cudnn.moe.operator import checked, in_shape_of, moe_mlp, tokens_of
+from cudnn.moe.parallel import check_same_layer
+from cudnn.moe.quantizing import forget_quantized
+from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
+from cudnn.moe.sharding import (
+    device_of,
+    draw_seed,
+    expert_mesh,
+    local_part,
+    local_shard,
+    share_of,
+    uniform_,
+)
+from cudnn.moe.tensor_parallel import sum_gradients, sum_over
 from cudnn.runtime import launch
 from cudnn.runtime.kernels import CompileAhead, compile_all
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import autocast_type, needs_dispatch, once_differentiable
+from cudnn.runtime.registration import autocast_type, needs_dispatch
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_EXPERT_PARAMETERS = ("up", "down", "up_bias", "down_bias")
 _RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
-
-
-class _Saved(NamedTuple):
-    """Tensors saved for backward. ``logits``: all experts', or only the chosen ones' if these suffice."""
-
-    tokens: Tensor
-    logits: Tensor
-    preact: Tensor
-    indices: Tensor
-    weights: Tensor
-    offsets: Tensor
-    gather_idx: Tensor
-    scatter_idx: Tensor
-
-
-class _RouterBackward:
-    """The backward pass of the router and of the shared experts' gate: a :class:`cudnn.moe.layer.RouterBackward`.
-
-    If only the chosen experts' logits have a gradient, the up GEMM^T adds dlogit[r] router[e] to each row of dx; else
-    :meth:`add_dx` adds the router's GEMM at the end.
-
-    Attributes:
-        dshared, drouter: The gradients of the shared experts' weights and of the router's weight, if needed.
-    """
-
-    dlogits: Tensor
-    dshared: Tensor | None = None
-    drouter: Tensor | None = None
-
-    def __init__(self, layer: MoE, saved: _Saved, router: Tensor, needs_shared: bool, needs_router: bool) -> None:
-        self.layer, self.saved, self.router = layer, saved, router
-        self.needs_shared, self.needs_router = needs_shared, needs_router
-
-    def backward_weights(self, dweights: Tensor) -> tuple[Tensor, Tensor] | None:
-        layer, drouted = self.layer, dweights
-        if self.needs_shared:
-            drouted, self.dshared = (x.contiguous() for x in dweights.split([layer.top_k, layer.shared_experts], 1))
-        elif layer.shared_experts:
-            drouted = dweights[:, : layer.top_k].contiguous()
-        self.dlogits, dlogit_of_row = layer._dlogits(drouted, self.saved)
-        self.drouter = self.dlogits.T @ self.saved.tokens if self.needs_router else None
-        return None if dlogit_of_row is None else (dlogit_of_row, layer._padded_router(self.router))
-
-    def add_dx(self, dx: Tensor) -> None:
-        dx.addmm_(self.dlogits, self.router)  # in place: dx is not shared
-
-
-class _Layer(torch.autograd.Function):
-    """The whole layer as one autograd node, which takes less host time than one node per operator."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, layer: MoE, tokens: Tensor, shared: Tensor | None, router: Tensor, *parameters: Tensor | None
-    ) -> Tensor:
-        y, saved, ctx.ops = layer._forward(tokens, shared, router, parameters, True)
-        ctx.layer, ctx.main_grad = layer, layer._main_grad_lists()
-        ctx.save_for_backward(*saved, router, *parameters)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        layer, main_grad = ctx.layer, ctx.main_grad
-        tensors = ctx.saved_tensors
-        saved, (router, *parameters) = _Saved(*tensors[:8]), tensors[8:]
-        _, needs_tokens, needs_shared, needs_router, *needs_parameters = ctx.needs_input_grad
-        for buffers in main_grad:
-            torch.autograd.graph.increment_version(buffers)
-        e = layer._experts(parameters)
-        permutation = Permutation(saved.offsets, saved.gather_idx, saved.scatter_idx)
-        needs_weights = needs_tokens or needs_shared or needs_router
-        needs_grad = expert_layer.NeedsGrad(needs_tokens, needs_weights, *needs_parameters)
-        router_backward = _RouterBackward(layer, saved, router, needs_shared, needs_router)
-        arguments = (saved.preact, saved.indices, saved.weights, permutation, e, needs_grad, main_grad)
-        dy = aligned(gradients[0])
-        grads = expert_layer.backward(ctx.ops, dy, saved.tokens, *arguments, router=router_backward)
-        return None, grads.x, router_backward.dshared, router_backward.drouter, *grads[2:]
 
 
 class _Router(torch.nn.Linear):
     """A linear layer that checks its input. In float32 it also takes bfloat16 and float16 tokens."""
+
+    def reset_parameters(self) -> None:
+        """As ``torch.nn.Linear``, with the same values for every sharding over ranks."""
+        uniform_(self.weight, self.in_features**-0.5, draw_seed(self.weight))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.check(tokens)
         return super().forward(tokens if autocast_type(tokens) else tokens.to(self.weight.dtype))
 
     def check(self, tokens: Tensor) -> None:
-        """Raises a ValueError for tokens of another dtype or size."""
+        """Raises a ValueError for tokens of another dtype or size, a RuntimeError for a weight that FSDP2 sharded."""
+        local_shard("router.weight", None if isinstance(tokens, DTensor) else self.weight, None)
         weight, types = self.weight, [self.weight.dtype]
         types += [torch.bfloat16, torch.float16] * (weight.dtype is torch.float32)
         fits = tokens.dtype in types or autocast_type(tokens) is not None
@@ -137,6 +81,31 @@ class _Router(torch.nn.Linear):
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         overridden = self.bias is not None or "forward" in vars(self)
         return any(hooks) or overridden or bool(_has_any_global_hook())
+
+
+class SharedExperts(torch.nn.Module):
+    """The shared experts of a layer whose other experts are sharded over ranks: each rank computes its own tokens'.
+
+    A module with hooks of its own: ``fully_shard`` gathers its weights over all data-parallel ranks. Parameters: ``up``
+    (shared_experts, N, hidden), ``down`` (shared_experts, hidden, intermediate), ``up_bias`` and ``down_bias``.
+    """
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], options: dict[str, Any], device: Any, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self._options = options
+        for name in _EXPERT_PARAMETERS:
+            shape = shapes.get(name)
+            weight = None if shape is None else torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, weight)
+
+    def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """The sum of the shared experts' outputs (T, hidden) for tokens (T, hidden), by weights (T, shared_experts)."""
+        up, down, up_bias, down_bias = (getattr(self, name) for name in _EXPERT_PARAMETERS)
+        indices = torch.arange(weights.shape[1], dtype=torch.int32, device=tokens.device)
+        routing = indices.expand(tokens.shape[0], -1), wide(weights)  # FSDP2 may have cast them
+        return moe_mlp(tokens, routing, up, down, up_bias, down_bias, **self._options)
 
 
 class MoE(torch.nn.Module):
@@ -168,9 +137,19 @@ class MoE(torch.nn.Module):
         correction_bias: See above.
         fp8: of :func:`cudnn.ops.moe_mlp`: the experts' forward GEMMs take e4m3.
         into_main_grad: The backward pass adds the gradients of ``up`` and ``down`` to ``up.main_grad`` and
-            ``down.main_grad``, float32, as Megatron's optimizers allocate them; autograd gets none.
-        group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` counts those of all ranks; each rank has
-            experts / ranks in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
+            ``down.main_grad``, float32. The caller allocates and zeroes them, as Megatron's DDP does. Autograd gets no
+            gradient; if a weight has the attribute ``grad_added_to_main_grad``, which that DDP adds, it becomes True,
+            and autograd gets a tensor without a meaning, for DDP's hooks.
+        mesh: A ``DeviceMesh`` with the dimension ``ep_dim``, over whose ranks the experts are spread. ``up``, ``down``
+            and biases are DTensors of all experts, sharded with ``Shard(0)``; ``fully_shard`` over another dimension
+            of the mesh shards them further. Each rank stores experts / ranks; gradients of the router are this rank's.
+            Shared experts are then the module ``shared``, whose weights each rank has.
+        ep_dim: See ``mesh``.
+        etp_dim: A second dimension of the mesh, expert tensor parallelism: each of its ranks has a slice of the
+            intermediate size of every expert. These ranks call with the same tokens and get the same results.
+        group, time_limit: of :func:`cudnn.ops.moe_mlp`. In place of ``mesh``: the layer makes a mesh of one dimension,
+            "ep". With ``mesh``: an :class:`cudnn.moe.Exchange` over the ranks of ``ep_dim``.
+        device: None: PyTorch's default device; if that is the CPU, the mesh's.
         dtype: bfloat16 or float16; float32 for calls under ``torch.autocast`` and, as float64, for the reference on the
             CPU. None: PyTorch's default type, as in its own layers.
         score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
@@ -207,6 +186,9 @@ class MoE(torch.nn.Module):
         glu_clamp_max: float = 7.0,
         glu_clamp_min: float = -7.0,
         group: Any = None,
+        mesh: Any = None,
+        ep_dim: str = "ep",
+        etp_dim: str | None = None,
         time_limit: float = 600.0,
         device: Any = None,
         dtype: torch.dtype | None = torch.bfloat16,
@@ -250,43 +232,172 @@ class MoE(torch.nn.Module):
         act_params = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
         named = zip(ACT_PARAMS, act_params, strict=True)
         self._act_params = {name: checked_number("MoE", name, x, limit="clamp" in name) for name, x in named}
+        self._time_limit = time_limit
+        self._expert_mesh = expert_mesh(group, mesh, ep_dim, etp_dim, device)
+        self._share: tuple[Any, Any] | None = None  # of an unpickled layer, until set_group
+        self._check_degrees(intermediate)
+        self._is_checked = self._expert_mesh is None
+        if self._expert_mesh is not None:
+            device = device_of(device, self._expert_mesh.mesh)
         factory_kwargs = {"device": device, "dtype": dtype}
-        ranks = 1 if group is None else ranks_of("MoE", group)
-        if experts % ranks or (group is not None and shared_experts):
-            got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
-            allowed = "the same number of experts on each rank, and no shared ones with a group"
-            raise make_error(ValueError, "MoE", "experts", got, allowed, "make the shared experts a separate layer")
-        self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
-        self._is_checked = group is None
         self._has_run = False
-        count, n = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
         self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
-        self.up = torch.nn.Parameter(torch.empty(count, n, hidden, **factory_kwargs))
-        self.down = torch.nn.Parameter(torch.empty(count, hidden, intermediate, **factory_kwargs))
-        self.up_bias = torch.nn.Parameter(torch.empty(count, n, **factory_kwargs)) if bias else None
-        self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **factory_kwargs)) if bias else None
+        n = intermediate * (2 if activation in GATED else 1)
+        sizes = {"up": (n, hidden), "down": (hidden, intermediate)}
+        sizes |= {"up_bias": (n,), "down_bias": (hidden,)} if bias else {}
+        for name in _EXPERT_PARAMETERS:
+            weight = self._empty_weight(name, sizes[name], **factory_kwargs) if name in sizes else None
+            self.register_parameter(name, None if weight is None else torch.nn.Parameter(weight))
+        shapes = {name: (shared_experts, *size) for name, size in sizes.items()}
+        separate = shared_experts > self._shared_rows
+        self.shared = SharedExperts(shapes, self._options(), **factory_kwargs) if separate else None
         self.correction: Tensor | None
         correction = torch.zeros(experts, dtype=torch.float32, device=device) if correction_bias else None
         self.register_buffer("correction", correction)
         self.reset_parameters()
 
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    up_bias: torch.nn.Parameter | None
+    down_bias: torch.nn.Parameter | None
+
+    def _check_degrees(self, intermediate: int) -> None:
+        """Raises a ValueError for experts, or an intermediate size, that the ranks cannot divide."""
+        ranks = self._expert_mesh
+        if ranks is None:
+            return
+        if self.experts % ranks.ep:
+            got, allowed = f"{self.experts} experts on {ranks.ep} ranks", "the same number of experts on each rank"
+            raise make_error(ValueError, "MoE", "experts", got, allowed)
+        multiple = ranks.etp * (128 if self.fp8 else 32)
+        if ranks.etp > 1 and (intermediate % multiple or self.glu_layout != LAYOUTS[0]):
+            got = f"{intermediate}, {self.glu_layout!r}, on {ranks.etp} ranks of etp_dim"
+            raise make_error(ValueError, "MoE", "intermediate", got, f"a multiple of {multiple}, {LAYOUTS[0]!r}")
+
+    def _empty_weight(self, name: str, size: tuple[int, ...], device: Any, dtype: torch.dtype) -> Tensor:
+        """The memory of all experts' weights of a size: over ranks a DTensor."""
+        shape = (self.experts + self._shared_rows, *size)
+        if self._expert_mesh is None:
+            return torch.empty(shape, device=device, dtype=dtype)
+        etp_dim = {"up": 1, "up_bias": 1, "down": 2, "down_bias": None}[name]
+        return self._expert_mesh.shard(shape, etp_dim, device, dtype)
+
+    @property
+    def _shared_rows(self) -> int:
+        """The number of shared experts that are rows of ``up`` and ``down``: over ranks they are in ``shared``."""
+        return self.shared_experts if self._expert_mesh is None and self._share is None else 0
+
     def reset_parameters(self) -> None:
-        """Initializes the experts' parameters as ``torch.nn.Linear`` does, and ``correction`` with 0."""
-        for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
-            bound = weight.shape[-1] ** -0.5
-            for parameter in (weight, bias):
+        """Initializes the experts' parameters as ``torch.nn.Linear`` does, and ``correction`` with 0.
+
+        Ranks that begin with the same seed of ``torch.manual_seed`` have parts of the weights that one rank with all
+        experts has, whatever the mesh and ``fully_shard`` are.
+        """
+        for weight, bias in (("up", "up_bias"), ("down", "down_bias")):
+            bound = getattr(self, weight).shape[-1] ** -0.5
+            for name in (weight, bias):
+                parameter = getattr(self, name)
                 if parameter is not None:
-                    torch.nn.init.uniform_(parameter, -bound, bound)
+                    seed = draw_seed(parameter)
+                    uniform_(parameter, bound, seed)
+                    if self.shared is not None:
+                        uniform_(getattr(self.shared, name), bound, seed + self.experts)
         if self.correction is not None:
             self.correction.zero_()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Drops the e4m3 copy of a weight that is replaced, as FSDP2 replaces gathered weights and sharded ones."""
+        weight = self.__dict__.get("_parameters", {}).get(name)
+        if weight is not None and weight is not value:
+            forget_quantized(weight)
+        super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """A layer with copies of the parameters and the same group."""
-        memo[id(self._ranks["group"])] = self._ranks["group"]
+        for each in (self._expert_mesh, *(self._expert_mesh or ())):
+            memo[id(each)] = each
         clone = memo[id(self)] = type(self).__new__(type(self))
         clone.__setstate__(copy.deepcopy(self.__dict__, memo))
         return clone
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without process groups, with this rank's share of the experts as plain tensors."""
+        state, ranks = self.__dict__.copy(), self._expert_mesh
+        if ranks is None:
+            return state
+        state["_expert_mesh"], state["_share"] = None, (ranks.coordinate, tuple(ranks.mesh.shape))
+        state["_is_checked"] = False
+        state["_parameters"] = parameters = dict(self._parameters)
+        for name in _EXPERT_PARAMETERS:
+            weight = local_shard(name, parameters[name], ranks)
+            if weight is not None:
+                parameters[name] = torch.nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        return state
+
+    def set_group(self, group: Any = None, *, mesh: Any = None, ep_dim: str = "ep", etp_dim: str | None = None) -> None:
+        """Gives a layer that was pickled its ranks back: the arguments are those of the constructor.
+
+        Its parameters become DTensors: call it before an optimizer is made.
+
+        Raises:
+            ValueError: the weights are another rank's share; or the layer was not pickled.
+        """
+        if self._share is None:
+            raise make_error(ValueError, "MoE.set_group", "layer", "one that has its ranks", "one that was unpickled")
+        ranks = expert_mesh(group, mesh, ep_dim, etp_dim, self.router.weight.device)
+        share = None if ranks is None else (ranks.coordinate, tuple(ranks.mesh.shape))
+        if ranks is None or share != self._share:
+            got, allowed = ("none" if share is None else _describe(*share)), f"{_describe(*self._share)}, as pickled"
+            hint = "for another number of ranks, save state dicts by torch.distributed.checkpoint"
+            raise make_error(ValueError, "MoE.set_group", "ranks", got, allowed, hint)
+        self._share, self._expert_mesh = None, ranks
+        for name in _EXPERT_PARAMETERS:
+            weight = self._parameters[name]
+            if weight is not None:
+                size = tuple(weight.shape[1:])
+                etp_dim_of = {"up": 1, "up_bias": 1, "down": 2}.get(name)
+                if etp_dim_of is not None:
+                    size = tuple(s * (ranks.etp if i == etp_dim_of else 1) for i, s in enumerate(size, 1))
+                whole = self._empty_weight(name, size, device=weight.device, dtype=weight.dtype)
+                local_part(whole)[0].copy_(weight.detach())
+                setattr(self, name, torch.nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+    def _check_share(self, what: str) -> None:
+        """Raises a RuntimeError for a layer that was unpickled on one rank and has not got its ranks back."""
+        if self._share is not None:
+            got, allowed = f"none: these are the experts of {_describe(*self._share)}", "the ranks that it had"
+            hint = "call layer.set_group with the group or mesh of the constructor"
+            raise make_error(RuntimeError, f"MoE.{what}", "group", got, allowed, hint)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Refuses one rank's share, which would pass for all experts."""
+        self._check_share("state_dict")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Takes all experts' weights on each rank; shared experts may be rows of ``up`` or in ``shared``."""
+        self._check_share("load_state_dict")
+        self._move_shared(state_dict, prefix)
+        for name in _EXPERT_PARAMETERS:
+            parameter, value = self._parameters.get(name), state_dict.get(prefix + name)
+            if parameter is not None and isinstance(value, Tensor):
+                state_dict[prefix + name], reason = share_of(parameter, value)
+                if reason:
+                    errors.append(f'MoE: "{prefix}{name}" {reason}.')
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _move_shared(self, state_dict: Any, prefix: str) -> None:
+        """Moves shared experts in a state dict to where this layer has them."""
+        for name in _EXPERT_PARAMETERS if self.shared_experts else ():
+            key, shared_key = prefix + name, f"{prefix}shared.{name}"
+            value = state_dict.get(key)
+            if self.shared is None and value is not None and shared_key in state_dict:
+                state_dict[key] = torch.cat([value, state_dict.pop(shared_key)])
+            elif self.shared is not None and value is not None and len(value) == self.experts + self.shared_experts:
+                state_dict[key], state_dict[shared_key] = value.split([self.experts, self.shared_experts])
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoE:
         """Called by ``to``, ``half`` and similar methods; ``correction`` stays float32."""
@@ -297,15 +408,20 @@ class MoE(torch.nn.Module):
         return self
 
     def load_gate_up(self, gate_up: Tensor) -> None:
-        """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: concatenated, gates first."""
+        """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: concatenated, gates first.
+
+        Over ranks, each takes its share of all experts' weights, without shared experts.
+        """
         check_tensor("MoE.load_gate_up", "gate_up", gate_up)
+        self._check_share("load_gate_up")
         if self.activation not in GATED or gate_up.shape != self.up.shape:
             got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
             raise make_error(ValueError, "MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one")
         if self.glu_layout == "interleaved":
             gate_up = gate_up.detach().unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
+        local, part = local_part(self.up)
         with torch.no_grad():
-            self.up.copy_(gate_up)
+            local.copy_(gate_up[part])
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its routing, without shared experts, for example for a loss."""
@@ -320,17 +436,26 @@ class MoE(torch.nn.Module):
 
     def _with_shared(self, indices: Tensor) -> Tensor:
         """Indices (T, top_k + shared_experts): the shared experts are further slots of every token."""
-        shared = torch.arange(self.experts, len(self.up), dtype=torch.int32, device=indices.device)
+        total = self.experts + self._shared_rows
+        shared = torch.arange(self.experts, total, dtype=torch.int32, device=indices.device)
         return torch.cat([indices, shared.expand(indices.shape[0], -1)], 1)
 
-    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
-        """``[..., hidden]``, of the shape and dtype of x. ``routing``: the result of :meth:`route` for x, if called."""
-        if torch.compiler.is_compiling() or self._has_run or self._ranks["group"] is not None:
-            return self._run(x, routing)
+    def forward(self, x: Tensor, routing: Routing | None = None, *, return_routing: bool = False) -> Any:
+        """``[..., hidden]``, of the shape and dtype of x.
+
+        Args:
+            x: ``[..., hidden]``.
+            routing: The result of :meth:`route` for x, if called.
+            return_routing: Returns a pair: the result and a :class:`cudnn.moe.RouterOutput`, from which losses of the
+                router are computed, such as :func:`cudnn.moe.load_balance_loss`. Also under ``fully_shard``, where
+                :meth:`route` has no weights.
+        """
+        if torch.compiler.is_compiling() or self._has_run or self._expert_mesh is not None:
+            return self._run(x, routing, return_routing)
         with CompileAhead(compile_ahead.of_module(self, tokens_of("MoE", x))):
-            y = self._run(x, routing)
+            result = self._run(x, routing, return_routing)
         self._has_run = True
-        return y
+        return result
 
     def compile(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
         """With ``max_tokens``: compiles the kernels for up to so many tokens, in parallel, and waits for them.
@@ -338,11 +463,13 @@ class MoE(torch.nn.Module):
         The weights are on the GPU then. Without it, this is ``torch.nn.Module.compile``.
 
         Raises:
-            RuntimeError: the weights are not on a GPU that has kernels.
+            RuntimeError: the weights are not on a GPU that has kernels; the layer is over ranks.
         """
         if max_tokens is None:
             super().compile(*args, **kwargs)
             return
+        if self._expert_mesh is not None:
+            raise make_error(RuntimeError, "MoE.compile", "max_tokens", max_tokens, "None for a layer over ranks")
         if not self.up.is_cuda:
             hint = "move the layer to the GPU; `cudnn cache warm --moe` needs none"
             raise make_error(RuntimeError, "MoE.compile", "device", self.up.device, "cuda", hint)
@@ -350,87 +477,128 @@ class MoE(torch.nn.Module):
         num_sms = FusedAPI.num_sms(self.up.get_device())
         compile_all(compile_ahead.module_kernels(self, max_tokens, arch, num_sms))
 
-    def _run(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def _run(self, x: Tensor, routing: Routing | None, return_routing: bool) -> Any:
         tokens = tokens_of("MoE", x)
         if not self._is_checked:
+            self._check_share("forward")
             self._check_same_layer(tokens)
+        if return_routing and routing is not None:
+            allowed = "None with return_routing: the layer routes"
+            raise make_error(ValueError, "MoE", "routing", type(routing).__name__, allowed, "leave one of them out")
         if self.into_main_grad and torch.is_grad_enabled() and self._main_grads() is None:
             hint = "set both, or call the layer under torch.no_grad()"
             raise make_error(
                 ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", hint
             )
-        parameters = (self.up, self.down, self.up_bias, self.down_bias)
+        parameters = [local_shard(name, getattr(self, name), self._expert_mesh) for name in _EXPERT_PARAMETERS]
         if routing is None and self._is_one_node(tokens, parameters):
-            self.router.check(tokens)
-            shared, weight = self._shared(tokens) if self.shared_experts else None, self.router.weight
-            inputs = (tokens, shared, weight, *parameters)
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-                y = _Layer.apply(self, *inputs)
-            else:
-                y, *_ = self._forward(tokens, shared, weight, parameters, False)
-            return y if x.ndim == 2 else y.view(x.shape)
-        if routing is None:
-            _, routing = self.route(tokens)
-        if self.shared_experts:
+            y, output = self._one_node(tokens, parameters, return_routing)
+        else:
+            logits: Any = None
+            if routing is None:
+                logits, routing = self.route(tokens)
+            y = self._run_experts(tokens, routing, parameters)
+            output = RouterOutput(logits, routing.weights, routing.indices, routing.offsets) if return_routing else None
+        if self.shared is not None:
+            y = y + self.shared(tokens, self._shared(tokens))
+        y = in_shape_of(x, y)
+        return (y, output) if return_routing else y
+
+    def _one_node(
+        self, tokens: Tensor, parameters: Sequence[Tensor | None], return_routing: bool
+    ) -> tuple[Tensor, RouterOutput | None]:
+        """y (T, hidden), by one autograd node, and the router's output if wanted."""
+        self.router.check(tokens)
+        shared, weight = self._shared(tokens) if self._shared_rows else None, self.router.weight
+        inputs = (tokens, shared, weight, *parameters)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            result = LayerFunction.apply(self, return_routing, *inputs)
+            return (result[0], RouterOutput(*result[1:])) if return_routing else (result, None)
+        y, _, _, output = self._forward(tokens, shared, weight, parameters, False, return_routing)
+        return y, output
+
+    def _run_experts(self, tokens: Tensor, routing: Routing, parameters: Sequence[Tensor | None]) -> Tensor:
+        """The experts' outputs (T, hidden) for a routing, operator by operator, over the layer's ranks."""
+        up, down, up_bias, down_bias = parameters
+        if self._shared_rows:
             indices = self._with_shared(routing.indices)
             weights = torch.cat([routing.weights, self._shared(tokens)], 1)
-            routing = Routing(indices, weights, *sort(indices, len(self.up)))
-        return moe_mlp(
-            x,
-            routing,
-            *parameters,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            fp8=self.fp8,
-            main_grads=self._main_grads(),
-            **self._act_params,
-            **self._ranks,
-        )
+            routing = Routing(indices, weights, *sort(indices, self.experts + self._shared_rows))
+        ranks = self._expert_mesh
+        etp_group = None if ranks is None or ranks.etp == 1 else ranks.etp_group
+        if etp_group is not None:
+            summed: list[Any] = sum_gradients(etp_group, tokens, routing.weights, down_bias)
+            tokens, weights, down_bias = summed
+            routing = routing._replace(weights=weights)
+            down_bias = None if down_bias is None else down_bias / dist.get_world_size(etp_group)
+        arguments: Any = (up, down, up_bias, down_bias)
+        options = {"main_grads": self._main_grads(), "group": self._exchange_group(), "time_limit": self._time_limit}
+        y = moe_mlp(tokens, routing, *arguments, **self._options(), **options)
+        return y if etp_group is None else sum_over(etp_group, y)
+
+    def _options(self) -> dict[str, Any]:
+        """The options of ``moe_mlp`` that describe an expert."""
+        return {"activation": self.activation, "glu_layout": self.glu_layout, "fp8": self.fp8, **self._act_params}
+
+    def _exchange_group(self) -> Any:
+        """The group over which tokens are exchanged; None if one rank has all experts, except by an ``Exchange``."""
+        ranks = self._expert_mesh
+        return None if ranks is None or (ranks.ep == 1 and not isinstance(ranks.group, Exchange)) else ranks.group
 
     def _is_one_node(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
         """Whether the call can be one autograd node: no tracing, dispatch mode, hook or override sees it."""
-        router, overrides_route = self.router, type(self).route is not MoE.route
-        if overrides_route or self._ranks["group"] is not None or not tokens.shape[0]:
+        router, ranks, overrides_route = self.router, self._expert_mesh, type(self).route is not MoE.route
+        if overrides_route or not tokens.shape[0]:
             return False
-        if type(router) is not _Router or router.is_customized or router.weight.dtype is not self.up.dtype:
+        if ranks is not None and (self._exchange_group() is not None or ranks.etp > 1):
+            return False
+        dtype = parameters[0].dtype  # pyright: ignore[reportOptionalMemberAccess]
+        if type(router) is not _Router or router.is_customized or router.weight.dtype is not dtype:
             return False
         return not needs_dispatch([t for t in (tokens, router.weight, *parameters) if t is not None], True)
 
     def _forward(
-        self, tokens: Tensor, shared: Tensor | None, router: Tensor, parameters: Sequence[Any], save_preact: bool
-    ) -> tuple[Tensor, _Saved, GroupedGemmOps]:
-        """y (T, hidden), the tensors to save for backward, and the layer's GEMMs."""
+        self,
+        tokens: Tensor,
+        shared: Tensor | None,
+        router: Tensor,
+        parameters: Sequence[Any],
+        save_preact: bool,
+        return_routing: bool,
+    ) -> tuple[Tensor, Saved, GroupedGemmOps, RouterOutput | None]:
+        """y (T, hidden), the tensors to save for backward, the layer's GEMMs, and the router's output if wanted."""
         # (1) Router GEMM, top-k, weights, and the sort by expert.
         logits, tokens = torch.nn.functional.linear(tokens, router), aligned(tokens)
         rule = rule_of(self.top_k, *self._rule)
         weights, indices, *permutation, chosen = routed(logits, self.correction, rule, self._scaling_factor)
         saved_logits = logits if save_preact and rule.is_dense else chosen
+        output = RouterOutput(logits, weights, indices, permutation[0]) if return_routing else None
         del logits  # if they are not saved, the experts reuse their memory
         # (2) Shared experts are further slots of every token.
         if shared is not None:
             indices, weights = self._with_shared(indices), torch.cat([weights, shared], 1)
-            permutation = sort(indices, len(self.up))
+            permutation = sort(indices, self.experts + self._shared_rows)
         # (3) Experts: permute, up GEMM + activation, down GEMM, combine.
         e = self._experts(parameters)
         ops = checked(tokens, weights, indices, e, self._main_grad_lists())
         y, preact = expert_layer.forward(ops, tokens, weights, Permutation(*permutation), e, save_preact)
-        return y, _Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops
+        return y, Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops, output
 
-    def _dlogits(self, dweights: Tensor, saved: _Saved) -> tuple[Tensor, Tensor | None]:
+    def _dlogits(self, dweights: Tensor, saved: Saved, by_row: bool) -> tuple[Tensor, Tensor | None]:
         """The gradient of the logits (T, experts), from that of the routed experts' weights (T, top_k).
 
-        And, if only the chosen experts' logits have a gradient, each row's (R, 1, 1), else None.
+        And, with ``by_row`` and if only the chosen experts' logits have a gradient, each row's (R, 1, 1), else None.
         """
-        indices = saved.indices if not self.shared_experts else saved.indices[:, : self.top_k].contiguous()
+        indices = saved.indices if not self._shared_rows else saved.indices[:, : self.top_k].contiguous()
         rule = rule_of(self.top_k, *self._rule[:3])
-        dlogit_of_row = None if rule.is_dense else dweights.new_empty(saved.gather_idx.numel(), 1, 1)
+        dlogit_of_row = None if rule.is_dense or not by_row else dweights.new_empty(saved.gather_idx.numel(), 1, 1)
         rows = None if dlogit_of_row is None else (saved.scatter_idx, dlogit_of_row)
         arguments = (dweights, saved.logits, indices, self.experts, rule, self._scaling_factor, rows)
         return logits_gradient(*arguments), dlogit_of_row
 
     def _padded_router(self, router: Tensor) -> Tensor:
         """The router's weight, contiguous, with rows of zeros for shared experts."""
-        shared = self.shared_experts
+        shared = self._shared_rows
         return torch.nn.functional.pad(router, (0, 0, 0, shared)) if shared else router.contiguous()
 
     def _experts(self, parameters: Sequence[Any]) -> Experts:
@@ -440,7 +608,7 @@ class MoE(torch.nn.Module):
 
     def _main_grads(self) -> tuple[Tensor, Tensor] | None:
         up, down = (getattr(w, "main_grad", None) if self.into_main_grad else None for w in (self.up, self.down))
-        return None if up is None or down is None else (up, down)
+        return None if up is None or down is None else (local_part(up)[0], local_part(down)[0])
 
     def _main_grad_lists(self) -> tuple[list[Tensor], list[Tensor]]:
         """The ``main_grad`` buffers of up and of down; empty lists without ``into_main_grad``."""
@@ -450,26 +618,38 @@ class MoE(torch.nn.Module):
     @torch.compiler.disable(reason="ranks compare their layers")
     def _check_same_layer(self, tokens: Tensor) -> None:
         """At the first call the ranks compare their layers' configurations: see the operator's errors."""
+        ranks: Any = self._expert_mesh
         config = describe_config(
             hidden=self.up.shape[2],
             intermediate=self.down.shape[2],
             experts=self.experts,
             top_k=self.top_k,
             dtype=self.up.dtype,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            fp8=self.fp8,
-            **self._act_params,
+            **self._options(),
             bias=self.up_bias is not None,
             correction_bias=self.correction is not None,
+            shared_experts=self.shared_experts,
+            shared_gate=self.shared_gate is not None,
             scaling_factor=self._scaling_factor,
             **dict(zip(_RULE, self._rule, strict=True)),
+            etp=ranks.etp,
         )
-        sizes = (self.experts, self.top_k, tokens.shape[-1], autocast_type(tokens) or self.up.dtype)
-        check_same_layer("MoE", config=config, sizes=sizes, x=tokens, **self._ranks)
+        if ranks.etp > 1:
+            checksum = zlib.crc32(tokens.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            same = f"{config}; tokens=({len(tokens)} with the checksum {checksum})"
+            check_all_ranks(ranks.etp_group, same, 0, self._time_limit, "MoE")
+        if self._exchange_group() is not None:
+            sizes = (self.experts, self.top_k, tokens.shape[-1], autocast_type(tokens) or self.up.dtype)
+            check_same_layer("MoE", ranks.group, config, sizes, tokens, self._time_limit)
         self._is_checked = True
 
     def extra_repr(self) -> str:
         sizes = f"{self.up.shape[2]}, {self.down.shape[2]}, experts={self.experts}, top_k={self.top_k}"
         shared = f", shared_experts={self.shared_experts}" if self.shared_experts else ""
         return f"{sizes}{shared}, {self.activation}{', fp8' * self.fp8}"
+
+
+def _describe(coordinate: Sequence[int], shape: Sequence[int]) -> str:
+    """A rank's position in a mesh, in words."""
+    dims = zip(("ep_dim", "etp_dim"), coordinate, shape, strict=False)
+    return ", ".join(f"rank {index} of {size} of {dim}" for dim, index, size in dims)

@@ -31,6 +31,7 @@ from cudnn.moe.experts import (
     is_list,
     shape_of,
 )
+from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
@@ -128,7 +129,7 @@ def moe_mlp(
             (up_main_grad, down_main_grad),
         )
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
-        return _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit).view(x.shape)
+        return in_shape_of(x, _expert_parallel(tokens, routing[0], routing[1], local, main_grad, group, time_limit))
     if not isinstance(routing, Routing):
         indices, weights = two(_WHERE, "routing", routing, "what cudnn.moe.route returned, or indices and weights")
         check_tensor(_WHERE, "indices", indices)
@@ -140,7 +141,7 @@ def moe_mlp(
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
         raise make_error(ValueError, _WHERE, "routing", got, allowed)
     experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
-    return _single_rank(tokens, routing, *experts, batch_invariant).view(x.shape)
+    return in_shape_of(x, _single_rank(tokens, routing, *experts, batch_invariant))
 
 
 @torch.compiler.disable(reason="ranks exchange tokens: compile the code before and after it")
@@ -237,6 +238,11 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
         raise make_error(ValueError, where, "x", got, "a tensor [..., H]")
     check_tensor(where, "x", x)
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def in_shape_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``[T, H]`` in the shape of x. For autograd it is no view, of which hooks of FSDP2 warn."""
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, x.shape)
 
 
 def listed(where: str, name: str, weights: Weights) -> list[torch.Tensor]:
@@ -577,8 +583,10 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     grads = moe_mlp_bwd_primitive(gradient, *arguments)
     dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
-    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, strict=True)
-    dw_lists = [unbind_experts(None if buffers else dw, like) for dw, like, buffers in matrices]
+    matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)
+    dw_lists = [
+        dummy_grads(like, needed) if buffers else unbind_experts(dw, like) for dw, like, buffers, needed in matrices
+    ]
     return dx, dweights, *[None] * 4, *dw_lists, *biases, *none, *[None] * 6
 
 

@@ -23,6 +23,7 @@ from cudnn.errors import make_error
 from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, check_all_ranks, size_of
 from cudnn.moe.experts import Experts, Permutation, grouped_gemm_ops, is_list, shape_of
+from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.routing import sort
 from cudnn.runtime.registration import once_differentiable
 
@@ -189,7 +190,11 @@ class _OverRanks(torch.autograd.Function):
         else:
             grads = _zero_gradients(tokens, weights, e, needs_grad, main_grad)
         dx, dweights = transport.combine(grads.x, scatter_idx, None, sent, grads.weights)
-        dw_up, dw_down = (unbind_experts(dw, like) for dw, like in ((grads.up, e.up), (grads.down, e.down)))
+        needed = (needs_matrices[:num_tensors], needs_matrices[num_tensors:])
+        matrices = zip((grads.up, grads.down), (e.up, e.down), main_grad, needed, strict=True)
+        dw_up, dw_down = (
+            dummy_grads(like, needs) if buffers else unbind_experts(dw, like) for dw, like, buffers, needs in matrices
+        )
         return dx, dweights, None, None, None, grads.up_bias, grads.down_bias, *dw_up, *dw_down
 
 

@@ -163,6 +163,12 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     return pair
 
 
+def forget_quantized(weight: torch.Tensor) -> None:
+    """Drops the cached e4m3 copy of a weight. FSDP2 gathers new values into a weight without a new version."""
+    with _LOCK:
+        _cache.pop(weight, None)
+
+
 def _pair(weights: Sequence[torch.Tensor]) -> Pair:
     """Memory for :func:`quantized_weights`."""
     *_, n, k = weights[0].shape

@@ -68,6 +68,26 @@ class Routing(NamedTuple):
         return self.scatter_idx
 
 
+class RouterOutput(NamedTuple):
+    """What losses of a router need: the second result of ``MoE(x, return_routing=True)``, without shared experts.
+
+    - ``logits`` (T, E), differentiable; ``logits.softmax(-1)`` are the probabilities.
+    - ``weights`` float32 (T, K), of the chosen experts, differentiable; float64 for logits in float64.
+    - ``indices`` int32 (T, K): the chosen experts.
+    - ``offsets`` int32 (E,): the inclusive cumulative sum of ``counts``.
+    """
+
+    logits: torch.Tensor
+    weights: torch.Tensor
+    indices: torch.Tensor
+    offsets: torch.Tensor
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 (E,): the number of tokens of each expert."""
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
+
+
 def route(
     logits: torch.Tensor,
     top_k: int,
@@ -149,7 +169,7 @@ def whole(where: str, name: str, value: Any) -> int:
     return value if type(value) is int else checked_number(where, name, value, integer=True)
 
 
-def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "softmax") -> torch.Tensor:
+def load_balance_loss(logits: torch.Tensor, routing: Routing | RouterOutput, score: str = "softmax") -> torch.Tensor:
     """E times the sum over experts of (fraction of all slots) x (mean probability): 1 if both are uniform.
 
     0 without tokens. W. Fedus et al.: Switch Transformers (2021). Probabilities are the softmax over experts or, for
@@ -158,7 +178,7 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
 
     Args:
         logits: (T, E), the arguments of :func:`route`.
-        routing: The result of :func:`route` for them.
+        routing: The result of :func:`route` for them, or a :class:`RouterOutput`, whose ``logits`` these are.
         score: "softmax" or "sigmoid".
 
     Raises:
@@ -167,7 +187,7 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
     """
     where = "load_balance_loss"
     check_tensor(where, "logits", logits)
-    if not isinstance(routing, Routing):
+    if not isinstance(routing, (Routing, RouterOutput)):
         raise make_error(TypeError, where, "routing", type(routing).__name__, "what cudnn.moe.route returned")
     if score not in _SCORES:
         _refuse(where, "score", repr(score), _SCORES_IN_WORDS)
@@ -192,6 +212,38 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     check_tensor("z_loss", "logits", logits)
     values = wide(logits)
     return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
+
+
+@torch.no_grad()
+def update_correction_bias(
+    bias: torch.Tensor, counts: torch.Tensor, rate: float = 1e-3, group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Adds ``rate * sign(mean(counts) - counts)`` to the bias in place: experts with few tokens get more.
+
+    DeepSeek-V3's balancing without an auxiliary loss; the bias is ``e_score_correction_bias`` there. Call it once in an
+    optimizer step, after the last backward pass.
+
+    Args:
+        bias: float32 (E,), the buffer ``correction`` of :class:`cudnn.nn.MoE`.
+        counts: (E,), the tokens of each expert in the step: ``RouterOutput.counts``, summed over micro-batches.
+        rate: The size of a change.
+        group: A process group whose ranks' counts are added up: all ranks with tokens of their own. All of them call.
+
+    Raises:
+        ValueError: shapes that differ.
+        TypeError: an argument that is no tensor.
+    """
+    where = "update_correction_bias"
+    check_tensor(where, "bias", bias)
+    check_tensor(where, "counts", counts)
+    if bias.ndim != 1 or counts.shape != bias.shape:
+        got, allowed = f"{tuple(counts.shape)} for a bias {tuple(bias.shape)}", "the shape (E,) of both"
+        _refuse(where, "shape of counts", got, allowed)
+    total = counts.to(torch.int64, copy=True)
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
+    # In integers: sign(mean - count) = sign(sum - E * count).
+    bias.add_((total.sum() - len(total) * total).sign(), alpha=rate)
 
 
 def _refuse(where: str, what: str, got: object, allowed: str, hint: str = "") -> None:
