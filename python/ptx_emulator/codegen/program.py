@@ -20,6 +20,23 @@ from ptx_emulator.ptx.cfg import fuse_wait_loops
 from ptx_emulator.ptx.parser import TYPE_BITS
 
 
+class Functions(dict[int, Callable[..., Any]]):
+    """The functions of a program by the number of their block, each compiled when it is first asked for."""
+
+    def __init__(self, lines: list[str], filename: str, names: dict[str, Any]) -> None:
+        super().__init__()
+        self.lines, self.filename, self.names = lines, filename, names
+        starts = [number for number, line in enumerate(lines) if line.startswith("def ")]
+        self.ranges = list(zip(starts, [*starts[1:], len(lines)], strict=True))
+
+    def __missing__(self, block: int) -> Callable[..., Any]:
+        first, last = self.ranges[block]
+        source = "\n" * first + "\n".join(self.lines[first:last])  # line numbers are those of the whole source
+        exec(compile(source, self.filename, "exec"), self.names)
+        function = self[block] = self.names[f"b{block}"]
+        return function
+
+
 class Program:
     """`functions[b](M, m, r, s, f)` runs block b for the lanes `m` of machine M; r, s, f are the registers as
     unsigned, signed and float arrays."""
@@ -57,8 +74,7 @@ class Program:
         }
         linecache.cache[self.filename] = (len(self.source), None, self.source.splitlines(keepends=True), self.filename)
         weakref.finalize(self, linecache.cache.pop, self.filename, None).atexit = False
-        exec(compile(self.source, self.filename, "exec"), names)
-        self.functions: list[Callable[..., Any]] = [names[f"b{i}"] for i in range(len(self.blocks))]
+        self.functions = Functions(lines, self.filename, names)
         opcodes = {i.opcode for i in kernel.instructions}
         self.uses_tensor_memory = "tcgen05" in opcodes
         self.uses_launch_control = "clusterlaunchcontrol" in opcodes
