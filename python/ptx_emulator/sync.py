@@ -116,10 +116,10 @@ class Sync:
         race = self.machine.race
         if race.on:
             known: dict[int, Array] = {}
-            for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
-                barrier, warp = self.get(address, site), lane >> 5
-                race.check_init(site, np.array([lane]), barrier.init, "arrival on an mbarrier")
-                if not relaxed:
+            for address in dict.fromkeys(addresses.tolist()):
+                barrier, some = self.get(address, site), lanes[addresses == address]
+                race.check_init(site, some, barrier.init, "arrival on an mbarrier")
+                for warp in dict.fromkeys((some >> 5).tolist()) if not relaxed else ():
                     if warp not in known:
                         known[warp] = race.clock[warp].copy()
                     barrier.incoming = race.join(barrier.incoming, known[warp])

@@ -105,16 +105,22 @@ class Program:
             self.site_of_line.append(site)
 
         add(f"def b{number}(M,m,r,s,f):", first)
+        written: set[int] = set()  # fragments of wgmma, by instructions without a guard; told before the next wgmma
         for site in range(first, last):
             instruction = self.kernel.instructions[site]
-            body = emitter.emit(instruction, site)
+            body, guard = emitter.emit(instruction, site), emitter.guard(instruction)
             if "sync" in instruction.modifiers and instruction.opcode != "elect":
                 body = ["M.race.converge(m)", *body]
-            if written := emitter.written(instruction):
-                body = [f"M.mma.written(m,{written})", *body]
+            fragments = emitter.written(instruction)
+            if fragments and guard:
+                body = [f"M.mma.written(m,{emitter.numbers(fragments)})", *body]
+            elif fragments:
+                written.update(fragments)
+            if written and (instruction.opcode == "wgmma" or site == last - 1):
+                add(f"  M.mma.written(m,{emitter.numbers(sorted(written))})", site)
+                written.clear()
             if self.in_flight.numbers:
                 body = self._watched(emitter, site, instruction, body)
-            guard = emitter.guard(instruction)
             if not guard or instruction.opcode in ("bra", "ret", "exit"):
                 for text in body:
                     add(f"  {text}", site)
