@@ -348,12 +348,16 @@ class Races:
         issue: Issue | None = None,
     ) -> None:
         """An access by one component that knows `clock`; with `issue`, by what a single lane has issued."""
-        last = shadow.write[index]
+        last, reads = shadow.write[index], shadow.read[index] if write else None
         last = last[:1] if alike(last) else last
-        if issue is not None:
-            reads = shadow.read[index, (issue.lane >> 5) % READ_SLOTS] if write else last[:1] * 0
-            self._apart(site, shadow, index, issue.lane, issue.interval, write, flags, last, reads)
-        self._check(site, shadow, index, component, clock[None], 0, write, flags, last)
+        if not self._harmless(shadow, last, reads, component, clock, flags, issue):
+            if issue is not None:
+                slot = (issue.lane >> 5) % READ_SLOTS
+                others = last[:1] * 0 if reads is None else reads[..., slot]
+                self._apart(site, shadow, index, issue.lane, issue.interval, write, flags, last, others)
+            self._check(site, shadow, index, component, clock[None], 0, write, flags, last)
+        if write:
+            shadow.read[index] = 0
         if not write and flags & (ATOMIC | UNRECORDED):
             return
         code = self.events.add(component, epoch, site, flags) << 6
@@ -361,6 +365,40 @@ class Races:
             shadow.write[index] = code
         else:
             shadow.read[index, component % READ_SLOTS] = code
+
+    def _harmless(
+        self,
+        shadow: Shadow,
+        last: Array,
+        reads: Array | None,
+        component: int,
+        clock: Array,
+        flags: int,
+        issue: Issue | None,
+    ) -> bool:
+        """Whether an access by one component follows all others, where these are alike; False: to be looked at."""
+        events = self.events
+
+        def follows(code: int, plane: int) -> bool:
+            event = code >> 6
+            other = int(events.component[event])
+            if issue is not None and other == issue.lane >> 5 and events.interval[event] == issue.interval:
+                return False
+            return other == component or clock[plane, other] >= events.epoch[event]
+
+        if len(last) > 1 or flags & ATOMIC:
+            return False
+        for code in set(last.reshape(-1).tolist()):
+            generic = bool(flags & ASYNC) and not events.flags[code >> 6] & ASYNC
+            if code == 0 and reads is None and shadow.must_be_written:
+                return False
+            if code and ((generic and events.component[code >> 6] == component) or not follows(code, int(generic))):
+                return False
+        if reads is None or not reads.any():
+            return True
+        if len(reads) > 1 and not alike(reads):
+            return False
+        return all(follows(code, 0) for code in set(reads[0].reshape(-1).tolist()) if code)
 
     def again(
         self, site: int, shadow: Shadow, rows: slice, columns: slice, width: int, component: int, epoch: int

@@ -47,6 +47,8 @@ class Program:
         self.graph = build(kernel)
         self.blocks = self.graph.blocks
         self.in_flight = InFlight(self.graph)
+        first = [kernel.instructions[block.first] for block in self.blocks]
+        self.warp_barriers = {n for n, i in enumerate(first) if i.opcode == "bar" and "warp" in i.modifiers}
         emitter = Emitter(self.graph)
         self.types, self.fragments, self.special = emitter.types, len(emitter.fragments), emitter.special
         lines: list[str] = []
@@ -109,7 +111,7 @@ class Program:
         for site in range(first, last):
             instruction = self.kernel.instructions[site]
             body, guard = emitter.emit(instruction, site), emitter.guard(instruction)
-            if "sync" in instruction.modifiers and instruction.opcode != "elect":
+            if "sync" in instruction.modifiers and instruction.opcode != "elect" and number not in self.warp_barriers:
                 body = ["M.race.converge(m)", *body]
             fragments = emitter.written(instruction)
             if fragments and guard:
