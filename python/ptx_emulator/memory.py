@@ -390,7 +390,7 @@ def turns(index: Array) -> Iterator[Any]:
     order = np.argsort(index, kind="stable")
     ordered = index[order]
     first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    turn = np.arange(len(order)) - np.repeat(first, np.diff([*first, len(order)]))
+    turn = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
     for number in range(int(turn.max()) + 1):
         yield order[turn == number]
 

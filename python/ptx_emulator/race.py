@@ -356,7 +356,7 @@ class Races:
                 others = last[:1] * 0 if reads is None else reads[..., slot]
                 self._apart(site, shadow, index, issue.lane, issue.interval, write, flags, last, others)
             self._check(site, shadow, index, component, clock[None], 0, write, flags, last)
-        if write:
+        if reads is not None and reads.any():
             shadow.read[index] = 0
         if not write and flags & (ATOMIC | UNRECORDED):
             return

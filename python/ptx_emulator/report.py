@@ -75,7 +75,7 @@ class Launch:
         key = key[np.concatenate([[True], key[1:] != key[:-1]])]
         banks = np.sort((key >> 36) * 32 + (key & 31))
         first = np.flatnonzero(np.concatenate([[True], banks[1:] != banks[:-1]]))
-        counts = np.diff([*first, len(banks)])
+        counts = np.diff(np.append(first, len(banks)))
         groups = banks[first] // 32
         worst = np.maximum.reduceat(counts, np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])))
         entry[1] += int(worst.sum()) - passes
