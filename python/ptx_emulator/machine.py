@@ -23,7 +23,7 @@ from ptx_emulator.blas import single_threaded
 from ptx_emulator.codegen import Program, load
 from ptx_emulator.codegen.emitter import RESERVED_SHARED
 from ptx_emulator.codegen.special import SPECIAL_REGISTERS, WIDE, block_coordinate, coordinate
-from ptx_emulator.errors import Deadlock, EmulatorError, Fault
+from ptx_emulator.errors import CollectiveError, Deadlock, EmulatorError, Fault
 from ptx_emulator.in_flight import Registers
 from ptx_emulator.memory import Memory
 from ptx_emulator.mma import WarpMatrices
@@ -206,6 +206,8 @@ class Machine:
         if block >= len(self.program.blocks):
             self.leave(mask)
             return
+        if block in self.program.warp_barriers:  # those that wait there look again
+            self.blocked.pop(block, None)
         known = self.groups.get(block)
         self.groups[block] = mask if known is None else known | mask
 
@@ -289,12 +291,16 @@ class Machine:
                         self.release_polls()
                         continue
                     idle += 1
+                    if choice is None:
+                        self.check_warp_barriers()
                     if choice is None or idle > IDLE_LIMIT:
                         raise Deadlock(self.deadlock("no thread can go on" if choice is None else "no progress"))
                     block, mask = choice
                     self.step(block, mask)
-                if self.sync.named:
+                if any(barrier.waiting for barrier in self.sync.named.values()):
                     raise Deadlock(self.deadlock("a named barrier never fills"))
+                for text in self.sync.describe_named():  # threads may end after an arrival that nobody waits for
+                    self.report.warn(f"{text} when the kernel ended")
                 self.queues.drain()
                 self.async_copies.drain()
                 self.mma.finish()
@@ -344,6 +350,26 @@ class Machine:
         for block, mask in self.sleeping:
             self.schedule(block, mask)
         self.sleeping.clear()
+
+    def check_warp_barriers(self) -> None:
+        """A `bar.warp.sync` at which all lanes that are left wait names some that have ended."""
+        for block in self.program.warp_barriers & self.groups.keys():
+            warps = self.groups[block].reshape(-1, 32)
+            alive = np.zeros_like(warps)
+            for mask in self.groups.values():
+                alive |= mask.reshape(-1, 32)
+            for barrier in self.sync.named.values():
+                for _, lanes, _ in barrier.waiting:
+                    alive.reshape(-1)[lanes] = True
+            ended = warps.any(1) & (warps == alive).all(1)
+            if ended.any():
+                lanes = np.flatnonzero((warps & ended[:, None]).reshape(-1))
+                site = self.program.blocks[block].first
+                raise CollectiveError(
+                    f"bar.warp.sync executed by {int(warps[ended][0].sum())} of 32 threads: the others have ended",
+                    lanes,
+                    site,
+                )
 
     def hold(self, block: int, mask: Array, ready: Array) -> None:
         waiting = mask & ~ready

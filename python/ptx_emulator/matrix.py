@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +13,7 @@ from ptx_emulator.memory import Memory
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, to_f32
 from ptx_emulator.tensormap import NONE, SW32, SW64, SW128, SW128_ATOM32, swizzle
 
-Touch = Callable[[Array], None]  # reports the addresses of 16-byte chunks to the race detector
+Touch = Callable[[Array], None]  # reports the numbers of 16-byte chunks to the race detector
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,34 @@ def read_rows(
     k_major: bool = True,
 ) -> Array:
     """(rows, chunks of 16 bytes); `touch` gets their addresses."""
-    offsets = chunk_offsets(rows, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride)
-    addresses = swizzle(descriptor.start + offsets, descriptor.mode)
-    if int(addresses.max()) + 16 > memory.shared_end:
-        raise OutOfBounds(
-            f"matrix operand reaches shared +{int(addresses.max()) + 16:#x} of {memory.shared_end:#x}", [], site
-        )
-    addresses = addresses + (block << 24)
-    touch(addresses.reshape(-1))
-    return np.ascontiguousarray(memory.chunks[addresses >> 4])
+    return read_all_rows(memory, [(block, descriptor)], rows, chunks, site, [touch], k_major)[0]
+
+
+def read_all_rows(
+    memory: Memory,
+    sources: Sequence[tuple[int, Descriptor]],
+    rows: int,
+    chunks: int,
+    site: int,
+    touches: Sequence[Touch],
+    k_major: bool,
+) -> Array:
+    """The same of several operands, (operands, rows, chunks); `sources`: the block and the descriptor of each."""
+    first = sources[0][1]
+    if any(d.leading != first.leading or d.stride != first.stride or d.mode != first.mode for _, d in sources):
+        each = zip(sources, touches, strict=True)
+        return np.concatenate([read_all_rows(memory, [s], rows, chunks, site, [t], k_major) for s, t in each])
+    offsets = chunk_offsets(rows, chunks, k_major, first.mode, first.leading, first.stride)
+    starts = np.array([descriptor.start for _, descriptor in sources])
+    addresses = swizzle(starts[:, None, None] + offsets, first.mode)
+    end = int(addresses.max()) + 16
+    if end > memory.shared_end:
+        raise OutOfBounds(f"matrix operand reaches shared +{end:#x} of {memory.shared_end:#x}", [], site)
+    addresses += (np.array([block for block, _ in sources]) << 24)[:, None, None]
+    addresses >>= 4
+    for each, touch in zip(addresses, touches, strict=True):
+        touch(each.reshape(-1))
+    return memory.chunks[addresses]
 
 
 def read(
@@ -111,17 +130,32 @@ def read(
     packed_fp4: bool = False,
 ) -> Array:
     """The (rows, k) operand as float32."""
+    return read_all(memory, [(block, descriptor)], rows, k, ptx_type, k_major, site, [touch], packed_fp4)[0]
+
+
+def read_all(
+    memory: Memory,
+    sources: Sequence[tuple[int, Descriptor]],
+    rows: int,
+    k: int,
+    ptx_type: str,
+    k_major: bool,
+    site: int,
+    touches: Sequence[Touch],
+    packed_fp4: bool = False,
+) -> Array:
+    """The same of several operands: (operands, rows, k)."""
     element = ELEMENT_BYTES[ptx_type]
     rows, extent = (rows, k) if k_major else (k, rows)
     chunks = extent // 32 if packed_fp4 else extent * element // 16
-    data = read_rows(memory, block, descriptor, rows, chunks, site, touch, k_major)
+    data = read_all_rows(memory, sources, rows, chunks, site, touches, k_major)
     memory.report.count_bytes("shared matrix operands", data.nbytes)
     if packed_fp4:
         raw = data.view(np.uint8)
-        codes = np.stack([raw & 15, raw >> 4], -1).reshape(len(data), -1)
+        codes = np.stack([raw & 15, raw >> 4], -1)
     elif ptx_type in ("e2m1", "e2m3", "e3m2"):
-        codes = unpack_padded(data, 4 if ptx_type == "e2m1" else 6)
+        codes = unpack_padded(data.reshape(-1, chunks), 4 if ptx_type == "e2m1" else 6)
     else:
         codes = data.view(UNSIGNED[element])
-    values = to_f32(codes, ptx_type)
-    return values if k_major else values.T
+    values = to_f32(codes, ptx_type).reshape(len(sources), rows, extent)
+    return values if k_major else values.swapaxes(1, 2)

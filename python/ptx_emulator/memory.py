@@ -139,7 +139,8 @@ class Memory:
         self.local_views: dict[int, Array] = {n: self.local.view(dtype) for n, dtype in N.UNSIGNED.items()}
         self.shared_shadow = Shadow("shared memory", 0, True)
         self.global_shadows: dict[int, Shadow] = {}
-        self.shadow_stride = -(-self.shared_end // self.granule)
+        self.chunk_granules = 16 // self.granule
+        self.shadow_stride = -(-self.shared_end // 16) * self.chunk_granules
         if machine.race.on:
             self.shared_shadow = Shadow("shared memory", blocks * self.shadow_stride, True, by_lane=True)
 
@@ -313,17 +314,21 @@ class Memory:
             memory, first = self.array(where, size)
             index = (address - first) // size
             sources = [at(v, lanes).astype(UINT[size * 8]) for v in values]
-            if target is None and ptx_type[0] in "us" and op in ("add", "min", "max") and where != "global":
+            if target is None and ptx_type[0] in "us" and op in ("add", "min", "max"):
                 dtype = SIGNED[size] if ptx_type[0] == "s" else UINT[size * 8]
                 ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
-                ufunc.at(memory.view(dtype), index, sources[0].view(dtype))
-            else:
-                flushed = "f32.ftz" if where == "global" and ptx_type == "f32" else ptx_type
-                for number, lane in enumerate(lanes):
-                    old = memory[index[number] : index[number] + 1].copy()
-                    memory[index[number]] = combine(op, flushed, old, *(s[number : number + 1] for s in sources))[0]
-                    if target is not None:
-                        target[lane] = old[0]
+                elements, which = np.unique(index, return_inverse=True)
+                total = memory[elements].view(dtype)
+                ufunc.at(total, which, sources[0].view(dtype))
+                memory[elements] = total.view(memory.dtype)
+                continue
+            flushed = "f32.ftz" if where == "global" and ptx_type == "f32" else ptx_type
+            for turn in turns(index):
+                element = index[turn]
+                old = memory[element]
+                memory[element] = combine(op, flushed, old, *(s[turn] for s in sources))
+                if target is not None:
+                    target[lanes[turn]] = old
 
     # -- bookkeeping
     def shared_granules(self, address: Array, size: int) -> Array:
@@ -357,6 +362,12 @@ class Memory:
         granules = self.shared_granules(address, size)
         self.machine.race.by_agent(site, self.shared_shadow, granules, issue, component, epoch, write, flags)
 
+    def chunks_by_agent(self, site: int, chunks: Array, issue: Issue, component: int, epoch: int, write: bool) -> None:
+        """Asynchronous accesses to 16-byte chunks, by their numbers."""
+        per = self.chunk_granules
+        rows = (chunks >> 20) * (self.shadow_stride // per) + (chunks & 0xFFFFF)
+        self.machine.race.by_agent(site, self.shared_shadow, rows, issue, component, epoch, write, per=per)
+
     def touch(self, site: int, space: str, lanes: Array, address: Array, size: int, write: bool, order: str) -> None:
         race, flags = self.machine.race, ATOMIC if order else 0
         if order:
@@ -369,6 +380,19 @@ class Memory:
             chosen = found == number
             shadow, index = self.global_granules(address[chosen], size)
             race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True)
+
+
+def turns(index: Array) -> Iterator[Any]:
+    """Positions of `index` in groups without a repeated element; equal elements take turns in their order."""
+    if len(index) == 1 or len(np.unique(index)) == len(index):
+        yield slice(None)
+        return
+    order = np.argsort(index, kind="stable")
+    ordered = index[order]
+    first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    turn = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    for number in range(int(turn.max()) + 1):
+        yield order[turn == number]
 
 
 _COMBINE = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx_emulator import matrix, tensorcore
-from ptx_emulator.alu import lanes_of, one
+from ptx_emulator.alu import at, lanes_of
 from ptx_emulator.errors import Fault, Misaligned, UnsupportedPTX
 from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, f32, to_f32, u16, u32
@@ -118,10 +119,12 @@ class WarpMatrices:
         if (rows, columns) != (16, 8) or to not in ("f32", "f16", "s32") or addend != to:
             raise UnsupportedPTX(f"mma.sync {shape} {'.'.join(ptx_types)}")
         warps = whole_warps(m, self.machine.count, "mma.sync", site)
-        for warp in warps:
-            A = fragment_a([x[warp] for x in a], left)
-            B = elements([x[warp] for x in b], right).reshape(len(b), 8, -1).swapaxes(0, 1).reshape(8, k)
-            self._accumulate(A, B, to, (left, right), d, [lanes_of(x, self.machine.count) for x in c], warp, True)
+        lanes = warps.reshape(-1)
+        A = fragment_a([x[lanes] for x in a], left).reshape(len(warps), 16, k)
+        B = elements([x[lanes] for x in b], right).reshape(len(b), len(warps), 8, -1)
+        B = B.transpose(1, 2, 0, 3).reshape(len(warps), 8, k)
+        addend = [lanes_of(x, self.machine.count) for x in c]
+        self._accumulate(A, B, to, (left, right), d, addend, lanes, np.ones(len(warps), bool))
 
     def _accumulate(
         self,
@@ -132,20 +135,24 @@ class WarpMatrices:
         d: list[Array],
         c: list[Array],
         lanes: Array,
-        add: bool,
+        add: Array,
     ) -> None:
-        """D = A B^T + C, or A B^T, of fragments in registers."""
+        """D = A B^T + C, or A B^T, of fragments in registers: A (groups, m, k), B (groups, n, k), `add` (groups,)."""
         dtype, per = {"s32": (np.int32, 1), "f32": (f32, 1), "f16": (np.float16, 2)}[to]
-        here, order = slice(int(lanes[0]), int(lanes[-1]) + 1), ACCUMULATORS[per]
-        shape = (len(lanes) // 32, 2, 8, len(B) // 8, 4, 2)
-        C = np.zeros((len(A), len(B)), dtype)
-        if add:
+        order, here = ACCUMULATORS[per], lanes
+        if len(lanes) == lanes[-1] - lanes[0] + 1:
+            here = slice(int(lanes[0]), int(lanes[-1]) + 1)
+        shape = (len(lanes) // 32, 2, 8, B.shape[1] // 8, 4, 2)
+        C = np.zeros((*A.shape[:2], B.shape[1]), dtype)
+        if add.any():
             parts = np.stack([x[here] for x in c]).view(dtype).reshape([shape[axis] for axis in order])
             C = parts.transpose(np.argsort(order)).reshape(C.shape)
+            if not add.all():
+                C[~add] = 0
         if to == "s32":
-            D = (A @ B.T).astype(np.int32) + C
+            D = (A @ B.swapaxes(1, 2)).astype(np.int32) + C
         else:
-            D = tensorcore.multiply_add(A, B, C, ptx_types, len(lanes) == 128)
+            D = tensorcore.multiply_add(A, B, C, ptx_types, A.shape[1] == 64)
         words = np.ascontiguousarray(D.reshape(shape).transpose(order)).reshape(len(d), -1).view(u32)
         for register, values in zip(d, words, strict=True):
             register[here] = values
@@ -212,32 +219,46 @@ class WarpMatrices:
         b_k_major = not (transposed and transposed[-1])
         a_k_major = not (len(transposed) == 2 and transposed[0])
 
-        def start(lanes: Array) -> None:
-            first, group = int(lanes[0]), int(lanes[0]) // 128
-            block, epoch, add = int(machine.block_of[first]), self.committed.get(group, 0), bool(one(scale_d, first))
-            if self.unfenced[group, fragments].any():
-                raise Fault("wgmma.mma_async without a wgmma.fence since its registers were written", lanes, site)
-            descriptor_b = matrix.wgmma_descriptor(one(b, first))
-            values = [x[lanes] for x in a] if isinstance(a, list) else matrix.wgmma_descriptor(one(a, first))
-            issue = machine.race.issue(lanes)
+        groups = self._groups(m, "wgmma.mma_async", site)
+        first = groups[:, 0]
+        numbers = first // 128
+        unfenced = self.unfenced[numbers[:, None], fragments].any(1)
+        if unfenced.any():
+            lanes = groups[int(np.flatnonzero(unfenced)[0])]
+            raise Fault("wgmma.mma_async without a wgmma.fence since its registers were written", lanes, site)
+        blocks, epochs = machine.block_of[first].tolist(), [self.committed.get(g, 0) for g in numbers.tolist()]
+        sources = [list(zip(blocks, map(matrix.wgmma_descriptor, at(b, first).tolist()), strict=True))]
+        if isinstance(a, list):
+            values = [x[groups.reshape(-1)] for x in a]
+        else:
+            sources.append(list(zip(blocks, map(matrix.wgmma_descriptor, at(a, first).tolist()), strict=True)))
+        add = np.broadcast_to(at(scale_d, first).astype(bool), first.shape)
+        issues = [machine.race.issue(lanes) for lanes in groups]
 
-            def touch(address: Array) -> None:
+        def toucher(number: int) -> matrix.Touch:
+            issue, group, epoch = issues[number], int(numbers[number]), epochs[number] + 1
+
+            def touch(chunks: Array) -> None:
                 if issue is not None:
-                    machine.memory.touched_by_agent(site, address, 16, issue, self.component(group), epoch + 1, False)
+                    machine.memory.chunks_by_agent(site, chunks, issue, self.component(group), epoch, False)
 
-            def run() -> None:
-                B = matrix.read(machine.memory, block, descriptor_b, n, k, right, b_k_major, site, touch)
-                if isinstance(values, list):
-                    A = fragment_a(values, left)
-                else:
-                    A = matrix.read(machine.memory, block, values, 64, k, left, a_k_major, site, touch)
-                self._accumulate(A if sign == 1 else -A, B, to, (left, right), d, d, lanes, add)
+            return touch
 
-            if machine.queues.lazy:
-                self.pending.setdefault(group, []).append((epoch, run))
+        def run(chosen: slice) -> None:
+            touches = [toucher(number) for number in range(len(groups))[chosen]]
+            memory, lanes = machine.memory, groups[chosen].reshape(-1)
+            B = matrix.read_all(memory, sources[0][chosen], n, k, right, b_k_major, site, touches)
+            if isinstance(a, list):
+                mine = slice(128 * (chosen.start or 0), 128 * (chosen.start or 0) + len(lanes))
+                A = fragment_a([x[mine] for x in values], left).reshape(len(touches), 64, k)
             else:
-                run()
-            machine.report.operations["wgmma multiply-adds"] += 64 * n * k
+                A = matrix.read_all(memory, sources[1][chosen], 64, k, left, a_k_major, site, touches)
+            self._accumulate(A if sign == 1 else -A, B, to, (left, right), d, d, lanes, add[chosen])
 
-        for lanes in self._groups(m, "wgmma.mma_async", site):
-            start(lanes)
+        if machine.queues.lazy:
+            for number, group in enumerate(numbers.tolist()):
+                operation = partial(run, slice(number, number + 1))
+                self.pending.setdefault(group, []).append((epochs[number], operation))
+        else:
+            run(slice(None))
+        machine.report.operations["wgmma multiply-adds"] += 64 * n * k * len(groups)

@@ -1,11 +1,10 @@
 """Happens-before detection with vector clocks.
 
 A component of a clock is a warp, or something that completes asynchronously: a phase of an mbarrier, a commit group,
-the tcgen05 queue of a thread. Every byte (in granules of
-1 to 4) remembers the component and epoch of its last write and of
-its last reads; an access is ordered after another if its clock has reached that epoch. Clocks have two planes: plane 0
-is plain happens-before; plane 1 holds what has also passed a proxy fence, which an access of the async proxy needs to
-see a write of the generic proxy.
+the tcgen05 queue of a thread. Every granule of 1 to 4 bytes remembers its last write and its last reads as numbers of
+events; an event has a component and an epoch. An access is ordered after another if its clock has reached that epoch.
+Clocks have two planes: plane 0 is plain happens-before; plane 1 holds what has also passed a proxy fence, which an
+access of the async proxy needs to see a write of the generic proxy.
 
 In shared and global memory lanes of one warp can race, too. Any synchronization of the warp (`bar.warp.sync`, another
 `.sync` instruction, a wait) ends an interval; two lanes conflict within one interval.
@@ -13,12 +12,13 @@ In shared and global memory lanes of one warp can race, too. Any synchronization
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ptx_emulator.errors import BarrierError, RaceError, UninitializedRead
+from ptx_emulator.errors import BarrierError, EmulatorError, RaceError, UninitializedRead
 from ptx_emulator.numerics import Array
 
 if TYPE_CHECKING:
@@ -26,21 +26,53 @@ if TYPE_CHECKING:
 
 READ_SLOTS = 4
 ASYNC, ATOMIC, UNRECORDED = 1, 2, 4
+SEVERAL, NEVER = 32, -1
 
 
 class Shadow:
-    """Last write and last reads of a range of memory. Keys are component + 1 in the high word, epoch in the low one."""
+    """Last write and last reads of a range of memory: codes, `event << 6 | lane`, 0 for none.
+
+    The lane is that of an access by a single lane, `SEVERAL` for several of one event.
+    """
 
     def __init__(self, name: str, granules: int, must_be_written: bool, by_lane: bool = False) -> None:
         self.name, self.must_be_written, self.by_lane = name, must_be_written, by_lane
-        self.write_key = np.zeros(granules, np.int64)
-        self.write_site = np.zeros(granules, np.int32)
-        self.write_flags = np.zeros(granules, np.uint8)
-        self.read_key = np.zeros((granules, READ_SLOTS), np.int64)
-        self.read_site = np.zeros((granules, READ_SLOTS), np.int32)
-        # The warp's interval in the upper bits, the lane below, or 32 for several lanes.
-        self.write_interval = np.zeros(granules if by_lane else 0, np.int64)
-        self.read_interval = np.zeros((granules if by_lane else 0, READ_SLOTS), np.int64)
+        self.write = np.zeros(granules, np.int32)
+        self.read = np.zeros((granules, READ_SLOTS), np.int32)
+        self.rows: dict[int, Shadow] = {}
+        self.per, self.whole = 1, self
+
+    def by_rows(self, per: int) -> Shadow:
+        """The same memory in rows of `per` granules, for accesses to whole rows."""
+        if per not in self.rows:
+            view = self.rows[per] = copy(self)
+            view.per, view.whole = per, self
+            view.write, view.read = self.write.reshape(-1, per), self.read.reshape(-1, per, READ_SLOTS)
+        return self.rows[per]
+
+
+class Events:
+    """Accesses that shadows remember: one for each warp of an instruction, or asynchronous operation. 0 is none."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.component, self.epoch = np.full(1024, -1, np.int32), np.zeros(1024, np.int32)
+        self.site, self.flags = np.zeros(1024, np.int32), np.zeros(1024, np.uint8)
+        self.interval = np.full(1024, NEVER)  # of the warp, where lanes of the warp are told apart
+
+    def add(self, component: Any, epoch: Any, site: int, flags: int, interval: Any = NEVER) -> int:
+        """The number of the first of one event, or of one for each component."""
+        first, last = self.count, self.count + np.size(component)
+        if last > len(self.component):
+            if last > 1 << 25:
+                raise EmulatorError("too many memory accesses for one race detection: run a smaller problem")
+            for name in ("component", "epoch", "site", "flags", "interval"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros(max(len(old), last - first), old.dtype)]))
+        self.component[first:last], self.epoch[first:last] = component, epoch
+        self.site[first:last], self.flags[first:last], self.interval[first:last] = site, flags, interval
+        self.count = last
+        return first
 
 
 class Issue(NamedTuple):
@@ -58,7 +90,7 @@ class Issue(NamedTuple):
 
 def alike(x: Array) -> bool:
     """Whether all entries are the same, as those of what was copied together often are: then one stands for all."""
-    return bool((x == x[:1]).all())
+    return len(x) > 1 and bool((x == x[:1]).all())
 
 
 class NoRaces:
@@ -90,7 +122,7 @@ class Races:
         self.locations: dict[int, Array] = {}
         self.components: dict[Hashable, int] = {}
         self.names: list[str] = []
-        self.owner: dict[int, int] = {}
+        self.events = Events()
 
     # -- components and clocks
     def component(self, key: Hashable, name: str) -> int:
@@ -190,62 +222,101 @@ class Races:
                 else:
                     self.pending[warp] = self.join(self.pending.get(warp), seen)
             given = self.release(np.array([warp])) if releasing else self.fenced.get(warp)
-            if given is not None:
-                self.locations[address] = self.join(seen, given)
+            if given is not None:  # clocks that are kept do not change, so that addresses may share one
+                self.locations[address] = given if seen is None or seen is given else self.join(seen, given)
 
     # -- accesses
     def by_lanes(
         self, site: int, shadow: Shadow, index: Array, lanes: Array, write: bool, flags: int = 0, alone: bool = False
     ) -> None:
         """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together."""
-        flat = index.reshape(-1)
-        lane = np.repeat(lanes, index.shape[1]) if index.ndim > 1 else lanes
-        who = lane >> 5
+        index, warp = index.reshape(len(lanes), -1), lanes >> 5
+        starts = np.flatnonzero(warp[1:] != warp[:-1]) + 1
+        warps = warp[np.concatenate([[0], starts])]
+        epochs, interval = self.clock[warps, 0, warps], self.interval[warps] if alone else NEVER
+        event = self.events.add(warps, epochs, site, flags, interval)
+        number = np.zeros(len(lanes), np.int32)
+        number[starts] = 1
+        codes = ((event + np.cumsum(number, dtype=np.int32)) << 6 | (lanes & 31).astype(np.int32))[:, None]
+        who, lane = warp[:, None], lanes[:, None]
+        last = shadow.write[index]
         if alone:
-            self._apart(site, shadow, flat, lane, self.interval[who], write, flags)
-        epochs = self.clock[who, 0, who].astype(np.int64)
-        self._access(site, shadow, flat, who, epochs, self.clock, who, write, flags)
+            slot = who % READ_SLOTS
+            reads = shadow.read[index, slot]
+            others = self._apart(site, shadow, index, lane, self.interval[who], write, flags, last, reads)
+        self._check(site, shadow, index, who, self.clock, who, write, flags, last)
+        if write:
+            shadow.write[index] = codes
+            if alone:
+                now = shadow.write[index]
+                together = now != codes
+                if together.any():  # lanes that write together: one of them wins
+                    again = self.events.add(warps, epochs, site, flags)
+                    shadow.write[index[together]] = now[together] + ((again - event) << 6)
+        elif not flags & (ATOMIC | UNRECORDED):
+            if not alone:
+                shadow.read[index, who % READ_SLOTS] = codes
+                return
+            shadow.read[index, slot] = codes
+            now = shadow.read[index, slot]
+            several = (others | (now != codes)) & (now >> 6 == codes >> 6)
+            if several.any():
+                where = np.broadcast_to(slot, index.shape)[several]
+                shadow.read[index[several], where] = now[several] & ~63 | SEVERAL
 
     def by_components(
         self, site: int, shadow: Shadow, index: Array, warps: Array, components: Array, epochs: Array
     ) -> None:
         """Reads that warps have issued, each by a separate component; `index` (warps, granules)."""
         for granules, warp, component, epoch in zip(index, warps, components, epochs, strict=True):
-            self._access(site, shadow, granules, component, epoch, self.clock, warp, False, 0)
+            self._by_one(site, shadow, granules, int(component), int(epoch), self.clock[warp], False, 0)
 
-    def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, interval: Any, write: bool, flags: int) -> None:
-        """Two lanes of a warp must not access a granule in the same interval between warp barriers if one writes."""
-        who, code = lane >> 5, interval << 6 | lane & 31
-        last, slot = shadow.write_interval[flat], who % READ_SLOTS
-        bad = (shadow.write_key[flat] >> 32 == who + 1) & (last >> 6 == interval) & (last != code)
+    def _apart(
+        self,
+        site: int,
+        shadow: Shadow,
+        index: Array,
+        lane: Any,
+        interval: Any,
+        write: bool,
+        flags: int,
+        last: Array,
+        reads: Array,
+    ) -> Array:
+        """Two lanes of a warp must not access a granule in the same interval between warp barriers if one writes.
+
+        `last`, `reads`: the codes of the last write and of the warp's last read. Returns where another lane has read.
+        """
+        events, who, number = self.events, lane >> 5, lane & 31
+
+        def another(codes: Array) -> Array:
+            event = codes >> 6
+            mine = (events.component[event] == who) & (events.interval[event] == interval)
+            return mine & (codes & 63 != number)
+
+        bad, others = another(last), another(reads)
         if flags & ATOMIC:
-            bad &= (shadow.write_flags[flat] & ATOMIC) == 0
-        reads = shadow.read_interval[flat, slot]
-        others = (shadow.read_key[flat, slot] >> 32 == who + 1) & (reads >> 6 == interval) & (reads != code)
-        if (bad | others & write).any():
-            where = int(np.flatnonzero(bad | others & write)[0])
-            one, granule = (int(np.broadcast_to(lane, flat.shape)[where]), int(flat[where]))
-            then, other = "write", shadow.write_site[granule]
-            if not bad[where]:
-                then, other = "read", shadow.read_site[granule, (one >> 5) % READ_SLOTS]
+            bad &= (events.flags[last >> 6] & ATOMIC) == 0
+        wrong = bad | others if write else bad
+        if wrong.any():
+            where = tuple(int(x[0]) for x in np.nonzero(wrong))
+            then, code = ("write", last[where]) if bad[where] else ("read", reads[where])
+            one = int(np.broadcast_to(lane, wrong.shape)[where])
             raise RaceError(
-                f"race on {self.machine.place(shadow, granule)}: {'write' if write else 'read'} by lane {one & 31} of "
-                f"{self.name(one >> 5)} is not ordered after the {then} by another lane at "
-                f"{self.machine.describe_site(int(other))}: no bar.warp.sync between them",
+                f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by lane "
+                f"{one & 31} of {self.name(one >> 5)} is not ordered after the {then} by another lane at "
+                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them",
                 [one],
                 site,
             )
-        if np.ndim(lane) == 0:
-            return
-        if write:
-            shadow.write_interval[flat] = code
-            shadow.write_interval[flat[shadow.write_interval[flat] != code]] = (
-                0  # lanes that write together: one of them wins
-            )
-        elif not flags & ATOMIC:
-            shadow.read_interval[flat, slot] = code
-            several = others | (shadow.read_interval[flat, slot] != code)
-            shadow.read_interval[flat[several], slot[several]] = interval[several] << 6 | 32
+        return others
+
+    def _place(self, shadow: Shadow, index: Array, where: Sequence[int]) -> str:
+        """The name of an element of an access; of its row's granule where `index` counts rows."""
+        number = int(index[tuple(where[: index.ndim])])
+        if shadow.per > 1:
+            number = number * shadow.per + where[index.ndim]
+        return self.machine.place(shadow.whole, number)
 
     def by_agent(
         self,
@@ -257,91 +328,151 @@ class Races:
         epoch: int,
         write: bool,
         flags: int = ASYNC,
+        per: int = 1,
     ) -> None:
-        """An asynchronous access by `component`."""
-        flat = index.reshape(-1)
-        if shadow.by_lane and issue.lane >= 0:
-            self._apart(site, shadow, flat, issue.lane, issue.interval, write, flags)
-        clock = self.fit(issue.clock)[None]
-        self._access(site, shadow, flat, np.int64(component), np.int64(epoch), clock, np.int64(0), write, flags)
+        """An asynchronous access by `component`; each element of `index` stands for `per` granules."""
+        lane = issue if shadow.by_lane and issue.lane >= 0 else None
+        view, index, clock = shadow.by_rows(per) if per > 1 else shadow, index.reshape(-1), self.fit(issue.clock)
+        self._by_one(site, view, index, component, epoch, clock, write, flags, lane)
+
+    def _by_one(
+        self,
+        site: int,
+        shadow: Shadow,
+        index: Array,
+        component: int,
+        epoch: int,
+        clock: Array,
+        write: bool,
+        flags: int,
+        issue: Issue | None = None,
+    ) -> None:
+        """An access by one component that knows `clock`; with `issue`, by what a single lane has issued."""
+        last, reads = shadow.write[index], shadow.read[index] if write else None
+        last = last[:1] if alike(last) else last
+        if not self._harmless(shadow, last, reads, component, clock, flags, issue):
+            if issue is not None:
+                slot = (issue.lane >> 5) % READ_SLOTS
+                others = last[:1] * 0 if reads is None else reads[..., slot]
+                self._apart(site, shadow, index, issue.lane, issue.interval, write, flags, last, others)
+            self._check(site, shadow, index, component, clock[None], 0, write, flags, last)
+        if reads is not None and reads.any():
+            shadow.read[index] = 0
+        if not write and flags & (ATOMIC | UNRECORDED):
+            return
+        code = self.events.add(component, epoch, site, flags) << 6
+        if write:
+            shadow.write[index] = code
+        else:
+            shadow.read[index, component % READ_SLOTS] = code
+
+    def _harmless(
+        self,
+        shadow: Shadow,
+        last: Array,
+        reads: Array | None,
+        component: int,
+        clock: Array,
+        flags: int,
+        issue: Issue | None,
+    ) -> bool:
+        """Whether an access by one component follows all others, where these are alike; False: to be looked at."""
+        events = self.events
+
+        def follows(code: int, plane: int) -> bool:
+            event = code >> 6
+            other = int(events.component[event])
+            if issue is not None and other == issue.lane >> 5 and events.interval[event] == issue.interval:
+                return False
+            return other == component or clock[plane, other] >= events.epoch[event]
+
+        if len(last) > 1 or flags & ATOMIC:
+            return False
+        for code in set(last.reshape(-1).tolist()):
+            generic = bool(flags & ASYNC) and not events.flags[code >> 6] & ASYNC
+            if code == 0 and reads is None and shadow.must_be_written:
+                return False
+            if code and ((generic and events.component[code >> 6] == component) or not follows(code, int(generic))):
+                return False
+        if reads is None or not reads.any():
+            return True
+        if len(reads) > 1 and not alike(reads):
+            return False
+        return all(follows(code, 0) for code in set(reads[0].reshape(-1).tolist()) if code)
 
     def again(
         self, site: int, shadow: Shadow, rows: slice, columns: slice, width: int, component: int, epoch: int
     ) -> bool:
         """A write by the component that wrote all of a rectangle last, with no read since: nothing can race."""
-        key = shadow.write_key.reshape(-1, width)[rows, columns]
-        if ((key >> 32) != component + 1).any() or shadow.read_key.reshape(-1, width, READ_SLOTS)[rows, columns].any():
+        codes, events = shadow.write.reshape(-1, width)[rows, columns], self.events
+        same = (codes == codes[0, 0]).all() and events.component[codes[0, 0] >> 6] == component
+        if not same and (events.component[codes >> 6] != component).any():
             return False
-        key[...] = (np.int64(1 + component) << 32) | epoch
-        shadow.write_site.reshape(-1, width)[rows, columns] = site
+        if shadow.read.reshape(-1, width, READ_SLOTS)[rows, columns].any():
+            return False
+        codes[...] = events.add(component, epoch, site, 0) << 6
         return True
 
-    def _access(
+    def _check(
         self,
         site: int,
         shadow: Shadow,
         index: Array,
         who: Any,
-        epochs: Any,
         clock: Array,
         row: Any,
         write: bool,
         flags: int,
+        last: Array,
     ) -> None:
-        """By components `who` that know what rows `row` of `clock` say; both are a number or an array like `index`."""
-        last = shadow.write_key[index]
+        """By components `who` that know what rows `row` of `clock` say; both are a number or fit `index`.
+
+        `last`: codes of the last writes, one if all are alike. A write makes `shadow` forget the reads that it follows.
+        """
+        events = self.events
         if not write and shadow.must_be_written and not last.all():
-            missing = index[np.flatnonzero(last == 0)]
+            missing = np.nonzero(np.broadcast_to(last == 0, (*index.shape, *last.shape[index.ndim :])))
             raise UninitializedRead(
-                f"read of uninitialised {shadow.name}: {len(missing)} places, first at "
-                f"{self.machine.place(shadow, int(missing[0]))}",
+                f"read of uninitialised {shadow.name}: {len(missing[0])} places, first at "
+                f"{self._place(shadow, index, [int(x[0]) for x in missing])}",
                 [],
                 site,
             )
 
-        def unordered(keys: Array, who: Any, row: Any, plane: Any) -> Array:
-            other = (keys >> 32) - 1
-            known = clock[row, plane, np.maximum(other, 0)]
-            return (keys != 0) & (other != who) & (known < (keys & 0xFFFFFFFF))
+        def unordered(event: Array, who: Any, row: Any, plane: Any) -> Array:
+            other = events.component[event]
+            return (other != who) & (clock[row, plane, other] < events.epoch[event])
 
-        def report(bad: Array, keys: Array, sites: Array, then: str) -> None:
+        def report(bad: Array, codes: Array, then: str) -> None:
             where = tuple(int(x[0]) for x in np.nonzero(bad))
-            one = int(np.broadcast_to(who, index.shape)[where[0]])
+            event = int(codes[where]) >> 6
+            one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
             raise RaceError(
-                f"race on {self.machine.place(shadow, int(index[where[0]]))}: {'write' if write else 'read'} by "
-                f"{self.name(one)} is not ordered after the {then} by {self.name(int(keys[where] >> 32) - 1)} at "
-                f"{self.machine.describe_site(int(sites[index][where]))}",
+                f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
+                f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
+                f"{self.machine.describe_site(int(events.site[event]))}",
                 [],
                 site,
             )
 
-        earlier, together = shadow.write_flags[index], np.ndim(who) == 0
-        if together and alike(last) and alike(earlier):
-            last, earlier = last[:1], earlier[:1]
-        plane = ((earlier & ASYNC) == 0).astype(np.int64) if flags & ASYNC else 0
-        bad = unordered(last, who, row, plane)
-        if flags & ASYNC:  # own earlier generic writes need the fence as well
-            bad |= (last >> 32 == who + 1) & (plane == 1)
-        if flags & ATOMIC:
-            bad &= (earlier & ATOMIC) == 0
-        if bad.any():
-            report(bad, last, shadow.write_site, "write")
+        if last.any():
+            event = last >> 6
+            generic = (events.flags[event] & ASYNC) == 0
+            bad = unordered(event, who, row, generic.astype(np.int64) if flags & ASYNC else 0)
+            if flags & ASYNC:  # own earlier generic writes need the fence as well
+                bad |= (events.component[event] == who) & generic
+            if flags & ATOMIC:
+                bad &= (events.flags[event] & ATOMIC) == 0
+            if bad.any():
+                report(bad, last, "write")
         if write:
-            reads = shadow.read_key[index]
+            reads = shadow.read[index]
             if reads.any():
-                if together and alike(reads):
-                    reads = reads[:1]
-                bad = unordered(reads, np.expand_dims(who, -1), np.expand_dims(row, -1), 0)
+                some = reads[:1] if np.ndim(who) == 0 and alike(reads) else reads
+                bad = unordered(some >> 6, np.expand_dims(who, -1), np.expand_dims(row, -1), 0)
                 if bad.any():
-                    report(bad, reads, shadow.read_site, "read")
-                shadow.read_key[index] = 0
-            shadow.write_key[index] = ((np.int64(1) + who) << 32) | epochs
-            shadow.write_site[index] = site
-            shadow.write_flags[index] = flags
-        elif not flags & (ATOMIC | UNRECORDED):
-            slot = np.broadcast_to(who, index.shape) % READ_SLOTS
-            shadow.read_key[index, slot] = ((np.int64(1) + who) << 32) | epochs
-            shadow.read_site[index, slot] = site
+                    report(bad, some, "read")
+                shadow.read[index] = 0
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
     def init_by(self, lane: int) -> tuple[int, int, int, int]:

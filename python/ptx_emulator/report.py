@@ -12,6 +12,12 @@ import numpy as np
 from ptx_emulator.numerics import Array
 
 
+def _no_conflict(words: Array) -> bool:
+    """Whether the 32 words of each pass lie in different banks."""
+    banks = np.uint64(1) << (words & 31).astype(np.uint64)
+    return bool((np.bitwise_or.reduce(banks, 1) == np.uint64(0xFFFFFFFF)).all())
+
+
 @dataclass
 class Launch:
     """One kernel launch; prints as a summary.
@@ -58,16 +64,21 @@ class Launch:
         if size > 16:
             return
         group = (lanes >> 5) * (32 // per_pass) + (lanes & 31) // per_pass
-        words = (address[:, None] + 4 * np.arange(max(1, size // 4))) >> 2
-        key = np.unique((np.repeat(group, words.shape[1]) << np.int64(36)) | words.reshape(-1))
-        # Distinct words of one pass that share a bank are serialized.
-        banks = (key >> 36) * 32 + (key & 31)
-        _, counts = np.unique(banks, return_counts=True)
-        passes, first = np.unique(np.unique(banks) // 32, return_index=True)
-        worst = np.maximum.reduceat(counts, first)
+        passes = 1 + int(np.count_nonzero(group[1:] != group[:-1]))
         entry = self.conflicts.setdefault(site, [0, 0])
-        entry[0] += len(passes)
-        entry[1] += int(worst.sum()) - len(passes)
+        entry[0] += passes
+        words = address >> 2 if size <= 4 else (address[:, None] + 4 * np.arange(size // 4)) >> 2
+        # Distinct words of one pass that share a bank are serialized. A pass of 32 words in a row shares none.
+        if passes * 32 == words.size and _no_conflict(words.reshape(passes, 32)):
+            return
+        key = np.sort((np.repeat(group, words.size // len(group)) << np.int64(36)) | words.reshape(-1))
+        key = key[np.concatenate([[True], key[1:] != key[:-1]])]
+        banks = np.sort((key >> 36) * 32 + (key & 31))
+        first = np.flatnonzero(np.concatenate([[True], banks[1:] != banks[:-1]]))
+        counts = np.diff(np.append(first, len(banks)))
+        groups = banks[first] // 32
+        worst = np.maximum.reduceat(counts, np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])))
+        entry[1] += int(worst.sum()) - passes
 
     @property
     def bank_conflicts(self) -> int:

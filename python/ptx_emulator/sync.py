@@ -116,22 +116,25 @@ class Sync:
         race = self.machine.race
         if race.on:
             known: dict[int, Array] = {}
-            for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
-                barrier, warp = self.get(address, site), lane >> 5
-                race.check_init(site, np.array([lane]), barrier.init, "arrival on an mbarrier")
-                if not relaxed:
+            for address in dict.fromkeys(addresses.tolist()):
+                barrier, some = self.get(address, site), lanes[addresses == address]
+                race.check_init(site, some, barrier.init, "arrival on an mbarrier")
+                for warp in dict.fromkeys((some >> 5).tolist()) if not relaxed else ():
                     if warp not in known:
                         known[warp] = race.clock[warp].copy()
                     barrier.incoming = race.join(barrier.incoming, known[warp])
             warps = np.array(sorted(known), np.int64)
             race.clock[warps, 0, warps] += 1
-        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
-            barrier = self.get(address, site)
+        counts, amounts = (np.broadcast_to(at(x, lanes), lanes.shape).tolist() for x in (count, bytes_))
+        barriers = {address: self.get(address, site) for address in dict.fromkeys(addresses.tolist())}
+        for lane, address, arrivals, amount in zip(lanes.tolist(), addresses.tolist(), counts, amounts, strict=True):
+            barrier = barriers[address]
             if state is not None:
                 state[lane] = barrier.phase
-            barrier.tx += one(bytes_, lane)
-            barrier.pending -= one(count, lane)
-            self._flip(address, barrier, site)
+            barrier.tx += amount
+            barrier.pending -= arrivals
+            if barrier.pending <= 0:
+                self._flip(address, barrier, site)
 
     def complete(self, address: int, bytes_: int, site: int, issue: Issue | None) -> None:
         """`bytes_` of an asynchronous copy arrived."""
@@ -294,13 +297,15 @@ class Sync:
         return granted
 
     # -- deadlock reports
+    def describe_named(self) -> list[str]:
+        return [
+            f"named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
+            f"{named.arrived} of {named.expected} threads"
+            for key, named in sorted(self.named.items())
+        ]
+
     def describe(self) -> list[str]:
-        lines = []
-        for key, named in sorted(self.named.items()):
-            lines.append(
-                f"  named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
-                f"{named.arrived} of {named.expected} threads"
-            )
+        lines = [f"  {text}" for text in self.describe_named()]
         for address, b in sorted(self.barriers.items()):
             lines.append(
                 f"  mbarrier {self.machine.shared_name(address)}: {b.count - b.pending} of {b.count} arrivals, "

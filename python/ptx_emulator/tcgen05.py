@@ -164,7 +164,7 @@ class TensorMemory:
             if machine.race.on:  # a deallocation is a write: whoever used the columns must be done
                 granules = self.granules(block, np.arange(LANES), start + np.arange(count))
                 machine.race.by_lanes(site, self.shadow, granules, np.repeat(warp[:1], len(granules)), True)
-                self.shadow.write_key[granules] = 0
+                self.shadow.write[granules] = 0
             columns_[:] = 0
 
     def relinquish(self, site: int, m: Any) -> None:
@@ -200,10 +200,10 @@ class TensorMemory:
                 site, self.shadow, granules, issue, self.component(lane), self.sequence.get(lane, 0) + 1, write, 0
             )
 
-    def read_shared(self, site: int, lane: int, issue: Issue | None, address: Array) -> None:
+    def read_shared(self, site: int, lane: int, issue: Issue | None, chunks: Array) -> None:
         if issue is not None:
             epoch = self.sequence.get(lane, 0) + 1
-            self.machine.memory.touched_by_agent(site, address, 16, issue, self.component(lane), epoch, False)
+            self.machine.memory.chunks_by_agent(site, chunks, issue, self.component(lane), epoch, False)
 
     def component(self, lane: int) -> int:
         return self.machine.race.component(("tcgen05", lane), f"tcgen05 of {self.machine.warp_name(lane >> 5)}")

@@ -36,17 +36,20 @@ def cut(x: Array, bits: int) -> Array:
 
 
 def _sum(a: Array, b: Array, c: Array, bits: int, lowest: tuple[int, int] = _ANY) -> Array:
-    ea, eb, top = _exponents(a.T, lowest[0]), _exponents(b.T, lowest[1]), _exponents(c, _ANY[0])
+    a, b = (np.ascontiguousarray(np.moveaxis(x, -1, 0)) for x in (a, b))
+    ea, eb, top = _exponents(a, lowest[0]), _exponents(b, lowest[1]), _exponents(c, _ANY[0])
+    exponent = np.empty_like(top)
     for row, column in zip(ea, eb, strict=True):
-        np.maximum(top, row[:, None] + column, out=top)
+        np.add(row[..., :, None], column[..., None, :], out=exponent)
+        np.maximum(top, exponent, out=top)
     top = np.maximum(top, -900)
     # Single precision holds every product and its scaled value, if no exponent is extreme.
     dtype = f32 if top.min() > -60 and top.max() < 60 else f64
     scale = _power(bits - top).astype(dtype)
     total = (c * scale).astype(np.int64)
     product, integers, part = (np.zeros(c.shape, t) for t in (dtype, np.int32, np.int32))
-    for k, (row, column) in enumerate(zip(a.T.astype(dtype), b.T.astype(dtype), strict=True)):
-        np.multiply(row[:, None], column, out=product)
+    for k, (row, column) in enumerate(zip(a.astype(dtype), b.astype(dtype), strict=True)):
+        np.multiply(row[..., :, None], column[..., None, :], out=product)
         np.multiply(product, scale, out=product)
         integers[...] = product
         part += integers
@@ -59,7 +62,7 @@ def _sum(a: Array, b: Array, c: Array, bits: int, lowest: tuple[int, int] = _ANY
 
 def _loses_nothing(a: Array, b: Array, c: Array, bits: int) -> bool:
     """Whether operands are so small multiples of 1 or of 1/8 that no product and no sum has bits to be cut off."""
-    largest = np.abs(a).max(initial=0) * np.abs(b).max(initial=0) * a.shape[1] + np.abs(c).max(initial=0)
+    largest = np.abs(a).max(initial=0) * np.abs(b).max(initial=0) * a.shape[-1] + np.abs(c).max(initial=0)
     return any(
         largest * scale * scale < 2.0 ** min(bits, 24)
         and all((x == np.rint(x)).all() for x in (a * scale, b * scale, c * (scale * scale)))
@@ -68,21 +71,21 @@ def _loses_nothing(a: Array, b: Array, c: Array, bits: int) -> bool:
 
 
 def aligned_sum(a: Array, b: Array, c: Array, bits: int, lowest: tuple[int, int] = _ANY) -> Array:
-    """a (m, k) times b (n, k) transposed plus c (m, n): float64, before it takes the result's format. `lowest`: the
-    least exponents of elements of a and of b."""
+    """a (..., m, k) times b (..., n, k) transposed plus c (..., m, n): float64, before it takes the result's format.
+    `lowest`: the least exponents of elements of a and of b."""
     if _loses_nothing(a, b, c, bits):
-        return a @ b.T + c
+        return a @ b.swapaxes(-1, -2) + c
     if all(np.isfinite(x).all() for x in (a, b, c)):
         return _sum(a, b, c, bits, lowest)
     with np.errstate(invalid="ignore", over="ignore"):
         x, y, z = (np.where(np.isfinite(v), v, 0.0) for v in (a, b, c))
-        plain = np.einsum("mk,nk->mn", a, b) + c
+        plain = np.einsum("...mk,...nk->...mn", a, b) + c
         return np.where(np.isfinite(plain), _sum(x, y, z, bits, lowest), plain)
 
 
 def multiply_add(a: Array, b: Array, c: Array, ptx_types: tuple[str, str], warpgroup: bool) -> Array:
-    """a (m, k) b (n, k)^T + c (m, n), of c's type, float32 or f16; a and b hold values of types `kinds`. By wgmma or by
-    mma.sync."""
+    """a (..., m, k) b (..., n, k)^T + c (..., m, n), of c's type, float32 or f16; a and b hold values of types
+    `ptx_types`. By wgmma or by mma.sync."""
     to = c.dtype
     a, b, c = (np.ascontiguousarray(x, f64) for x in (a, b, c))
     with np.errstate(over="ignore"):
@@ -93,7 +96,7 @@ def multiply_add(a: Array, b: Array, c: Array, ptx_types: tuple[str, str], warpg
         # Two consecutive f16 MMAs, then an ordinary addition of the addend.
         total = np.zeros_like(c)
         for half in (0, 2):
-            chosen = np.flatnonzero(np.arange(a.shape[1]) & 2 == half)
+            chosen = np.flatnonzero(np.arange(a.shape[-1]) & 2 == half)
             lowest = (LOWEST["f16"], LOWEST["f16"])
-            total = cut(aligned_sum(a[:, chosen], b[:, chosen], total, ALIGNED, lowest), 23)
+            total = cut(aligned_sum(a[..., chosen], b[..., chosen], total, ALIGNED, lowest), 23)
         return (total.astype(f32) + c.astype(f32)).astype(to)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx_emulator import tensormap
-from ptx_emulator.alu import one
+from ptx_emulator.alu import at, one
 from ptx_emulator.errors import Fault, Misaligned, RaceError, UnsupportedPTX
 from ptx_emulator.memory import AddressOperand, bytes_at, combine
 from ptx_emulator.numerics import UNSIGNED, Array, f32, f32_to_tf32, u32
@@ -150,7 +150,7 @@ class TMA:
         def fetch(origin: int, count: int, issue: Issue | None, signal: int) -> Array:
             if space == "global":
                 return bytes_at(origin, count).view(np.complex128)
-            self._touch_shared(site, np.arange(origin, origin + count, 16), issue, signal, False)
+            self._touch_shared(site, np.arange(origin, origin + count, 16) >> 4, issue, signal, False)
             return memory.chunks[origin >> 4 : origin + count >> 4]
 
         for lane, signal in zip(lanes.tolist(), signals.tolist(), strict=True):
@@ -204,14 +204,14 @@ class TMA:
 
     def write(self, site: int, chunks: Array, data: Array, issue: Issue | None, signal: int) -> None:
         """16-byte chunks that complete on a barrier."""
-        self._touch_shared(site, chunks << 4, issue, signal, True)
+        self._touch_shared(site, chunks, issue, signal, True)
         self.machine.memory.chunks[chunks] = data
         self.machine.sync.complete(signal, 16 * len(chunks), site, issue)
 
-    def _touch_shared(self, site: int, address: Array, issue: Issue | None, signal: int, write: bool) -> None:
+    def _touch_shared(self, site: int, chunks: Array, issue: Issue | None, signal: int, write: bool) -> None:
         if issue is not None:
             completion = self.machine.sync.completion(signal, site)
-            self.machine.memory.touched_by_agent(site, address, 16, issue, *completion, write)
+            self.machine.memory.chunks_by_agent(site, chunks, issue, *completion, write)
 
     def _global_granules(self, inside: tuple[Array, tuple[slice, ...], int, int]) -> tuple[Any, Array]:
         """Shadow granules of a box view: rows are contiguous, outer dimensions strided."""
@@ -236,9 +236,13 @@ class TMA:
         machine, memory = self.machine, self.machine.memory
         lanes = machine.lanes(m)
         done: set[Any] = set()
-        for lane, smem_address in zip(lanes.tolist(), memory.physical(lanes, source, 16, site).tolist(), strict=True):
+        sources = memory.physical(lanes, source, 16, site)
+        # The DSL issues a store from a whole warp without electing a lane; the chip executes one copy per warp.
+        values = np.stack([lanes >> 5, sources, *(at(x, lanes) for x in (descriptor, *coordinates))]).astype(np.int64)
+        new = np.ones(len(lanes), bool)
+        new[1:] = (values[:, 1:] != values[:, :-1]).any(0)
+        for lane, smem_address in zip(lanes[new].tolist(), sources[new].tolist(), strict=True):
             tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, smem_address)
-            # The DSL issues a store from a whole warp without electing a lane; the chip executes one copy per warp.
             key = (lane >> 5, smem_address, tensor, where)
             if key in done:
                 continue

@@ -30,6 +30,23 @@ def check_members(m: Any, members: Any, count: int, what: str, site: int) -> Non
         )
 
 
+def gathered(m: Any, members: Any, count: int, site: int) -> Array:
+    """Which lanes may pass a `bar.warp.sync`: those whose member mask names only lanes that have arrived."""
+    active = _active(m, count)
+    bits = (active.astype(u64) << np.arange(32, dtype=u64)).sum(1).astype(u32)[:, None]
+    named = lanes_of(members, count).view(u32).reshape(-1, 32)
+    outside = active & (named >> np.arange(32, dtype=u32) & u32(1) == 0)
+    if outside.any():
+        lane = int(np.flatnonzero(outside.reshape(-1))[0])
+        raise CollectiveError(
+            f"bar.warp.sync: member mask {int(named.reshape(-1)[lane]):#010x} does not name the lane {lane & 31} that "
+            "executes it",
+            np.flatnonzero(outside.reshape(-1)),
+            site,
+        )
+    return (active & ((named & ~bits) == 0)).reshape(-1)
+
+
 def whole_warps(m: Any, count: int, what: str, site: int, threads: int = 32) -> Array:
     """(warps, threads) lane indices; a fault if only some lanes of a warp (or warpgroup) are active."""
     if m is True:

@@ -54,7 +54,7 @@ def test_tvm_ffi_function_keeps_working_in_later_blocks(emulated_arch: str) -> N
     with ptx_emulator.emulate(emulated_arch):
         compiled = cute.compile(scale, from_dlpack(a), from_dlpack(b), cute.Float32(1.0), options="--enable-tvm-ffi")
     for factor, scheduler in ((2.0, "random"), (5.0, "lazy")):
-        with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=1) as report:
+        with ptx_emulator.emulate(emulated_arch, races=True, scheduler=scheduler, seed=1) as report:
             compiled(a, b, factor)
         assert torch.equal(b, factor * a)
         assert len(report.launches) == 1
@@ -67,11 +67,16 @@ def test_two_architectures_in_one_process() -> None:
     for arch in ("sm_90a", "sm_100a", "sm_90a"):
         with ptx_emulator.emulate(arch):
             compiled[arch] = cute.compile(scale, *arguments)
-    with ptx_emulator.emulate("sm_90a"):
-        for function in compiled.values():
-            b.zero_()
+    for arch, function in compiled.items():
+        b.zero_()
+        with ptx_emulator.emulate(arch):
             function(*arguments)
-            assert torch.equal(b, 3 * a)
+        assert torch.equal(b, 3 * a)
+    with (
+        ptx_emulator.emulate("sm_100a"),
+        pytest.raises(ptx_emulator.EmulatorError, match="compiled for sm_90a, and this block emulates sm_100a"),
+    ):
+        compiled["sm_90a"](*arguments)
 
 
 @pytest.mark.parametrize("tvm_ffi", [False, True])

@@ -129,6 +129,45 @@ def test_broken_collectives() -> None:
         run("setp.lt.u32 %p1, %r99, 64; @%p1 wgmma.fence.sync.aligned;", block=128)
 
 
+def test_warp_barrier_waits_for_lanes_that_wait_elsewhere() -> None:
+    """Lane 0 waits on an mbarrier, the others go ahead to the barrier of the warp; what it orders is seen behind it."""
+    code = f"""{ADDRESS} setp.eq.s32 %p1, %r99, 0; setp.eq.s32 %p2, %r99, 32;
+      @%p1 mbarrier.init.shared.b64 [%r3], 1; bar.sync 0; setp.ge.u32 %p3, %r99, 32; @%p3 bra OTHER;
+      @!%p1 bra JOIN;
+    L: mbarrier.try_wait.parity.shared.b64 %p4, [%r3], 0; @!%p4 bra L;
+    JOIN: WAIT
+      ld.shared.b32 %r10, [%r1]; mul.wide.u32 %rd1, %r99, 4; add.s64 %rd1, %rd1, %rd90;
+      st.global.b32 [%rd1], %r10; ret;
+    OTHER: @!%p2 bra DONE; st.shared.b32 [%r1], 7; ARRIVE DONE: """
+    arrive = "mbarrier.arrive.shared.b64 %rd5, [%r3];"
+    for scheduler in ("lowest-pc", "random", "lazy"):
+        out = np.zeros(32, np.uint32)
+        options = {"block": 64, "shared": SHARED, "races": True, "scheduler": scheduler}
+        run(code.replace("WAIT", "bar.warp.sync -1;").replace("ARRIVE", arrive), out, **options)
+        assert (out == 7).all()
+        with pytest.raises((RaceError, UninitializedRead)):
+            run(code.replace("WAIT", "").replace("ARRIVE", arrive), out, **options)
+        with pytest.raises(Deadlock, match=r"31 threads at PTX line \d+ \(bar\.warp\.sync"):
+            run(code.replace("WAIT", "bar.warp.sync -1;").replace("ARRIVE", ""), out, **options)
+
+
+def test_warp_barrier_of_lanes_that_have_ended() -> None:
+    code = "setp.ge.u32 %p1, %r99, 16; @%p1 bra DONE; bar.warp.sync {}; DONE: "
+    run(code.format("0xffff"))
+    with pytest.raises(CollectiveError, match=r"bar\.warp\.sync executed by 16 of 32 threads: the others have ended"):
+        run(code.format("-1"))
+    with pytest.raises(CollectiveError, match=r"0x000000ff does not name the lane 8"):
+        run(code.format("0xff"))
+
+
+def test_arrivals_that_nobody_waits_for() -> None:
+    """Threads may end after `bar.arrive`; a thread that waits for more than arrive is a deadlock."""
+    launch = run("bar.arrive 1, 64;")
+    assert launch.warnings == ["named barrier 1 of block (0, 0, 0): 32 of 64 threads when the kernel ended"]
+    with pytest.raises(Deadlock, match=r"named barrier 1 of block \(0, 0, 0\): 64 of 96 threads"):
+        run("setp.lt.u32 %p1, %r99, 32; @%p1 bar.arrive 1, 96; @!%p1 bar.sync 1, 96;", block=64)
+
+
 ALLOC = f"""{ADDRESS} setp.lt.u32 %p1, %r99, 32; @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 64;
   bar.sync 0; ld.shared.b32 %r10, [%r3]; """
 FREE = "bar.sync 0; @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;"

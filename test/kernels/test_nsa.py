@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from dataclasses import astuple, dataclass, replace
@@ -30,13 +31,20 @@ from support.selection import brief
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 
-def run(configuration: Any, inputs: dict[str, Any], arch: str = "sm_90a") -> None:
-    """Compiles an architecture's kernel and runs it in the emulator."""
+@functools.lru_cache(maxsize=8)
+def compiled(arch: str, configuration: Any) -> Any:
+    """An architecture's kernel for the emulator."""
     module, kernel = ARCHITECTURES[arch].source(configuration).split(":")
-    with ptx_emulator.emulate(arch, races=True):
+    with ptx_emulator.emulate(arch):
         made = getattr(importlib.import_module(module), kernel)(configuration)
-        compiled = compiler.compile_for(arch, made, *fakes.arguments(configuration))
-        compiled(*(inputs[slot.name] for slot in configuration.slots()))
+        return compiler.compile_for(arch, made, *fakes.arguments(configuration))
+
+
+def run(configuration: Any, inputs: dict[str, Any], arch: str = "sm_90a") -> None:
+    """Runs an architecture's kernel in the emulator."""
+    function = compiled(arch, configuration)
+    with ptx_emulator.emulate(arch, races=True):
+        function(*(inputs[slot.name] for slot in configuration.slots()))
 
 
 @dataclass(frozen=True)

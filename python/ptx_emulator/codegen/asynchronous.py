@@ -152,7 +152,7 @@ def wgmma(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     ptx_types = [mods.left.pop(0) for _ in range(3)]
     d, a, b, scale_d, *rest = i.operands
     left = e.list_of(a.items) if isinstance(a, Vector) else e.value(a, "u", 64)
-    used = e.fragment_numbers([d, a] if isinstance(a, Vector) else [d])
+    used = e.numbers(e.fragment_numbers([d, a] if isinstance(a, Vector) else [d]))
     return e.call(
         "mma.wgmma",
         repr(shape),

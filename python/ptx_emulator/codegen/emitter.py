@@ -221,16 +221,21 @@ class Emitter:
         given = ",".join(x if isinstance(x, str) else repr(x) for x in arguments)
         return [f"M.{method}({self.site},m,{given})"]
 
-    def fragment_numbers(self, operands: Sequence[Operand]) -> str:
-        """The registers among `operands` that wgmma uses, as indices for `WarpMatrices.written`; "" without any."""
-        numbers = sorted(self.fragments[name] for name in registers_of(operands) & self.fragments.keys())
-        return self.constant(np.array(numbers)) if numbers else ""
+    def fragment_numbers(self, operands: Sequence[Operand]) -> list[int]:
+        """The registers among `operands` that wgmma uses, as `WarpMatrices.written` counts them."""
+        return sorted(self.fragments[name] for name in registers_of(operands) & self.fragments.keys())
 
-    def written(self, i: Instruction) -> str:
+    def numbers(self, numbers: Sequence[int]) -> str:
+        """Source of an array of them."""
+        return self.constant(np.array(numbers, np.int64))
+
+    def written(self, i: Instruction) -> list[int]:
         """The same for the targets of an ordinary instruction. A move between such registers only renames."""
+        if not self.fragments:
+            return []
         target = [x for x in i.operands[:1] if isinstance(x, (Reg, Vector, Pair))]
         renames = i.opcode == "mov" and registers_of(i.operands[1:]) & self.fragments.keys()
-        return "" if i.opcode == "wgmma" or renames else self.fragment_numbers(target)
+        return [] if i.opcode == "wgmma" or renames else self.fragment_numbers(target)
 
     def vector(self, operand: Operand) -> list[Operand]:
         return list(operand.items) if isinstance(operand, Vector) else [operand]

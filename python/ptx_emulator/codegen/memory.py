@@ -246,7 +246,8 @@ def barrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         return [f"return ('wait',m,M.sync.cluster_wait({e.site},m))"]
     if mods.take("warp"):
         mods.need("sync")
-        return [f"W.check_members(m,{e.value(i.operands[0])},M.count,'bar.warp.sync',{e.site})"]
+        gathered = f"W.gathered(m,{e.value(i.operands[0])},M.count,{e.site})"
+        return [f"t={gathered}", "M.race.converge(t)", "return ('wait',m,t)"]
     action, operands, reduction = (mods.need("sync", "arrive", "red"), list(i.operands), "None")
     if action == "red":
         op = mods.need("popc", "and", "or")

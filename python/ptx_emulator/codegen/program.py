@@ -20,6 +20,23 @@ from ptx_emulator.ptx.cfg import fuse_wait_loops
 from ptx_emulator.ptx.parser import TYPE_BITS
 
 
+class Functions(dict[int, Callable[..., Any]]):
+    """The functions of a program by the number of their block, each compiled when it is first asked for."""
+
+    def __init__(self, lines: list[str], filename: str, names: dict[str, Any]) -> None:
+        super().__init__()
+        self.lines, self.filename, self.names = lines, filename, names
+        starts = [number for number, line in enumerate(lines) if line.startswith("def ")]
+        self.ranges = list(zip(starts, [*starts[1:], len(lines)], strict=True))
+
+    def __missing__(self, block: int) -> Callable[..., Any]:
+        first, last = self.ranges[block]
+        source = "\n" * first + "\n".join(self.lines[first:last])  # line numbers are those of the whole source
+        exec(compile(source, self.filename, "exec"), self.names)
+        function = self[block] = self.names[f"b{block}"]
+        return function
+
+
 class Program:
     """`functions[b](M, m, r, s, f)` runs block b for the lanes `m` of machine M; r, s, f are the registers as
     unsigned, signed and float arrays."""
@@ -30,6 +47,8 @@ class Program:
         self.graph = build(kernel)
         self.blocks = self.graph.blocks
         self.in_flight = InFlight(self.graph)
+        first = [kernel.instructions[block.first] for block in self.blocks]
+        self.warp_barriers = {n for n, i in enumerate(first) if i.opcode == "bar" and "warp" in i.modifiers}
         emitter = Emitter(self.graph)
         self.types, self.fragments, self.special = emitter.types, len(emitter.fragments), emitter.special
         lines: list[str] = []
@@ -57,8 +76,7 @@ class Program:
         }
         linecache.cache[self.filename] = (len(self.source), None, self.source.splitlines(keepends=True), self.filename)
         weakref.finalize(self, linecache.cache.pop, self.filename, None).atexit = False
-        exec(compile(self.source, self.filename, "exec"), names)
-        self.functions: list[Callable[..., Any]] = [names[f"b{i}"] for i in range(len(self.blocks))]
+        self.functions = Functions(lines, self.filename, names)
         opcodes = {i.opcode for i in kernel.instructions}
         self.uses_tensor_memory = "tcgen05" in opcodes
         self.uses_launch_control = "clusterlaunchcontrol" in opcodes
@@ -89,16 +107,22 @@ class Program:
             self.site_of_line.append(site)
 
         add(f"def b{number}(M,m,r,s,f):", first)
+        written: set[int] = set()  # fragments of wgmma, by instructions without a guard; told before the next wgmma
         for site in range(first, last):
             instruction = self.kernel.instructions[site]
-            body = emitter.emit(instruction, site)
-            if "sync" in instruction.modifiers and instruction.opcode != "elect":
+            body, guard = emitter.emit(instruction, site), emitter.guard(instruction)
+            if "sync" in instruction.modifiers and instruction.opcode != "elect" and number not in self.warp_barriers:
                 body = ["M.race.converge(m)", *body]
-            if written := emitter.written(instruction):
-                body = [f"M.mma.written(m,{written})", *body]
+            fragments = emitter.written(instruction)
+            if fragments and guard:
+                body = [f"M.mma.written(m,{emitter.numbers(fragments)})", *body]
+            elif fragments:
+                written.update(fragments)
+            if written and (instruction.opcode == "wgmma" or site == last - 1):
+                add(f"  M.mma.written(m,{emitter.numbers(sorted(written))})", site)
+                written.clear()
             if self.in_flight.numbers:
                 body = self._watched(emitter, site, instruction, body)
-            guard = emitter.guard(instruction)
             if not guard or instruction.opcode in ("bra", "ret", "exit"):
                 for text in body:
                     add(f"  {text}", site)

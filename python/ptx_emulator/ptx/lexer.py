@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from ptx_emulator.errors import EmulatorError
 
-
-class Token(NamedTuple):
-    kind: str
-    text: str
-    line: int
-
-
 _LONG = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|(/\*.*?\*/)', re.DOTALL)  # what may hold the signs of a comment
-_PATTERN = re.compile(
+_PUNCTUATION = "{}()[],;:@!|+-<>=*"
+_TOKEN = re.compile(
     r"""
-      (?P<name>[.%]?[A-Za-z_$][\w$]*(?:(?:\.|::)[\w$]+)*)
-    | (?P<punct>[{}()\[\],;:@!|+\-<>=*])
-    | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][-+]?\d+)?|\d+U?)
-    | (?P<comment>//.*)
-    | (?P<string>"(?:[^"\\]|\\.)*")
-    | (?P<unknown>[^ \t\r])
+      [.%]?[A-Za-z_$][\w$]*(?:(?:\.|::)[\w$]+)*
+    | [{}()\[\],;:@!|+\-<>=*]
+    | 0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][-+]?\d+)?|\d+U?
+    | //[^\n]*
+    | "(?:[^"\\\n]|\\.)*"
+    | \n
+    | [^ \t\r]
     """,
     re.VERBOSE,
 )
+_SHORT = re.compile(r"[A-Za-z_$\d\n]")  # tokens of one character that are no punctuation
 
 
-def tokenize(text: str) -> list[Token]:
-    tokens: list[Token] = []
+class Tokens(NamedTuple):
+    """The tokens of a text, and the line of each. An empty token of line 0 stands at the end."""
+
+    texts: list[str]
+    lines: list[int]
+
+
+def is_name(text: str) -> bool:
+    return text[:1].isalpha() or text[:1] in ("_", "$", ".", "%")
+
+
+@lru_cache(maxsize=4)
+def tokenize(text: str) -> Tokens:
+    """Callers do not change the lists: the kernels of a module share them."""
     if "/*" in text:
         text = _LONG.sub(lambda found: "\n" * found[1].count("\n") + " " if found[1] else found[0], text)
-    for number, line in enumerate(text.split("\n"), start=1):
-        for match in _PATTERN.finditer(line):
-            kind = match.lastgroup or ""
-            if kind == "unknown":
-                raise EmulatorError(f"PTX line {number}: cannot read {line[match.start() :][:20]!r}")
-            if kind != "comment":
-                tokens.append(Token(kind, match.group(), number))
-    return tokens
+    found = _TOKEN.findall(text)
+    unknown = {t for t in set(found) if len(t) == 1 and t not in _PUNCTUATION and not _SHORT.match(t)}
+    texts, lines, line = list[str](), list[int](), 1
+    for token in found:
+        if token == "\n":
+            line += 1
+        elif token[0] != "/":
+            texts.append(token)
+            lines.append(line)
+        if token in unknown:
+            rest = text.split("\n")[line - 1]
+            raise EmulatorError(f"PTX line {line}: cannot read {rest[rest.index(token) :][:20]!r}")
+    return Tokens([*texts, ""], [*lines, 0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ptx_emulator.errors import EmulatorError, UnsupportedPTX
-from ptx_emulator.ptx.lexer import Token, tokenize
+from ptx_emulator.ptx.lexer import is_name, tokenize
 
 TYPE_BITS = {
     "pred": 1,
@@ -130,49 +130,50 @@ class Kernel:
 
 class _Parser:
     def __init__(self, text: str, entry: str) -> None:
-        tokens = tokenize(text)
-        self.tokens = [*tokens, Token("end", "", 0)]
+        self.texts, self.lines = tokenize(text)
         self.position = 0
         self.kernel = Kernel(entry, ptx_lines=text.splitlines())
-        files = [n for n, token in enumerate(tokens) if token.text == ".file"]
-        self.files = {tokens[n + 1].text: tokens[n + 2].text.strip('"') for n in files}
+        files = [n for n, token in enumerate(self.texts) if token == ".file"]
+        self.files = {self.texts[n + 1]: self.texts[n + 2].strip('"') for n in files}
         self.source: tuple[str, int] | None = None
         self.scopes: list[dict[str, str]] = []  # new names of what is declared there
         self.scope_count = 0
+        self.known: dict[str, Operand] = {}  # operands of one token, while no declaration changes their meaning
 
     # -- token access
     def peek(self) -> str:
-        return self.tokens[self.position].text
+        return self.texts[self.position]
 
-    def next(self) -> Token:
-        token = self.tokens[self.position]
-        if token.kind == "end":
+    def next(self) -> str:
+        text = self.texts[self.position]
+        if not text:
             raise EmulatorError(f"PTX of {self.kernel.name} ends in the middle of a statement")
         self.position += 1
-        return token
+        return text
 
-    def expect(self, text: str) -> Token:
-        token = self.next()
-        if token.text != text:
-            raise EmulatorError(f"PTX line {token.line}: expected {text!r}, found {token.text!r}")
-        return token
+    def expect(self, text: str) -> None:
+        line, found = self.lines[self.position], self.next()
+        if found != text:
+            raise EmulatorError(f"PTX line {line}: expected {text!r}, found {found!r}")
 
     def accept(self, text: str) -> bool:
-        found = self.tokens[self.position].text == text
+        found = self.texts[self.position] == text
         self.position += found
         return found
 
     def integer(self) -> int:
         sign = -1 if self.accept("-") else 1
-        return sign * int(self.next().text.rstrip("U"), 0)
+        return sign * int(self.next().rstrip("U"), 0)
 
     # -- module level
     def module(self) -> Kernel:
-        while self.peek():
-            token = self.next()
-            if token.text == ".shared":
-                self.variable(self.kernel.shared, external=self.tokens[self.position - 2].text == ".extern")
-            elif token.text == ".entry" and self.peek() == self.kernel.name:
+        for position in [n for n, token in enumerate(self.texts) if token in (".shared", ".entry")]:
+            if position < self.position:  # inside the kernel
+                continue
+            self.position = position + 1
+            if self.texts[position] == ".shared":
+                self.variable(self.kernel.shared, external=self.texts[position - 1] == ".extern")
+            elif self.peek() == self.kernel.name:
                 self.entry()
         if not self.kernel.instructions:
             raise EmulatorError(f"no .entry {self.kernel.name} in this PTX module")
@@ -192,7 +193,7 @@ class _Parser:
     def variable(self, space: Space, external: bool = False) -> None:
         size, alignment, name = 0, 0, ""
         while not name:
-            text = self.next().text
+            text = self.next()
             if text == ".align":  # behind the type it is that of what a pointer points to
                 number = self.integer()
                 alignment = alignment if size else number
@@ -214,15 +215,15 @@ class _Parser:
     def body(self) -> None:
         self.open_scope()
         while self.scopes:
-            token = self.next()
-            text = token.text
+            text = self.next()
             if text == "{":
                 self.open_scope()
             elif text == "}":
                 self.scopes.pop()
-            elif text.startswith("."):
-                self.directive(token)
-            elif self.peek() == ":" and token.kind == "name":
+                self.known.clear()
+            elif text[0] == ".":
+                self.directive(text)
+            elif self.peek() == ":" and is_name(text):
                 self.next()
                 self.kernel.labels[self.resolve(text)] = len(self.kernel.instructions)
             elif text != ";":
@@ -233,12 +234,15 @@ class _Parser:
         """Behind its brace. Labels may be used before they stand."""
         self.scopes.append({})
         self.scope_count += 1
+        if len(self.scopes) == 1:  # its names stay
+            return
+        self.known.clear()
         depth, index = 0, self.position
-        while depth >= 0 and index < len(self.tokens) - 1:
-            token = self.tokens[index]
-            depth += (token.text == "{") - (token.text == "}")
-            if depth == 0 and token.kind == "name" and self.tokens[index + 1].text == ":":
-                self.declare(token.text)
+        while depth >= 0 and index < len(self.texts) - 1:
+            text = self.texts[index]
+            depth += (text == "{") - (text == "}")
+            if depth == 0 and self.texts[index + 1] == ":" and is_name(text):
+                self.declare(text)
             index += 1
 
     def declare(self, name: str) -> str:
@@ -250,29 +254,30 @@ class _Parser:
     def resolve(self, name: str) -> str:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
 
-    def directive(self, token: Token) -> None:
-        text = token.text
+    def directive(self, text: str) -> None:
+        line = self.lines[self.position - 1]
         if text == ".reg":
             self.registers()
         elif text == ".loc":
-            number = self.next().text
+            number = self.next()
             self.source = (self.files.get(number, f"file {number}"), self.integer())
-            while self.tokens[self.position].line == token.line:  # the column, and where it was inlined
+            while self.lines[self.position] == line:  # the column, and where it was inlined
                 self.position += 1
         elif text in (".shared", ".local"):
             self.variable(self.kernel.shared if text == ".shared" else self.kernel.local)
         elif text in (".pragma", ".branchtargets", ".noreturn"):
-            while self.next().text != ";":
+            while self.next() != ";":
                 pass
         else:
-            raise UnsupportedPTX(f"PTX line {token.line}: directive {text}")
+            raise UnsupportedPTX(f"PTX line {line}: directive {text}")
 
     def registers(self) -> None:
-        type_ = self.next().text[1:]
+        self.known.clear()
+        type_ = self.next()[1:]
         if type_ not in TYPE_BITS:
             raise UnsupportedPTX(f"register type .{type_}")
         while not self.accept(";"):
-            name = self.next().text
+            name = self.next()
             if self.accept("<"):
                 self.kernel.registers |= dict.fromkeys((f"{name}{index}" for index in range(self.integer())), type_)
                 self.expect(">")
@@ -281,12 +286,12 @@ class _Parser:
             self.accept(",")
 
     def instruction(self) -> None:
-        line = self.tokens[self.position].line
+        line = self.lines[self.position]
         predicate, negated = None, False
         if self.accept("@"):
             negated = self.accept("!")
-            predicate = self.resolve(self.next().text)
-        opcode, *modifiers = self.next().text.split(".")
+            predicate = self.resolve(self.next())
+        opcode, *modifiers = self.next().split(".")
         operands: list[Operand] = []
         while not self.accept(";"):
             operands.append(self.operand())
@@ -294,24 +299,33 @@ class _Parser:
         self.kernel.instructions.append(Instruction(opcode, modifiers, operands, line, predicate, negated, self.source))
 
     def operand(self) -> Operand:
-        if self.accept("{"):
+        text, following = self.texts[self.position], self.texts[self.position + 1]
+        known = self.known.get(text)
+        if known is not None and following != "|":
+            self.position += 1
+            return known
+        if text == "{":
+            self.position += 1
             items: list[Operand] = []
             while not self.accept("}"):
                 items.append(self.operand())
                 self.accept(",")
             return Vector(tuple(items))
-        if self.accept("["):
+        if text == "[":
+            self.position += 1
             return self.address()
         if self.accept("!"):
             operand = self.operand()
             assert isinstance(operand, Reg)
             return Not(operand)
-        negative = self.accept("-")
-        token = self.next()
-        if token.kind == "number":
-            return self.number(token.text, negative)
-        name = self.resolve(token.text)
-        result: Operand = Reg(name) if name in self.kernel.registers or name == "_" else Symbol(name)
+        if self.accept("-"):
+            return self.number(self.next(), True)
+        self.next()
+        if text[0].isdigit():
+            result = self.known[text] = self.number(text, False)
+            return result
+        name = self.resolve(text)
+        result = self.known[text] = Reg(name) if name in self.kernel.registers or name == "_" else Symbol(name)
         if self.accept("|"):
             return Pair(result, self.operand())
         return result

@@ -89,6 +89,12 @@ class Hook:
             )
         if _error.get() is not None:
             return
+        target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.MULTILINE)
+        if target is not None and target[1] != session.arch:
+            raise EmulatorError(
+                f"{entry} was compiled for {target[1]}, and this block emulates {session.arch}: compile it again "
+                f"inside the block, or call it inside `emulate({target[1]!r})`"
+            )
         arguments = _arguments.get()
         live = torch_storages() if arguments is None else storages(arguments)
         ranges = reachable(live, values) | session.ranges
@@ -200,7 +206,9 @@ class Hook:
 
         hardware: dict[str, Callable[..., Any]] = {
             "__init__": lambda session, *a, **k: None,
-            "get_max_active_clusters": lambda session, size, *a, **k: max(1, multiprocessors(session) // size),
+            "get_max_active_clusters": lambda session, cluster_size, *a, **k: max(
+                1, multiprocessors(session) // cluster_size
+            ),
             "get_device_multiprocessor_count": multiprocessors,
             "get_l2_cache_size_in_bytes": lambda session, *a, **k: 50 << 20,
         }
