@@ -6,6 +6,7 @@ first is missing (:class:`~cudnn.runtime.kernels.CompileAhead`), and none in the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from cudnn.fused.host import FusedAPI
 from cudnn.moe import layer
-from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, shape_of
+from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, SortedRows, grouped_gemm_ops, shape_of
 from cudnn.runtime.recording import MAX_TOKENS, Key, record
 
 
@@ -37,37 +38,49 @@ def module_kernels(module: Any, max_tokens: int, arch: str, num_sms: int, trains
     return record(forward, max_tokens, arch, num_sms, trains)
 
 
-def of_experts(e: Experts, top_k: int, adds: bool, x: torch.Tensor) -> Callable[[str], list[Key]]:
-    """For :class:`cudnn.runtime.kernels.CompileAhead`: the kernels of :func:`cudnn.ops.moe_mlp` on the device of x.
+def layer_ops(x: torch.Tensor, e: Experts, adds: bool, top_k: int | None) -> GroupedGemmOps:
+    """The GEMMs of a layer on the device of x, of which the first missing one starts the compilation of all.
 
-    ``adds``: gradients of weights are accumulated into ``main_grad``.
+    Args:
+        adds: Gradients of weights are accumulated into ``main_grad``.
+        top_k: Experts of a token; None for rows that are sorted by expert.
     """
-    up, down = ([_meta(w) for w in weights] for weights in (e.up, e.down))
-    e = e._replace(up=up, down=down, up_bias=_meta(e.up_bias), down_bias=_meta(e.down_bias))
-    max_tokens, index = max(x.shape[0], MAX_TOKENS), x.get_device()
-    return lambda arch: expert_kernels(e, top_k, adds, max_tokens, arch, FusedAPI.num_sms(index))
+    ops = grouped_gemm_ops(x, e)
+    if ops.layer_kernels is None and x.is_cuda:
+        up, down = ([_meta(w) for w in weights] for weights in (e.up, e.down))
+        e = e._replace(up=up, down=down, up_bias=_meta(e.up_bias), down_bias=_meta(e.down_bias))
+        max_tokens, index = max(x.shape[0], MAX_TOKENS), x.get_device()
+        ops.layer_kernels = lambda arch: expert_kernels(e, adds, top_k, max_tokens, arch, FusedAPI.num_sms(index))
+    return ops
 
 
-def expert_kernels(e: Experts, top_k: int, adds: bool, max_tokens: int, arch: str, num_sms: int) -> list[Key]:
-    """The kernels of :func:`cudnn.ops.moe_mlp` for weights on the meta device."""
+def expert_kernels(e: Experts, adds: bool, top_k: int | None, max_tokens: int, arch: str, num_sms: int) -> list[Key]:
+    """The kernels of :func:`cudnn.ops.moe_mlp` or, without ``top_k``, of :func:`cudnn.ops.moe_experts`, for weights on
+    the meta device.
+    """
     up, down = e.up, e.down
     experts, _, h = shape_of(up)
     ops = GroupedGemmOps(e)
     main_grad = tuple(
         [torch.empty_like(w, dtype=torch.float32) for w in weights] if adds else [] for weights in (up, down)
     )
-    needs_grad = [True, True, True, True, e.up_bias is not None, e.down_bias is not None]
 
-    def forward(count: int, saves: bool) -> Callable[[], Any]:
+    def forward(has_weights: bool, count: int, saves: bool) -> Callable[[], Any]:
         x = torch.empty(count, h, dtype=up[0].dtype, device="meta")
-        weights = torch.empty(count, top_k, device="meta")
-        indices = torch.empty(count, top_k, dtype=torch.int32, device="meta")
-        permutation = Permutation(indices.new_empty(experts), indices.new_empty(count * top_k), indices)
-        y, preact = layer.forward(ops, x, weights, permutation, e, saves)
-        arguments = (ops, y, x, preact, indices, weights, permutation, e, needs_grad, main_grad)
-        return lambda: layer.backward(*arguments)
+        offsets = torch.empty(experts, dtype=torch.int32, device="meta")
+        indices = None if top_k is None else offsets.new_empty(count, top_k)
+        rows: Any = SortedRows(offsets, count)
+        if indices is not None:
+            rows = Permutation(offsets, offsets.new_empty(indices.numel()), indices)
+        weights = torch.empty(count, top_k or 1, device="meta") if has_weights else None
+        y, preact = layer.forward(ops, x, weights, rows, e, saves)
+        needs_grad = [True, has_weights, True, True, e.up_bias is not None, e.down_bias is not None]
+        return lambda: layer.backward(ops, y, x, preact, indices, weights, rows, e, needs_grad, main_grad)
 
-    return record(forward, max_tokens, arch, num_sms)
+    keys: dict[Key, None] = {}
+    for has_weights in (True,) if top_k else (True, False):
+        keys |= dict.fromkeys(record(functools.partial(forward, has_weights), max_tokens, arch, num_sms))
+    return list(keys)
 
 
 def on_meta(module: torch.nn.Module) -> Any:

@@ -16,6 +16,7 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import make_error
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
+from cudnn.moe.compile_ahead import layer_ops
 from cudnn.moe.experts import Experts, GroupedGemmOps, SortedRows, environment, grouped_gemm_ops, shape_of
 from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.operator import Weights, check_addresses, check_experts, listed, two
@@ -191,7 +192,7 @@ def _checked(rows: _Rows, e: Experts, main_grad: Sequence[Sequence[Tensor]]) -> 
     if ops is None or max(map(len, lists)) > 1:
         _check(rows, e, main_grad)
         check_addresses(_WHERE, e, main_grad)
-        ops = _CHECKED[key] = grouped_gemm_ops(x, e)
+        ops = _CHECKED[key] = layer_ops(x, e, bool(main_grad[0]), None)
     return ops
 
 

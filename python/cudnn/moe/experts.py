@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -213,7 +214,7 @@ class GroupedGemmOps:
             self.act_options = {"act_func": e.activation, **act_params}
             self.dact_options = {"act_func": f"d{e.activation}", "_deterministic": True, **act_params}
         self._compiled: dict[Any, tuple[Any, Sequence[str], tuple[Any, ...]]] = {}
-        self.layer_kernels: Callable[[str], Iterable[Key]] = _no_kernels  # the kernels of the layer
+        self.layer_kernels: Callable[[str], Iterable[Key]] | None = None  # see :mod:`cudnn.moe.compile_ahead`
 
     def run(self, key: Any, name: str, tensors: dict[str, Any], *options: Mapping[str, Any], margin: int = 0) -> None:
         """Runs the fused API ``name`` on tensors by argument name; it leaves ``margin`` clusters of the GPU free.
@@ -223,15 +224,11 @@ class GroupedGemmOps:
         compiled = self._compiled.get(key)
         if compiled is None:
             merged = {name: value for each in options for name, value in each.items()}
-            with CompileAhead(self.layer_kernels):
+            with CompileAhead(self.layer_kernels) if self.layer_kernels else contextlib.nullcontext():
                 compiled = self._compiled[key] = _compile(name, tensors, merged, margin)
         operation, names, scalars = compiled
         # ``execute`` without its keyword arguments, which cost host time.
         operation.run(tuple(map(tensors.get, names)), scalars, None, None)
-
-
-def _no_kernels(arch: str) -> Iterable[Key]:
-    return ()
 
 
 def _compile(name: str, tensors: dict[str, Any], options: dict[str, Any], margin: int) -> Any:

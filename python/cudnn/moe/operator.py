@@ -16,7 +16,8 @@ from cudnn.api_base import check_tensor
 from cudnn.errors import make_error
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.host import ALIGNMENT
-from cudnn.moe import compile_ahead, layer
+from cudnn.moe import layer
+from cudnn.moe.compile_ahead import layer_ops
 from cudnn.moe.exchange import describe_config
 from cudnn.moe.experts import (
     ACT_PARAMS,
@@ -401,8 +402,7 @@ def checked(
     if ops is None or max(lengths) > 1:
         _check(x, indices, weights, e, main_grad)
         check_addresses(_WHERE, e, main_grad)
-        ops = _CHECKED[key] = grouped_gemm_ops(x, e)
-        ops.layer_kernels = compile_ahead.of_experts(e, indices.shape[1], bool(main_grad[0]), x)
+        ops = _CHECKED[key] = layer_ops(x, e, bool(main_grad[0]), indices.shape[1])
     return ops
 
 

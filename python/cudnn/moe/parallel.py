@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from cudnn.errors import make_error
 from cudnn.moe import layer
+from cudnn.moe.compile_ahead import layer_ops
 from cudnn.moe.exchange import Exchange, Sent, check_all_ranks, size_of
 from cudnn.moe.experts import Experts, Permutation, grouped_gemm_ops, is_list, shape_of
 from cudnn.moe.main_grads import dummy_grads
@@ -159,8 +160,9 @@ class _OverRanks(torch.autograd.Function):
         # (3) Experts.
         rows, preact = x.new_empty(0, x.shape[1]), x.new_empty(0)
         if permutation.rows:
+            ops = layer_ops(x, e, bool(local_experts.main_grad[0]), indices.shape[1])
             options = (e, local_experts.save_preact)
-            rows, preact = layer.forward(grouped_gemm_ops(x, e), tokens, weights, permutation, *options, combine=False)
+            rows, preact = layer.forward(ops, tokens, weights, permutation, *options, combine=False)
         if local_experts.save_preact:
             tokens = tokens.clone() if transport.reuses_buffers else tokens
             permutation_tensors = (permutation.offsets, permutation.gather_idx, permutation.scatter_idx)
