@@ -258,7 +258,7 @@ def training_rows(names: Iterable[str] = tuple(MODELS)) -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
-def training_step(model: Any, kind: str, ids: Any, positions: Any) -> Any:
+def training_step(model: Any, ids: Any, positions: Any, kind: str) -> Any:
     """A forward and a backward pass; the output."""
     model.set_attn_implementation(kind)
     output = model(input_ids=ids, position_ids=positions).last_hidden_state
