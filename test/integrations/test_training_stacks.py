@@ -67,7 +67,7 @@ def test_the_operators_of_scaled_dot_product_attention(switched: Any, tokens_fir
 def test_what_the_switch_refuses(switched: Any) -> None:
     q = torch.randn(1, 2, 7, 64).bfloat16()
     for arguments, message in [
-        ((q, q, q, 0.1), "dropout_p: got 0.1; allowed: 0 .* restore_flash_attention_impl"),
+        ((q, q, q, 0.1), "dropout_p: got 0.1; allowed: 0 .*restore_flash_attention_impl"),
         ((q[..., :32].contiguous(),) * 3, r"head sizes of query and value: got \(32, 32\)"),
     ]:
         with pytest.raises(RuntimeError, match=message):

@@ -185,7 +185,7 @@ class Attention(OverHeads):
                 shape, table = arguments[f"sample_{name}"].shape, arguments.get("sample_page_table")
                 pages = table.shape[-1] if name == "k" and table is not None else 1
                 longest = shape[2] * pages if len(shape) == 4 else 0
-            elif most is not None and ends.is_cuda and not self.as_existing:
+            elif most is not None and ends.device.type != "cpu" and not self.as_existing:
                 longest = 0  # not read, so that the host does not wait for the GPU
             else:
                 values = checked_ends(self, f"cum_seqlen_{name}", ends, arguments[f"sample_{name}"].shape[-3])
