@@ -88,7 +88,7 @@ class CoreAttention(torch.nn.Module):
             query, key, value: (s, b, h, d); with ``packed_seq_params`` (t, h, d).
             attention_mask: Only None, or ignored with a causal mask type, which needs none.
             attn_mask_type: None: the constructor's.
-            packed_seq_params: Megatron's ``PackedSeqParams`` of the format "thd". If it has padded offsets, these count:
+            packed_seq_params: Megatron's ``PackedSeqParams`` of the format "thd". Padded offsets count, if any:
                 the tensors have the padding.
 
         Returns:
