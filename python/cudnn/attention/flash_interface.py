@@ -12,7 +12,6 @@ from cudnn.errors import checked_number, make_error
 
 Maybe = torch.Tensor | None
 Window = tuple[int | None, int | None]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 
 
 def flash_attn_func(
@@ -30,7 +29,7 @@ def flash_attn_func(
     *,
     learnable_sink: Maybe = None,
     return_lse: bool = False,
-) -> Result:
+) -> Any:
     """FlashAttention's function of the same name: ``softmax(softmax_scale * q k^T, masked) v``. Differentiable.
 
     Row i of q stands at key i + s_k - s_q: masks are aligned to the bottom right corner. A row that sees no key gets 0.
@@ -95,7 +94,7 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Maybe = None,
     return_lse: bool = False,
-) -> Result:
+) -> Any:
     """:func:`flash_attn_func` of packed sequences of different lengths, which do not see one another.
 
     The host does not wait for the GPU: the offsets are read by the kernels alone, so a CUDA graph that captured a call
@@ -155,7 +154,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     learnable_sink: Maybe = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """FlashAttention's function of the same name: attention to a cache of keys and values, for decoding. No gradient.
 
     Row i of q stands at the key ``length + i - s_q``, where ``length`` counts the new keys too.
@@ -263,7 +262,7 @@ def _sinks(where: str, sinks: Any, q: torch.Tensor) -> Maybe:
     return sinks.to(torch.float64 if q.dtype is torch.float64 else torch.float32)
 
 
-def _returned(out: torch.Tensor, lse: torch.Tensor, with_probabilities: bool, with_lse: bool) -> Result:
+def _returned(out: torch.Tensor, lse: torch.Tensor, with_probabilities: bool, with_lse: bool) -> Any:
     if with_probabilities:
         return out, lse, None
     return (out, lse) if with_lse else out

@@ -121,6 +121,8 @@ def _options(
 
 def _readable(x: torch.Tensor, packed: bool) -> torch.Tensor:
     """Q, K or V as the kernels take it, (b, h, s, d) or (t, h, d); a copy where its memory is arranged otherwise."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # head sizes are multiples of 16 bytes
+        return x if packed else x.transpose(1, 2)
     x = x if packed else x.transpose(1, 2)
     layout, names = SdpaForward.spec("q").layout, ("sq", "hq", "d") if packed else ("b", "hq", "sq", "d")
     sizes = {**dict(zip(names, x.shape, strict=True)), "packed": packed}

@@ -104,7 +104,7 @@ def functions(case: Case, module: Any) -> Callable[..., Any]:
     window = (case.window - 1, 0) if case.window else (None, None)
     options: dict[str, Any] = {"causal": not case.window, "window_size": window, "softcap": case.softcap}
     if case.sink:
-        options["learnable_sink"] = torch.linspace(-1, 1, case.heads, device="cuda").bfloat16()
+        options["learnable_sink"] = torch.linspace(-1, 1, case.heads, dtype=torch.float32, device="cuda").bfloat16()
     if not case.lengths:
         return lambda q, k, v: first(module.flash_attn_func(q, k, v, **options))
     ends = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device="cuda")
@@ -146,7 +146,7 @@ def modules() -> tuple[Any, Any]:
     return ops, flash
 
 
-def timed(calls: list[Callable[[], Any] | None], clock: Any) -> list[float]:
+def timed(calls: list[Any], clock: Any) -> list[float]:
     """Seconds of each call, interleaved; NaN for a call that is missing."""
     present = [call for call in calls if call is not None]
     seconds = iter([statistics.median(x) if clock is QUICK else min(x) for x in compare(present, clock)])
@@ -229,8 +229,8 @@ def training_rows(names: Iterable[str] = tuple(MODELS)) -> Iterator[Row]:
     for name in names:
         family, sizes = MODELS[name]
         lengths = MIXED if family == "Qwen3" else SHORT
-        positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])[None]
-        ids = torch.randint(3, 1000, positions.shape, device="cuda")
+        positions = torch.cat([torch.arange(n, dtype=torch.int64, device="cuda") for n in lengths])[None]
+        ids = torch.randint(3, 1000, positions.shape, dtype=torch.int64, device="cuda")
         config = getattr(transformers, f"{family}Config")(
             vocab_size=1024, max_position_embeddings=1 << 17, attention_dropout=0.0, use_cache=False, **sizes
         )

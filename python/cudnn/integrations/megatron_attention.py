@@ -110,7 +110,8 @@ class CoreAttention(torch.nn.Module):
         options |= {"window_size": self.window_size, "softcap": self.softcap, "deterministic": self.deterministic}
         options["learnable_sink"] = self.softmax_offset
         if packed_seq_params is None:
-            out: Any = flash_attn_func(*(x.transpose(0, 1) for x in (query, key, value)), **options)
+            flipped: Any = [x.transpose(0, 1) for x in (query, key, value)]
+            out = flash_attn_func(*flipped, **options)
             return out.transpose(0, 1).flatten(2)
         out = flash_attn_varlen_func(query, key, value, *_packing(packed_seq_params), **options)
         return out.flatten(1)

@@ -164,8 +164,9 @@ def _sdpa(
             out, lse = fused_sdpa(query, key, value, factor, is_causal, -1, -1, False)
         else:
             numbers = _numbers(query, max_q, max_k, is_causal, {"scale": scale})
-            flipped = (x.transpose(1, 2) for x in (query, key, value))
-            out, lse = flash_attn(*flipped, None, None, None, *numbers)
+            flipped = [x.transpose(1, 2) for x in (query, key, value)]
+            arguments: tuple[Any, ...] = (*flipped, None, None, None, *numbers)
+            out, lse = flash_attn(*arguments)
             out = out.transpose(1, 2)
     return out, lse, None, None, max_q, max_k, *_no_dropout(query)
 
@@ -208,7 +209,8 @@ def _sdpa_backward(
             return fused_sdpa_bwd(*tensors, factor, is_causal, -1, deterministic, -1, False)
         flipped = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
         numbers = _numbers(query, max_q, max_k, is_causal, {"scale": scale})
-        *gradients, _ = flash_attn_bwd(flipped[0], None, *flipped[1:], lse, None, None, None, *numbers)
+        arguments: tuple[Any, ...] = (flipped[0], None, *flipped[1:], lse, None, None, None, *numbers)
+        *gradients, _ = flash_attn_bwd(*arguments)
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
 

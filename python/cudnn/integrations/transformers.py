@@ -306,7 +306,7 @@ def attention(
         attention_mask = _with_sequences(attention_mask, position_ids, query)
     if isinstance(attention_mask, CausalMask) and attention_mask.ends is not None:
         if _has_kernels(query, value):
-            ends, longest = (attention_mask.ends,) * 2, (attention_mask.longest,) * 2
+            ends, longest = (attention_mask.ends, attention_mask.ends), (attention_mask.longest, attention_mask.longest)
             window = -1 if attention_mask.window is None else attention_mask.window - 1
             options |= {"causal": True, "window_size": (window, -1)}
             return _packed(query, key, value, ends, longest, options), None
@@ -329,7 +329,8 @@ def attention(
         _check_softcap(softcap, attention_mask)
         left = bounds.get("left_bound", -1)
         options |= {"causal": bool(bounds), "window_size": (left - 1 if left != -1 else -1, -1)}
-        return flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options), None
+        flipped: Any = [x.transpose(1, 2) for x in (query, key, value)]
+        return flash_attn_func(*flipped, **options), None
     if isinstance(attention_mask, MASKS):
         attention_mask = attention_mask.dense()
     out = scaled_dot_product_attention(
@@ -353,8 +354,9 @@ def _packed(
 ) -> Tensor:
     """Attention of packed sequences, ``[B, H, S, D]``, whose tokens are those of all of the batch: ``[B, S, H, D]``."""
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    lengths = (int(x) if isinstance(x, Tensor) else x for x in longest)
-    out = flash_attn_varlen_func(*flat, *ends, *lengths, **options)
+    lengths = (None if isinstance(x, Tensor) else x for x in longest)  # the host does not wait for them
+    arguments: tuple[Any, ...] = (*flat, *ends, *lengths)
+    out = flash_attn_varlen_func(*arguments, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
