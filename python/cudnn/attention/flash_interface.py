@@ -224,9 +224,8 @@ def _options(
     where: str, q: torch.Tensor, scale: float | None, causal: bool, window: Any, softcap: float
 ) -> tuple[float, bool, int, int, float]:
     """The scale, causal, the window's bounds, -1 for none, and the softcap, checked."""
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    elif not checked_number(where, "softmax_scale", scale) > 0:
+    factor: Any = q.shape[-1] ** -0.5 if scale is None else checked_number(where, "softmax_scale", scale)
+    if not factor > 0:
         raise make_error(ValueError, where, "softmax_scale", scale, "a positive number, or None for d ** -0.5")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise make_error(TypeError, where, "window_size", repr(window), "a pair (left, right)")
@@ -240,10 +239,10 @@ def _options(
         softcap = 0.0
     if not checked_number(where, "softcap", softcap) >= 0:
         raise make_error(ValueError, where, "softcap", softcap, "a positive number, or 0 for none")
-    return float(scale), bool(causal), left, right, float(softcap)
+    return float(factor), bool(causal), left, right, float(softcap)
 
 
-def _longest(where: str, name: str, most: Any, x: torch.Tensor) -> int:
+def _longest(where: str, name: str, most: Any, x: torch.Tensor) -> Any:
     if most is None:
         return x.shape[0]
     if isinstance(most, torch.Tensor) and most.device.type != "cpu":

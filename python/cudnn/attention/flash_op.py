@@ -309,7 +309,8 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     d_o = torch.zeros_like(o) if d_o is None else d_o
     inputs = (d_o, d_lse, q, k, v, o, lse, cu_q, cu_k, sinks)
-    dq, dk, dv, dsinks = flash_attn_bwd(*inputs, *options, deterministic, top_left)
+    arguments: tuple[Any, ...] = (*inputs, *options, deterministic, top_left)
+    dq, dk, dv, dsinks = flash_attn_bwd(*arguments)
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *nothing[3:]
 
 
