@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -367,9 +368,8 @@ ARGUMENTS = {
     "sinks": torch.zeros(1, 2, 9, 1),
     "position_bias": torch.zeros(1, 2, 9, 9),
     "head_mask": torch.ones(2),
-    "softcap": 30.0,
-    "cu_seq_lens_q": torch.tensor([0, 4, 9]),
     "max_length_k": 9,
+    "seq_idx": torch.zeros(1, 9),
     "cache": object(),
     "output_attentions": True,
     "deterministic": True,
@@ -387,12 +387,90 @@ def test_arguments_without_a_meaning_here_are_refused(name: str) -> None:
     assert torch.equal(*(attention(SimpleNamespace(), q, q, q, None, **each)[0] for each in (ignored, {})))
 
 
-def test_softcap_is_refused_by_the_interface() -> None:
-    one = model("Mixtral", "cudnn", "eager")
-    q = torch.randn(1, 4, 3, 16)
-    chosen = transformers.AttentionInterface()["cudnn"]
-    with pytest.raises(ValueError, match=r"softcap: got 30\.0; allowed: None"):
-        chosen(one.model.layers[0].self_attn, q, q, q, None, softcap=30.0)
+def test_what_packed_sequences_and_softcaps_are_refused() -> None:
+    q, seen = torch.randn(1, 2, 9, 64), torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    ends = torch.tensor([0, 4, 9])
+    for arguments, message in [
+        ({"softcap": 30.0, "attention_mask": seen}, r"softcap: got 30\.0 with a mask .*attn_implementation=.eager"),
+        ({"cu_seq_lens_q": ends}, "cu_seq_lens_k: got None; allowed: both"),
+        ({"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "attention_mask": seen}, "attention_mask: got a mask"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attention(SimpleNamespace(), q, q, q, **{"attention_mask": None, **arguments})
+
+
+PACKED_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Gemma2": {"sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 64},
+    "GptOss": {"sliding_window": 8, "num_local_experts": 4},
+}
+LENGTHS = (20, 1, 13, 30)
+
+
+@pytest.mark.parametrize("family", PACKED_MODELS)
+def test_packed_sequences(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and gradients are those of "eager" with a block-diagonal mask, and no mask is stored."""
+    sizes = COMMON | {"num_hidden_layers": 2, "head_dim": 64, "intermediate_size": 32} | PACKED_MODELS[family]
+    torch.manual_seed(0)
+    one = getattr(transformers, f"{family}ForCausalLM")._from_config(
+        getattr(transformers, f"{family}Config")(**sizes), attn_implementation="eager", dtype=torch.float32
+    )
+    for parameter in one.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.1)
+    tokens = torch.randint(3, 96, (1, sum(LENGTHS)))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    ends = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
+    block = torch.block_diag(*(torch.ones(n, n).tril() for n in LENGTHS)).bool()
+    full, window = (
+        torch.zeros(seen.shape).masked_fill(~seen, -1e30)[None, None]
+        for seen in (block, block & torch.ones(block.shape).triu(-7).bool())
+    )
+
+    def passes(kind: str, **arguments: Any) -> list[torch.Tensor]:
+        one.set_attn_implementation(kind)
+        one.zero_grad()
+        out = one(input_ids=tokens, position_ids=positions, labels=tokens, **arguments)
+        out.loss.backward()
+        return [out.logits.detach(), *(p.grad.clone() for p in one.parameters() if p.grad is not None)]
+
+    masks = full if family == "Qwen3" else {"full_attention": full, "sliding_attention": window}
+    expected = passes("eager", attention_mask=masks)
+    monkeypatch.setattr(CausalMask, "dense", lambda self: pytest.fail("a mask is stored"))
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 30, "max_length_k": 30}
+    for arguments in ({}, lengths):
+        for actual, want in zip(passes("cudnn", **arguments), expected, strict=True):
+            torch.testing.assert_close(actual, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()) + 1e-8)
+
+
+def test_packed_sequences_of_other_head_sizes_by_a_mask() -> None:
+    positions = torch.cat([torch.arange(n) for n in (10, 14)])[None].expand(2, -1)
+    outputs = [
+        model("Qwen3-MoE", kind, "eager")(input_ids=TOKENS, position_ids=positions).logits for kind in ("cudnn", "sdpa")
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_packed_mask_is_read_as_any_mask() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    for window in (None, 2):
+        first = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        function = and_masks(first, packed_sequence_mask_function(ids))
+        packed = mask(2, 6, 6, mask_function=function, local_size=window, allow_is_causal_skip=False)
+        assert isinstance(packed, CausalMask)
+        assert packed.ends.tolist() == [0, 3, 5, 6, 7, 12]
+        assert packed.longest == 5
+        stored = sdpa_mask(2, 6, 6, 0, mask_function=function, allow_is_causal_skip=False)
+        assert torch.equal(packed.dense(), stored)
+        assert torch.equal(packed[:, :, 2:] & True, stored[:, :, 2:])
+    other = and_masks(causal_mask_function, packed_sequence_mask_function(ids), lambda b, h, q, k: k != 1)
+    assert not isinstance(mask(2, 6, 6, mask_function=other, allow_is_causal_skip=False), CausalMask)
+
+
+def test_a_row_that_sees_all_keys_of_its_window_needs_no_mask() -> None:
+    function = sliding_window_causal_mask_function(4)
+    assert mask(1, 1, 4, 9, mask_function=function, local_size=4, kv_offset=6) is None
+    assert mask(1, 1, 10, 9, mask_function=function, local_size=4, kv_offset=0) is not None
 
 
 @pytest.mark.parametrize("rows", [1, 9])

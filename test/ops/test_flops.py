@@ -226,6 +226,14 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
     yield "fused_sdpa", fused, 2 * product
     back = (heads[4], *heads[:4], stats[..., 0], 0.1, False, -1)
     yield "fused_sdpa_bwd", lambda: operators.fused_sdpa_bwd(*back), 5 * product
+    q, o, do, k, v = (x.transpose(1, 2).contiguous() for x in (heads[0], *heads[3:], *heads[1:3]))
+    flash = (None, None, None, s, t, 0.1, False, -1, -1, 0.0, False)
+    yield "flash_attn", lambda: operators.flash_attn(q, k, v, *flash), 2 * product
+    rows = stats[..., 0]
+    yield "flash_attn_bwd", lambda: operators.flash_attn_bwd(do, None, q, k, v, o, rows, *flash), 5 * product
+    lengths = torch.tensor([t, 3], dtype=torch.int32)
+    cached = (lengths, None, None, 0.1, False, -1, -1, 0.0, 0)
+    yield "flash_attn_kvcache", lambda: operators.flash_attn_kvcache(q, k, v, *cached), 2 * product
     wide = [torch.randn(b, s, h, 256).half().transpose(1, 2) for _ in range(5)]
     large = 2 * b * h * s * s * 256
     yield "sdpa_fwd_d256", lambda: operators.sdpa_fwd_d256(*wide[:3], *options), 2 * large

@@ -62,6 +62,53 @@ def test_agrees_with_cudnns_graph(rows: tuple[int, int], options: dict[str, Any]
     assert actual[0].is_contiguous()
 
 
+LENGTHS: list[dict[str, Any]] = [
+    {"seq_len_q": torch.tensor([3, 20])},
+    {"seq_len_q": torch.tensor([0, 17]), "seq_len_kv": torch.tensor([30, 9]), "is_causal": True},
+    {
+        "seq_len_q": torch.tensor([5, 17]),
+        "seq_len_kv": torch.tensor([8, 29]),
+        "is_causal": True,
+        "left_bound": 6,
+        "diagonal_alignment": BOTTOM_RIGHT,
+    },
+    {"cumulative_seq_len_q": torch.tensor([0, 9, 28]), "cumulative_seq_len_kv": torch.tensor([0, 30, 55])},
+    {
+        "cumulative_seq_len_q": torch.tensor([2, 9, 28]),
+        "cumulative_seq_len_kv": torch.tensor([1, 30, 55]),
+        "seq_len_q": torch.tensor([4, 18]),
+        "seq_len_kv": torch.tensor([6, 24]),
+        "is_causal": True,
+    },
+]
+
+
+@pytest.mark.parametrize("options", LENGTHS)
+def test_lengths_agree_with_cudnns_graph(options: dict[str, Any]) -> None:
+    """Also where there is no token: zeros. What lies there does not matter."""
+    tensors = drawn()
+    actual, expected = (passes(tensors, backend=name, **options) for name in ("fused", "cudnn"))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
+    if "cumulative_seq_len_q" not in options:
+        q, k, v, do = (x.clone() for x in tensors)
+        for entry, length in enumerate(options["seq_len_q"].tolist()):
+            q[entry, :, length:] = do[entry, :, length:] = torch.nan
+        for one, other in zip(passes([q, k, v, do], backend="fused", **options), actual, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "left_bound": 6, "diagonal_alignment": BOTTOM_RIGHT}])
+def test_sinks_agree_with_cudnns_graph(options: dict[str, Any]) -> None:
+    q, k, v, do = drawn()
+    sinks, results = torch.randn(4).bfloat16(), []
+    for backend in ("fused", "cudnn"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+        out = attention(*leaves[:3], enable_gqa=True, sinks=leaves[3], backend=backend, **options)
+        results.append([out, *torch.autograd.grad(out, leaves, do)])
+    torch.testing.assert_close(*results, atol=3e-2, rtol=3e-2)
+
+
 def test_tensors_at_odd_addresses_are_copied() -> None:
     tensors = drawn(rows=(30, 30))
     moved = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in tensors]
@@ -72,8 +119,8 @@ def test_tensors_at_odd_addresses_are_copied() -> None:
 def test_what_is_refused() -> None:
     q, k, v, _ = drawn()
     for arguments, options, message in [
-        ((q, k, v), {"attn_mask": torch.ones(20, 30, dtype=torch.bool)}, "the kernels take bounds alone"),
-        ((q, k, v), {"seq_len_q": torch.tensor([3, 4])}, "the kernels take bounds alone"),
+        ((q, k, v), {"attn_mask": torch.ones(20, 30, dtype=torch.bool)}, "the kernels take bounds, lengths and sinks"),
+        ((q, k, v), {"dropout_p": 0.1}, "a mask or dropout"),
         ((q, k, v), {"left_bound": 0}, "the kernels take left ones from 1 up"),
         ((q, k, v), {"scale": 0.0}, "the scale 0.0: the kernels take positive ones"),
         ((q.float(), k.float(), v.float()), {}, "torch.float32: the kernels take"),
@@ -125,7 +172,7 @@ def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
         attention(q, k, v, enable_gqa=True)
         attention(q, k, v, enable_gqa=True, backend="cudnn")
     monkeypatch.setattr(fused, "is_faster", lambda *inputs: True)
-    attention(q, k, v, enable_gqa=True, left_bound=3)  # not timed
+    attention(q, k, v, enable_gqa=True, left_bound=3)  # on Hopper alone
     attention(q, k, v, enable_gqa=True, is_causal=True)  # from the top left
     attention(q, k, v, enable_gqa=True, right_bound=3, diagonal_alignment=BOTTOM_RIGHT)
     assert len(calls) == 1

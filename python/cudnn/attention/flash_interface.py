@@ -12,7 +12,6 @@ from cudnn.errors import checked_number, make_error
 
 Maybe = torch.Tensor | None
 Window = tuple[int | None, int | None]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 
 
 def flash_attn_func(
@@ -30,7 +29,7 @@ def flash_attn_func(
     *,
     learnable_sink: Maybe = None,
     return_lse: bool = False,
-) -> Result:
+) -> Any:
     """FlashAttention's function of the same name: ``softmax(softmax_scale * q k^T, masked) v``. Differentiable.
 
     Row i of q stands at key i + s_k - s_q: masks are aligned to the bottom right corner. A row that sees no key gets 0.
@@ -95,7 +94,7 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Maybe = None,
     return_lse: bool = False,
-) -> Result:
+) -> Any:
     """:func:`flash_attn_func` of packed sequences of different lengths, which do not see one another.
 
     The host does not wait for the GPU: the offsets are read by the kernels alone, so a CUDA graph that captured a call
@@ -155,7 +154,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     learnable_sink: Maybe = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """FlashAttention's function of the same name: attention to a cache of keys and values, for decoding. No gradient.
 
     Row i of q stands at the key ``length + i - s_q``, where ``length`` counts the new keys too.
@@ -225,9 +224,8 @@ def _options(
     where: str, q: torch.Tensor, scale: float | None, causal: bool, window: Any, softcap: float
 ) -> tuple[float, bool, int, int, float]:
     """The scale, causal, the window's bounds, -1 for none, and the softcap, checked."""
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    elif not checked_number(where, "softmax_scale", scale) > 0:
+    factor: Any = q.shape[-1] ** -0.5 if scale is None else checked_number(where, "softmax_scale", scale)
+    if not factor > 0:
         raise make_error(ValueError, where, "softmax_scale", scale, "a positive number, or None for d ** -0.5")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise make_error(TypeError, where, "window_size", repr(window), "a pair (left, right)")
@@ -241,10 +239,10 @@ def _options(
         softcap = 0.0
     if not checked_number(where, "softcap", softcap) >= 0:
         raise make_error(ValueError, where, "softcap", softcap, "a positive number, or 0 for none")
-    return float(scale), bool(causal), left, right, float(softcap)
+    return float(factor), bool(causal), left, right, float(softcap)
 
 
-def _longest(where: str, name: str, most: Any, x: torch.Tensor) -> int:
+def _longest(where: str, name: str, most: Any, x: torch.Tensor) -> Any:
     if most is None:
         return x.shape[0]
     if isinstance(most, torch.Tensor) and most.device.type != "cpu":
@@ -263,7 +261,7 @@ def _sinks(where: str, sinks: Any, q: torch.Tensor) -> Maybe:
     return sinks.to(torch.float64 if q.dtype is torch.float64 else torch.float32)
 
 
-def _returned(out: torch.Tensor, lse: torch.Tensor, with_probabilities: bool, with_lse: bool) -> Result:
+def _returned(out: torch.Tensor, lse: torch.Tensor, with_probabilities: bool, with_lse: bool) -> Any:
     if with_probabilities:
         return out, lse, None
     return (out, lse) if with_lse else out

@@ -121,6 +121,8 @@ def _options(
 
 def _readable(x: torch.Tensor, packed: bool) -> torch.Tensor:
     """Q, K or V as the kernels take it, (b, h, s, d) or (t, h, d); a copy where its memory is arranged otherwise."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # head sizes are multiples of 16 bytes
+        return x if packed else x.transpose(1, 2)
     x = x if packed else x.transpose(1, 2)
     layout, names = SdpaForward.spec("q").layout, ("sq", "hq", "d") if packed else ("b", "hq", "sq", "d")
     sizes = {**dict(zip(names, x.shape, strict=True)), "packed": packed}
@@ -307,7 +309,8 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     d_o = torch.zeros_like(o) if d_o is None else d_o
     inputs = (d_o, d_lse, q, k, v, o, lse, cu_q, cu_k, sinks)
-    dq, dk, dv, dsinks = flash_attn_bwd(*inputs, *options, deterministic, top_left)
+    arguments: tuple[Any, ...] = (*inputs, *options, deterministic, top_left)
+    dq, dk, dv, dsinks = flash_attn_bwd(*arguments)
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *nothing[3:]
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from cudnn.attention.graphs import check, over_batches
+from cudnn.attention.flash_op import flash_attn
+from cudnn.attention.graphs import check, layouts, over_batches
 from cudnn.fused.object_cache import run
 from cudnn.runtime import flops, launch
-from cudnn.runtime.call import warn_once
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, heuristics
@@ -30,14 +30,14 @@ def unsupported_reason(
     v: torch.Tensor,
     bounds: heuristics.Bounds,
     scale: float | None,
-    has_other_inputs: bool,
+    other_inputs: str = "",
 ) -> str:
     """Why the kernels cannot compute this attention; "" if they can.
 
-    ``has_other_inputs``: a mask, sinks, lengths or dropout.
+    ``other_inputs``: why not, if there are other inputs.
     """
-    if has_other_inputs:
-        return "a mask, lengths, sinks or dropout: the kernels take bounds alone"
+    if other_inputs:
+        return other_inputs
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return f"{q.ndim} dimensions: the kernels take (B, H, S, D)"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -49,11 +49,17 @@ def unsupported_reason(
     return heuristics.unsupported_reason(heads, bounds, scale, operations)
 
 
-def is_chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: heuristics.Bounds) -> bool:
-    """Whether the kernels are used by default."""
+def is_chosen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: heuristics.Bounds, has_sinks_or_lengths: bool = False
+) -> bool:
+    """Whether the kernels are used by default: where cuDNN has nothing; where docs/performance.md has them faster; and
+    on Hopper for sinks, lengths and windows, which cost cuDNN's graphs further passes over the tensors.
+    """
     rows, keys = q.shape[2], k.shape[2]
-    if is_needed(rows, keys, bounds):
+    if not has_sinks_or_lengths and is_needed(rows, keys, bounds):
         return True
+    if has_sinks_or_lengths or bounds[2] != -1:
+        return q.is_cuda and launch.device_architecture(q.device.index) == "sm_90a"
     return heuristics.is_timed(rows, keys, bounds) and is_faster(q, k, v)
 
 
@@ -93,6 +99,56 @@ def attend(
     if q.shape[2] == 1 and 0 < left < k.shape[2] and not top_left:  # these are the last keys
         k, v, left = k[:, :, -left:], v[:, :, -left:], -1
     return fused_sdpa(q, k, v, scale, is_causal, left, right, top_left)
+
+
+def attend_with(
+    sinks: Maybe,
+    lengths: tuple[Maybe, Maybe, Maybe, Maybe],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    alignment: int,
+    left: int,
+    right: int,
+    *nothing: None,
+    **neither: Any,
+) -> tuple[torch.Tensor]:
+    """O with sinks, lengths or both, by :func:`cudnn.attention.flash_op.flash_attn`, with each token contiguous.
+
+    Tokens of no entry are sequences of their own, without keys, or keys without rows: so their results are zeros.
+    """
+    check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
+    (batch, _, rows, _), keys = q.shape, k.shape[2]
+    if sinks is not None:
+        sinks = sinks.float()
+    inputs, ends, longest = [x.transpose(1, 2) for x in (q, k, v)], (None, None), (rows, keys)
+    if any(x is not None for x in lengths):
+        inputs, longest = [x.flatten(0, 1) for x in inputs], (batch * rows, batch * keys)
+        ends = _offsets(q, k, lengths)
+    window = left - 1 if left != -1 else -1, 0 if is_causal and right == -1 else right
+    arguments: tuple[Any, ...] = (*inputs, *ends, sinks, *longest, scale, False, *window, 0.0, False, alignment == 0)
+    o, _ = flash_attn(*arguments)
+    return ((o if o.ndim == 4 else o.unflatten(0, (batch, rows))).transpose(1, 2),)
+
+
+def _offsets(
+    q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, Maybe, Maybe, Maybe]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``cu_seqlens`` of rows and keys. Each entry is three sequences: its tokens, its rows beyond them without keys,
+    and its keys beyond without rows. Two of the same kind come before the first entry.
+    """
+    (first_q, length_q), (first_k, length_k) = (side.spans() for side in layouts(q, k, lengths))
+    end_q, end_k = first_q + length_q, first_k + length_k
+    (total_q, total_k), zero = (
+        [x.new_full((1,), x.shape[0] * x.shape[2], dtype=torch.int32) for x in (q, k)],
+        first_q.new_zeros(1),
+    )
+    next_q = torch.cat([first_q[1:], total_q])
+    of_q = torch.stack([first_q, end_q, next_q], 1).flatten()
+    of_k = torch.stack([first_k, end_k, end_k], 1).flatten()
+    return torch.cat([zero, first_q[:1], of_q, total_q]), torch.cat([zero, zero, of_k, total_k])
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +191,6 @@ def fused_sdpa(
         return o.zero_(), lse.fill_(-torch.inf)
     q, k, v = map(_readable, (q, k, v))
     options = _options(q, k, attn_scale, is_causal, left_bound, right_bound, top_left)
-    if q.is_cuda:
-        warn_once("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
     run(SdpaForward, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, options)
     return o, lse
 
@@ -208,7 +262,8 @@ def _bounds_of_d256(
 ) -> None:
     """Raises for what the operators of head size 256 do not take."""
     check(q, k, v, bounds[1], {"left_bound": bounds[2], "right_bound": bounds[3]})
-    reason = unsupported_reason(q, k, v, bounds, scale, any(x is not None for x in lengths))
+    other = "lengths: the kernels take bounds alone" if any(x is not None for x in lengths) else ""
+    reason = unsupported_reason(q, k, v, bounds, scale, other)
     if not reason and (q.shape[3], v.shape[3]) != (256, 256):
         reason = f"head sizes {(q.shape[3], v.shape[3])}: the kernels take 256"
     if not reason and bounds[2] != -1:

@@ -181,6 +181,14 @@ class Layout:
         if lengths is not None and any(not 0 <= length <= self._longest for length in lengths):
             raise make_error(ValueError, _WHERE, f"seq_len_{side}", lengths, f"numbers from 0 to {self._longest}")
 
+    def spans(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first token of each entry among the B * S, and its number of tokens: int32, (B,)."""
+        assert self._lengths is not None
+        if self._starts is not None:
+            return self._starts[:-1], self._lengths
+        first = torch.arange(self._batch, dtype=torch.int32, device=self._lengths.device) * self._longest
+        return first, self._lengths
+
     def readable(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor as the graph can read it; a copy where it lies otherwise."""
         packed = self._starts is not None
@@ -214,7 +222,7 @@ class Layout:
             x.masked_fill_(unused, 0)
 
 
-def _layouts(q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, ...]) -> tuple[Layout, Layout]:
+def layouts(q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, ...]) -> tuple[Layout, Layout]:
     if (lengths[2] is None) != (lengths[3] is None):
         missing = "cumulative_seq_len_q" if lengths[2] is None else "cumulative_seq_len_kv"
         raise make_error(ValueError, _WHERE, missing, "None with the other one set", "both or neither", "pass both")
@@ -369,7 +377,7 @@ def sdpa(
     """
     check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
     _check_scores(q, k, bias, dropout_p, seed)
-    rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    rows, keys = layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
     o, stats = _results(q, v, cumulative_seq_len_q is not None)
     if not q.numel() or not k.numel():
         return o.zero_(), stats.fill_(-torch.inf)
@@ -404,7 +412,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dQ, dK, dV from q, k, v, o and stats; fills ``dbias``, where it is given."""
     q, k, v, o, stats = tensors
-    rows, keys = _layouts(q, k, lengths)
+    rows, keys = layouts(q, k, lengths)
     packed = lengths[2] is not None
     dq, dk, dv = (_gradient(x, packed) for x in (q, k, v))
     if not q.numel() or not k.numel():

@@ -1,14 +1,16 @@
 # No `from __future__ import annotations`, as for the operators.
 
 import functools
+from typing import Any
 
 import torch
 
 from cudnn.attention import fused
 from cudnn.attention.graphs import attend, check_tensors, integers, sdpa
-from cudnn.attention.sinks import attend_with_sinks
+from cudnn.attention.sinks import attend_with_sinks, check_sinks
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import checked_number, make_error
+from cudnn.runtime.call import warn_once
 from cudnn.runtime.registration import autocast_type, in_type
 
 _WHERE = "scaled_dot_product_attention"
@@ -60,13 +62,15 @@ def scaled_dot_product_attention(
             packed: entry b has the tokens ``cumulative[b]`` to ``cumulative[b + 1] - 1`` of the B * S tokens that
             ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
         sinks: ``[H_q]``: a logit of each head that joins the softmax of every row without a value (gpt-oss);
-            differentiable. Excludes lengths, and a gradient of the mask.
+            differentiable. Excludes a gradient of the mask; lengths only by cuDNN's graphs.
         backend: "cudnn": graphs of cuDNN. "fused": the kernels of :mod:`cudnn.sdpa`, for their head sizes, with bounds,
-            without masks, lengths and dropout. None: the latter where docs/performance.md has them faster on this chip,
-            or cuDNN has nothing for such numbers of rows and keys, which the log says once.
+            lengths and sinks, without masks and dropout. None: the latter where docs/performance.md has them faster on
+            this chip, for sinks, lengths and left bounds on Hopper, and where cuDNN has nothing for such numbers of
+            rows and keys; the log says so once.
 
     Returns:
-        ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
+        ``[B, H_q, S_q, D_v]``, contiguous; with each token contiguous where query is packed, or by our kernels with
+        sinks or lengths.
 
     Raises:
         ValueError: shapes, bounds, lengths, a mask with other masks, a probability below 0 or not below 1, sinks with
@@ -87,15 +91,12 @@ def scaled_dot_product_attention(
     if dtype := autocast_type(query):  # before anything is chosen by type, or kept
         cast = functools.partial(in_type, dtype=dtype)
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
-    if backend != "cudnn":
-        has_other_inputs = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))
-        unsupported_reason = fused.unsupported_reason(query, key, value, bounds, scale, has_other_inputs)
-        if backend and unsupported_reason:
-            raise NotImplementedError(
-                f'{_WHERE}: backend="fused": got {unsupported_reason}. To fix it, leave backend out.'
-            )
-        if backend or (not unsupported_reason and fused.is_chosen(query, key, value, bounds)):
-            return attend(query, key, value, scale, enable_gqa, bounds, operator=fused.attend)
+    if _is_fused(backend, query, key, value, bounds, scale, dropout_p, attn_mask, sinks, lengths):
+        operator: Any = fused.attend
+        if sinks is not None or any(x is not None for x in lengths):
+            check_sinks(sinks, query)
+            operator = functools.partial(fused.attend_with, sinks, lengths)
+        return attend(query, key, value, scale, enable_gqa, bounds, operator=operator)
     seed = torch.randint(_SEEDS, (1,), dtype=torch.int64, device=query.device) if dropout_p else None
     operator = sdpa if sinks is None else functools.partial(attend_with_sinks, sinks)
     if attn_mask is None:
@@ -106,6 +107,34 @@ def scaled_dot_product_attention(
     bias, seen = _bias(query, key, attn_mask)
     out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed, operator)
     return out.masked_fill(~seen, 0)
+
+
+def _is_fused(
+    backend: str | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[bool, int, int, int],
+    scale: float | None,
+    dropout_p: float,
+    attn_mask: Maybe,
+    sinks: Maybe,
+    lengths: tuple[Maybe, ...],
+) -> bool:
+    """The rule: whether our kernels compute it, which the log says once. Raises where they are asked for and cannot."""
+    if backend == "cudnn":
+        return False
+    other = (
+        "a mask or dropout: the kernels take bounds, lengths and sinks" if dropout_p or attn_mask is not None else ""
+    )
+    reason = fused.unsupported_reason(query, key, value, bounds, scale, other)
+    if backend and reason:
+        raise NotImplementedError(f'{_WHERE}: backend="fused": got {reason}. To fix it, leave backend out.')
+    has_more = sinks is not None or any(x is not None for x in lengths)
+    chosen = bool(backend) or (not reason and fused.is_chosen(query, key, value, bounds, has_more))
+    if chosen and query.is_cuda:
+        warn_once(_WHERE, "the kernels of cudnn.sdpa compute it")
+    return chosen
 
 
 def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,14 +13,21 @@ from cudnn.errors import make_error
 _WHERE = "scaled_dot_product_attention"
 
 
-def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any, ...]) -> None:
-    """Refuses what :func:`attend_with_sinks` cannot do."""
+def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    """Refuses sinks of another shape or device, and such as are no floating-point numbers."""
+    if sinks is None:
+        return
     heads = query.shape[1] if query.ndim == 4 else None
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
         got = f"{sinks.dtype} of the shape {tuple(sinks.shape)} on {sinks.device}"
         raise make_error(
             ValueError, _WHERE, "sinks", got, f"floating-point numbers of the shape ({heads},), {query.device}"
         )
+
+
+def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any, ...]) -> None:
+    """Refuses what :func:`attend_with_sinks` cannot do."""
+    check_sinks(sinks, query)
     if any(x is not None for x in lengths):
         raise make_error(ValueError, _WHERE, "sinks", "lengths with them", "none", "put the lengths into a mask")
     if bias is not None and bias.requires_grad:

@@ -14,6 +14,9 @@ from cudnn.errors import make_error
 class CausalMask(Tensor):
     """A mask ``[B, 1, S_q, S_kv]`` of type bool: row i sees the keys up to ``i + offset``, of a window the last ones.
 
+    With ``ends``, rows are packed sequences, which see their own keys alone: the offsets of all B * S rows, 0 first,
+    int32. ``longest`` is the length of the longest.
+
     It has no storage. Slices along the batch and the rows, and of the first keys, are masks of this class; other views
     are a :class:`MaskView`, and any other operation reads the mask as a plain tensor, which :meth:`dense` makes. So a
     model may treat it as any mask, and an attention function that knows the class takes the band.
@@ -21,13 +24,24 @@ class CausalMask(Tensor):
 
     offset: int
     window: int | None
+    ends: Tensor | None
+    longest: int
     _anchor: Tensor
 
     @staticmethod
-    def __new__(cls, anchor: Tensor, shape: tuple[int, ...], offset: int = 0, window: int | None = None) -> CausalMask:
+    def __new__(
+        cls,
+        anchor: Tensor,
+        shape: tuple[int, ...],
+        offset: int = 0,
+        window: int | None = None,
+        ends: Tensor | None = None,
+        longest: int = 0,
+    ) -> CausalMask:
         """``anchor``: any tensor on the mask's device; ``torch.compile`` traces it in place of the mask."""
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=anchor.device)
         mask._anchor, mask.offset, mask.window = anchor, offset, window
+        mask.ends, mask.longest = ends, longest
         return mask
 
     def dense(self) -> Tensor:
@@ -37,22 +51,28 @@ class CausalMask(Tensor):
         seen = keys <= rows
         if self.window is not None:
             seen &= keys > rows - self.window
+        if self.ends is not None:
+            places = torch.arange(self.shape[0] * self.shape[2], dtype=torch.int32, device=self.device)
+            sequence = torch.searchsorted(self.ends, places, right=True).view(self.shape[0], 1, -1)
+            seen = seen & (sequence[..., None] == sequence[..., None, :])
         return seen.expand(self.shape)
 
     def __repr__(self) -> str:
-        return f"CausalMask(shape={tuple(self.shape)}, offset={self.offset}, window={self.window})"
+        packed = "" if self.ends is None else f", sequences={self.ends.shape[0] - 1}"
+        return f"CausalMask(shape={tuple(self.shape)}, offset={self.offset}, window={self.window}{packed})"
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _refused_write("__setitem__")
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, int | None]]:
-        return ["_anchor"], (self.offset, self.window)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, int | None, int]]:
+        return ["_anchor", *["ends"] * (self.ends is not None)], (self.offset, self.window, self.longest)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[int, int | None], size: Any, _: Any
+        inner: dict[str, Tensor], context: tuple[int, int | None, int], size: Any, _: Any
     ) -> CausalMask:
-        return CausalMask(inner["_anchor"], tuple(size), *context)
+        offset, window, longest = context
+        return CausalMask(inner["_anchor"], tuple(size), offset, window, inner.get("ends"), longest)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,13 +86,13 @@ class CausalMask(Tensor):
         return _on_dense(func, args, kwargs)
 
     def _of(self, shape: tuple[int, ...], offset: int) -> CausalMask:
-        return CausalMask(self._anchor, shape, offset, self.window)
+        return CausalMask(self._anchor, shape, offset, self.window, self.ends, self.longest)
 
     def _sliced(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
         """The slice as a mask of this class, or None where it is none."""
         dim, size = dim % 4, self.shape[dim]
         first, last, _ = slice(start, end).indices(size)
-        if step != 1 or (dim == 3 and first):
+        if step != 1 or (dim == 3 and first) or (self.ends is not None and (first, last) != (0, size)):
             return None
         shape = [*self.shape[:dim], max(last - first, 0), *self.shape[dim + 1 :]]
         return self._of(tuple(shape), self.offset + (first if dim == 2 else 0))

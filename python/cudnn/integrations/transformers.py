@@ -6,17 +6,21 @@ import functools
 import inspect
 import re
 import sys
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cudnn.attention.flash_interface import flash_attn_func, flash_attn_varlen_func
 from cudnn.attention.operator import scaled_dot_product_attention
 from cudnn.enums import diagonal_alignment
 from cudnn.errors import make_error
 from cudnn.integrations import _gated_mlp
 from cudnn.integrations._causal_mask import MASKS, CausalMask
 from cudnn.moe.operator import moe_mlp
+from cudnn.runtime.call import warn_once
+from cudnn.sdpa import SdpaForward
 
 NAME = "cudnn"
 _WHERE = "cudnn.integrations.transformers"
@@ -38,7 +42,6 @@ _OPTIONS = ("experts_class", "experts_interface", "is_concatenated", "is_transpo
 # Arguments of attention functions that concern other parts of a model, so that any value may be ignored:
 _ELSEWHERE = frozenset(
     (
-        "position_ids",  # query and key are rotated already; the mask has the sequences that positions tell apart
         "output_hidden_states",
         "output_router_logits",
         "num_items_in_batch",
@@ -47,10 +50,10 @@ _ELSEWHERE = frozenset(
     )
 )
 _FLAGS = frozenset(("output_attentions", "deterministic"))  # False is what these functions do
-_LENGTHS = "pass position_ids that begin again with each sequence, and neither attention_mask nor a cache"
-_CURES: dict[str, str] = dict.fromkeys(
-    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _LENGTHS
-)
+_LENGTHS = "pass cu_seq_lens_q and cu_seq_lens_k, or position_ids that begin again with each sequence"
+_CURES: dict[str, str] = dict.fromkeys(("max_length_q", "max_length_k", "seq_idx"), _LENGTHS)
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 
 # Attention that compares its implementation's name with "sdpa", or has a class for each name. The modules below do so
 # for a reason that does not concern "cudnn".
@@ -273,9 +276,16 @@ def attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a model, by :func:`cudnn.ops.scaled_dot_product_attention`: causal, windows, sinks, any mask.
+    """Attention of a model: causal, windows, sinks, any mask, packed sequences and softcap.
+
+    Packed sequences and a softcap are computed by :func:`cudnn.ops.flash_attn_varlen_func` and
+    :func:`cudnn.ops.flash_attn_func`, all else by :func:`cudnn.ops.scaled_dot_product_attention`.
 
     Args:
         module: Its ``is_causal`` counts where the argument is None.
@@ -284,6 +294,12 @@ def attention(
             sees. None: all keys, or with ``is_causal``, those up to the row's own.
         s_aux: The logit of each head's sink, (H,).
         sliding_window: Has to be in the mask, where it is shorter than the sequence.
+        softcap: Scores s become ``softcap * tanh(s / softcap)``. Not with a mask that has to be stored.
+        cu_seq_lens_q, cu_seq_lens_k: Where the sequences of a padding-free batch of one row end, 0 first; with
+            ``max_length_q`` and ``max_length_k``, their longest. These, ``is_causal`` and ``sliding_window`` decide
+            which keys a row sees. Without them, a mask that :func:`mask` made of ``position_ids`` has the sequences.
+        position_ids: Where no mask is stored, sequences begin where these do not go on by one, in a batch of one row
+            and without a cache: not every model has them in its mask.
         others: Arguments of other parts of the model are ignored; every other one has to be None.
 
     Returns:
@@ -291,9 +307,29 @@ def attention(
 
     Raises:
         ValueError: an argument without a meaning here; a causal call without a mask, of other numbers of rows and keys
-            or with a window.
+            or with a window; a stored mask with a softcap or with ``cu_seq_lens``.
     """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "dropout_p": dropout}
+    options |= {"learnable_sink": s_aux, "causal": causal}
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        ends = _checked_ends(cu_seq_lens_q, cu_seq_lens_k, attention_mask)
+        longest = others.pop("max_length_q", None), others.pop("max_length_k", None)
+        others.pop("seq_idx", None)  # the same sequences, for layers of other kinds
+        _check_arguments(others)
+        window = -1 if sliding_window is None else sliding_window - 1
+        return _packed(query, key, value, ends, longest, {**options, "window_size": (window, window)}), None
     _check_arguments(others)
+    if causal and query.shape[2] == key.shape[2]:
+        attention_mask = _with_sequences(attention_mask, position_ids, query)
+    if isinstance(attention_mask, CausalMask) and attention_mask.ends is not None:
+        if _has_kernels(query, value):
+            ends, longest = (attention_mask.ends, attention_mask.ends), (attention_mask.longest, attention_mask.longest)
+            window = -1 if attention_mask.window is None else attention_mask.window - 1
+            options |= {"causal": True, "window_size": (window, -1)}
+            return _packed(query, key, value, ends, longest, options), None
+        warn_once(f"{_WHERE}.attention", f"head sizes {query.shape[-1], value.shape[-1]}: packed sequences by a mask")
+        attention_mask = attention_mask.dense()
     rows, keys = query.shape[2], key.shape[2]
     bounds: dict[str, Any] = {}
     if isinstance(attention_mask, CausalMask) and attention_mask.shape[2:] == (rows, keys):
@@ -304,17 +340,103 @@ def attention(
             bounds = {"is_causal": True, "diagonal_alignment": alignment}
             bounds["left_bound"] = window if window is not None and window < seen else -1
             attention_mask = None
-    elif attention_mask is None and rows > 1:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal:
-            _check_causal(rows, keys, sliding_window)
-            bounds = {"is_causal": True}
+    elif attention_mask is None and rows > 1 and causal:
+        _check_causal(rows, keys, sliding_window)
+        bounds = {"is_causal": True}
+    if softcap:
+        _check_softcap(softcap, attention_mask)
+        left = bounds.get("left_bound", -1)
+        options |= {"causal": bool(bounds), "window_size": (left - 1 if left != -1 else -1, -1)}
+        flipped: Any = [x.transpose(1, 2) for x in (query, key, value)]
+        return flash_attn_func(*flipped, **options), None
     if isinstance(attention_mask, MASKS):
         attention_mask = attention_mask.dense()
     out = scaled_dot_product_attention(
         query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True, sinks=s_aux, **bounds
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _has_kernels(query: Tensor, value: Tensor) -> bool:
+    """Whether there are kernels for packed sequences of these head sizes."""
+    return (query.shape[-1], value.shape[-1]) in SdpaForward.head_sizes
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[Any, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of packed sequences, ``[B, H, S, D]``, whose tokens are those of all of the batch: ``[B, S, H, D]``."""
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    lengths = (None if isinstance(x, Tensor) else x for x in longest)  # the host does not wait for them
+    arguments: tuple[Any, ...] = (*flat, *ends, *lengths)
+    out = flash_attn_varlen_func(*arguments, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def _with_sequences(attention_mask: Any, position_ids: Tensor | None, query: Tensor) -> Any:
+    """A causal mask, or None for one, with the sequences of packed positions."""
+    batch, _, rows, _ = query.shape
+    stored = attention_mask is not None and not isinstance(attention_mask, CausalMask)
+    if position_ids is None or position_ids.shape != (1, rows) or batch != 1 or rows == 1 or stored:
+        return attention_mask
+    if torch.compiler.is_compiling() or (attention_mask is not None and attention_mask.ends is not None):
+        return attention_mask
+    ends, longest = _sequences(position_ids)
+    if longest == rows:
+        return attention_mask
+    offset, window = (0, None) if attention_mask is None else (attention_mask.offset, attention_mask.window)
+    anchor = torch.empty(0, dtype=torch.bool, device=query.device)
+    return CausalMask(anchor, (1, 1, rows, rows), offset, window, ends, longest)
+
+
+_last_sequences: list[Any] = [lambda: None, 0, None]
+
+
+def _sequences(position_ids: Tensor) -> tuple[Tensor, int]:
+    """Offsets of the sequences of positions (1, S), int32, and the length of the longest. Found once for all layers."""
+    kept, version, found = _last_sequences
+    if kept() is not position_ids or version != position_ids._version:
+        found = _offsets(position_ids.diff(dim=1) != 1)
+        _last_sequences[:] = [weakref.ref(position_ids), position_ids._version, found]
+    return found
+
+
+def _offsets(begins: Tensor) -> tuple[Tensor, int]:
+    """Offsets, int32, and the longest length, of rows (B, S) in which sequences begin at these places (B, S - 1), and
+    in the first one.
+    """
+    first = torch.nn.functional.pad(begins, (1, 0), value=True).flatten()
+    starts = first.nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
+    return ends, int(ends.diff().max())
+
+
+def _checked_ends(q: Tensor | None, k: Tensor | None, attention_mask: Any) -> tuple[Tensor, Tensor]:
+    """Both offsets, int32. A stored mask beside them would be another choice of keys; a compiled model has one of the
+    same sequences, which nothing reads.
+    """
+    where = f"{_WHERE}.attention"
+    if q is None or k is None:
+        missing = "cu_seq_lens_q" if q is None else "cu_seq_lens_k"
+        raise make_error(ValueError, where, missing, "None", "both cu_seq_lens_q and cu_seq_lens_k, or neither")
+    if not (attention_mask is None or isinstance(attention_mask, CausalMask) or torch.compiler.is_compiling()):
+        got = f"a mask of the shape {tuple(attention_mask.shape)} with cu_seq_lens_q"
+        raise make_error(ValueError, where, "attention_mask", got, "None", "leave attention_mask out")
+    return q.to(torch.int32), k.to(torch.int32)
+
+
+def _check_softcap(softcap: float, attention_mask: Any) -> None:
+    """Refuses a stored mask with a softcap: no kernel has both."""
+    if attention_mask is not None:
+        got = f"{softcap} with a mask of the shape {tuple(attention_mask.shape)}"
+        allowed = "a softcap with causal masks, windows and packed sequences"
+        hint = 'pack the batch in place of padding, or choose attn_implementation="eager"'
+        raise make_error(ValueError, f"{_WHERE}.attention", "softcap", got, allowed, hint)
 
 
 def _check_arguments(others: dict[str, Any]) -> None:
@@ -353,18 +475,21 @@ def mask(
 ) -> Tensor | None:
     """As transformers' mask of "sdpa", but a :class:`CausalMask` if a band over the whole sequence describes the mask.
 
-    Those are causal sliding windows, and the first pass of a static cache, which has room for more keys.
+    Those are causal sliding windows, packed sequences, and the first pass of a static cache, which has room for more
+    keys.
     """
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
+    starts_at_0 = q_length > 1 and _is_zero(q_offset) and _is_zero(others.get("kv_offset", 0))
+    if starts_at_0 and q_length == kv_length and others.get("attention_mask") is None:
+        packed = _packed_mask(mask_function, batch_size, q_length, device)
+        if packed is not None:
+            return packed
     arguments: dict[str, Any] = {"mask_function": mask_function, "device": device, **others}
-    is_whole_sequence = (
-        allow_is_causal_skip and q_length > 1 and _is_zero(q_offset) and _is_zero(others.get("kv_offset", 0))
-    )
+    is_whole_sequence = allow_is_causal_skip and starts_at_0
+    sees_all = is_whole_sequence or _is_in_window(q_length, q_offset, others.get("kv_offset", 0), local_size)
     window = (
-        local_size
-        if is_whole_sequence and local_size is not None and _is_window(mask_function, local_size, device)
-        else None
+        local_size if sees_all and local_size is not None and _is_window(mask_function, local_size, device) else None
     )
     # Without the window's size it decides as for a causal mask.
     arguments["local_size"] = local_size if window is None else None
@@ -376,6 +501,43 @@ def mask(
         arguments["allow_is_causal_skip"] = False
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, **arguments)
     return CausalMask(torch.empty(0, dtype=torch.bool, device=device), (batch_size, 1, q_length, kv_length), 0, window)
+
+
+def _packed_mask(mask_function: Any, batch_size: int, length: int, device: Any) -> CausalMask | None:
+    """The mask of packed sequences, causal or of a causal window, if the function is exactly that."""
+    if torch.compiler.is_compiling():
+        return None
+    parts = _mask_parts(mask_function)
+    ids = parts.pop(_PACKED, {}).get("packed_sequence_mask")
+    window = parts.pop(_WINDOW, {}).get("sliding_window")
+    if ids is None or [*parts] != ["causal_mask_function"]:
+        return None
+    ends, longest = _offsets((ids[:, 1:] != ids[:, :-1]).expand(batch_size, -1))
+    anchor = torch.empty(0, dtype=torch.bool, device=device)
+    return CausalMask(anchor, (batch_size, 1, length, length), 0, window, ends, longest)
+
+
+def _mask_parts(mask_function: Any) -> dict[str, dict[str, Any]]:
+    """The functions of transformers that a mask is the intersection of, by name, with what they hold. Others, and two
+    of a name, are ``{"": {}}``.
+    """
+    if getattr(mask_function, "__module__", "") != "transformers.masking_utils":
+        return {"": {}}
+    held = inspect.getclosurevars(mask_function).nonlocals
+    if mask_function.__qualname__ != "and_masks.<locals>.and_mask":
+        return {mask_function.__qualname__: dict(held)}
+    parts: dict[str, dict[str, Any]] = {}
+    for one in held["mask_functions"]:
+        for name, values in _mask_parts(one).items():
+            parts["" if name in parts else name] = values
+    return parts
+
+
+def _is_in_window(q_length: int, q_offset: Any, kv_offset: Any, size: int | None) -> bool:
+    """Whether one row sees all keys that it has, which end at its own, for all of a causal window."""
+    if q_length != 1 or size is None or isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
+        return False
+    return kv_offset > q_offset - size
 
 
 def _is_zero(offset: Any) -> bool:

@@ -72,7 +72,7 @@ def expert_kernels(e: Experts, adds: bool, top_k: int | None, max_tokens: int, a
         rows: Any = SortedRows(offsets, count)
         if indices is not None:
             rows = Permutation(offsets, offsets.new_empty(indices.numel()), indices)
-        weights = torch.empty(count, top_k or 1, device="meta") if has_weights else None
+        weights = torch.empty(count, top_k or 1, dtype=torch.float32, device="meta") if has_weights else None
         y, preact = layer.forward(ops, x, weights, rows, e, saves)
         needs_grad = [True, has_weights, True, True, e.up_bias is not None, e.down_bias is not None]
         return lambda: layer.backward(ops, y, x, preact, indices, weights, rows, e, needs_grad, main_grad)

@@ -114,7 +114,7 @@ def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: b
         delta = (o * do).sum(-1, keepdim=True)
         if "dlse" in x:
             delta -= x["dlse"][..., None]
-        if dsink is not None:
+        if sink is not None and dsink is not None:
             dsink -= ((sink[:, None] - x["lse"]).exp() * delta.squeeze(-1)).sum(-1)
         gradients = weights * (do @ v.mT - delta)
         if softcap:
