@@ -82,7 +82,8 @@ def test_ci_runs_the_command_of_the_readme(tmp_path: Path) -> None:
     code, words = run()
     extras = ".[test,cu12,docs,transformers]"
     install = ["pip", "install", "-c", "constraints.txt", "-e", extras]
-    stacks = "megatron-core torchtitan spmd_types tyro docstring_parser typeguard einops triton accelerate peft psutil".split()
+    stacks = ["megatron-core", "torchtitan", "spmd_types", "tyro", "docstring_parser", "typeguard", "einops", "triton"]
+    stacks += ["accelerate", "peft", "psutil"]
     install += ["pip", "install", "--no-deps", "-c", "constraints.txt", *stacks]
     assert (code, words) == (0, ["python3", "-m", "venv", "env", *install, "python", "-m", "pytest", "-n", "auto"])
     (tmp_path / "log").unlink()

@@ -249,8 +249,8 @@ FAULTS = [
     Fault(
         "writes of other components are no races",
         f"{EMULATOR}/race.py",
-        "return (keys != 0) & (other != who) & (known < (keys & 0xFFFFFFFF))",
-        "return (keys != 0) & (other == who)",
+        "return (other != who) & (clock[row, plane, other] < events.epoch[event])",
+        "return other == who",
         _test("emulator/test_mutations.py::test_each_synchronisation_is_missed", "rmsnorm"),
     ),
     Fault(

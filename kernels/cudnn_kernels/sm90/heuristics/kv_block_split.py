@@ -77,8 +77,8 @@ def block_steps(c: BackwardConfiguration, sizes: Sizes, window: Window) -> list[
 def ordered_dq_is_faster(c: BackwardConfiguration, sizes: Sizes, window: Window, num_sms: int) -> bool:
     """Whether ordered additions to dQ (dQ_semaphore) are faster: many KV blocks which, without a mask, have many steps.
 
-    Measured for ``ORDERED_HEAD_DIMS``: docs/dev/experiments.md. Varlen sequences count as if all had the average length,
-    because only the GPU knows their lengths.
+    Measured for ``ORDERED_HEAD_DIMS``: docs/dev/experiments.md. Varlen sequences count as if all had the average
+    length, because only the GPU knows their lengths.
     """
     if (c.head_dim, c.head_dim_v) not in ORDERED_HEAD_DIMS or c.softcap or (c.right and sizes["hq"] != sizes["hk"]):
         return False
