@@ -579,7 +579,7 @@ def test_gradients_through_the_router(where: str, rule: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
     constant = routing._replace(weights=routing.weights.detach())
     (by_experts,) = torch.autograd.grad(layer(x, constant), [x], weight)
-    assert (actual[0] - by_experts).norm() > 0.3 * by_experts.norm()
+    assert (actual[0] - by_experts).norm() > 0.15 * by_experts.norm()
 
 
 @pytest.mark.parametrize("where", ALONE)

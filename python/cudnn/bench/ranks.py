@@ -237,7 +237,7 @@ class Measurement:
         times_us = []
         for _ in range(repetitions + 2):
             torch.cuda._sleep(3_000_000)  # the GPU sleeps until the host has enqueued the call
-            transport.meet()
+            transport.barrier()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()

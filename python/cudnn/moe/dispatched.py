@@ -199,7 +199,7 @@ def _checked(rows: _Rows, e: Experts, main_grad: Sequence[Sequence[Tensor]]) -> 
 def _row_offsets(counts: Tensor, out: Tensor) -> Tensor:
     """The end offsets int32 (E,) of the experts' rows; zeros in the padding rows of ``out`` (R, H)."""
     if has_kernel(out, "moe_experts"):
-        if not out.is_cuda:
+        if not (out.is_cuda or out.is_meta):
             _check_host_counts(counts, out)
         counts, offsets = counts.contiguous(), torch.empty_like(counts, dtype=torch.int32)
         options = (len(counts), out.dtype, out.shape[1], str(counts.dtype).removeprefix("torch."))
