@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cudnn.moe import experts as operands
+from cudnn.nn import MoE
 from cudnn.ops import moe_experts, moe_mlp
 from support.selection import within
 
@@ -50,7 +51,30 @@ def of_first_row(t: dict[str, Any]) -> list[torch.Tensor]:
     return [y[0].detach(), x.grad[0], probs.grad[0]]
 
 
-@pytest.mark.parametrize("run", [of_first_token, of_first_row])
+def of_layer(t: dict[str, Any]) -> list[torch.Tensor]:
+    """y of the whole layer, in which the router's GEMM takes part."""
+    torch.manual_seed(0)
+    experts, hidden, inner = t["down"].shape
+    layer = MoE(hidden, inner, 8 * -(-experts // 8), TOP_K, batch_invariant=True, renormalize=True).to(t["x"].device)
+    y = layer(t["x"].requires_grad_())
+    y.backward(t["dy"])  # as one autograd node
+    with torch.no_grad():
+        by_operators = layer(t["x"], layer.route(t["x"])[1])
+    return [y[0].detach(), by_operators[0]]
+
+
+def test_layers_that_are_not_invariant_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch_invariant: got 12 experts; allowed: a multiple of 8 experts"):
+        MoE(64, 32, 12, 2, batch_invariant=True)
+    with pytest.raises(ValueError, match="batch_invariant: got 8 experts, with shared_gate"):
+        MoE(64, 32, 8, 2, batch_invariant=True, shared_experts=1, shared_gate=True)
+    layer, x = MoE(64, 32, 8, 2, batch_invariant=True), torch.randn(3, 64, dtype=BF16)
+    layer.router.float()
+    with within("sm_90a"), pytest.raises(ValueError, match=r"moe_router_linear: x: got torch\.bfloat16 and a weight"):
+        layer(x)
+
+
+@pytest.mark.parametrize("run", [of_first_token, of_first_row, of_layer])
 def test_emulated(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers of tokens would be gathered: of 40 tokens, an expert has 20 rows on average."""
     monkeypatch.setattr(operands, "GATHER_ROWS", 4)
@@ -62,7 +86,7 @@ def test_emulated(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", [of_first_token, of_first_row])
+@pytest.mark.parametrize("run", [of_first_token, of_first_row, of_layer])
 def test_from_one_token_to_ten_thousand(run: Any) -> None:
     results = [
         run(arguments(tokens, 1024, 512, 8, "cuda")) for tokens in (1, 2, 7, 64, 129, 1000, 2048, 4096, 8192, 10_000)

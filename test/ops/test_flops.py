@@ -260,6 +260,8 @@ def moe_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
     yield "moe_experts_bwd_primitive", loss_of_rows.backward, 2 * product
     route = (None, 2, "softmax", False, True, 1, 1, 1.0)
     yield "moe_route", lambda: operators.moe_route(logits, *route), 0
+    router = torch.randn(8, 64)
+    yield "moe_router_linear", lambda: operators.moe_router_linear(torch.randn(24, 64), router), 2 * 24 * 64 * 8
     yield "moe_route_bwd", lambda: operators.moe_route_bwd(weights, chosen, indices, 4, "softmax", False, True, 1.0), 0
     yield "moe_sort", lambda: operators.moe_sort(indices, 4), 0
     rows, places = torch.randn(48, 64), torch.arange(48).view(24, 2).int()

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn
-from cudnn.gated_mlp import gemm, layer
+from cudnn.fused import plain_gemm
+from cudnn.gated_mlp import layer
 from cudnn.nn import GatedMLP
 from cudnn.ops import gated_mlp
 from support.selection import ARCHES, in_turn
@@ -195,7 +196,7 @@ def test_gemm_of_cpu_tensors(majors: str, adds: bool) -> None:
         torch.randn(n, 16) if major == "k" else torch.randn(16, n).T for n, major in zip((24, 40), majors, strict=True)
     )
     out = torch.ones(24, 40)
-    gemm.run(a, b, out, adds)
+    plain_gemm.run(a, b, out, adds)
     torch.testing.assert_close(out, a @ b.T + adds)
 
 

@@ -26,7 +26,6 @@ CUBLAS = "cuBLAS"
 SHAPES: dict[tuple[int, ...], str] = {(8192, 4096, 14336): "Llama 3 8B", (8192, 8192, 28672): "Llama 3 70B"}
 CLOCK = replace(GPU, rounds=12)
 TOLERANCE = 0.02  # of the norm: both results are rounded several times
-GEMMS = ("down", "ddown", "dx", "dgate_up")
 TILES = {
     "our kernel": (),
     "256 x 128, shared A": (("tile", (256, 128)), ("epi_tile_n", 64), ("cluster", (1, 2))),
@@ -75,7 +74,7 @@ def merged(x: Any, gate_up: Any, down: Any) -> Any:
 
 
 def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
-    """PyTorch's; ours with weights in one tensor, apart, interleaved, and with our kernel for all GEMMs."""
+    """PyTorch's; ours with weights in one tensor, interleaved, and apart."""
     from cudnn.gated_mlp.operator import gated_mlp
 
     torch.compiler.reset()
@@ -88,7 +87,7 @@ def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
     compiled, compiled_merged = (torch.compile(each, dynamic=False) for each in (separate, merged))
     expected = passes(lambda: merged(*leaves), leaves, dy, which)()
 
-    def candidate(name: str, run: Callable[[], Any], inputs: list[Any], own: tuple[str, ...] = ()) -> Candidate:
+    def candidate(name: str, run: Callable[[], Any], inputs: list[Any]) -> Candidate:
         def check(results: Mapping[str, Any]) -> str:
             if len(expected) == 1:
                 return off_by_norm(expected, results, TOLERANCE)
@@ -97,7 +96,7 @@ def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
             return off_by_norm(expected, {**results, "gate_up0": dgate_up}, TOLERANCE)
 
         call = passes(run, inputs, dy, which)
-        return Candidate(name, lambda: with_own(own, call), check, name.startswith(OURS))
+        return Candidate(name, lambda: call, check, name.startswith(OURS))
 
     return [
         candidate(PEER, lambda: compiled(*pair), pair),
@@ -105,7 +104,6 @@ def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
         candidate(OURS, lambda: gated_mlp(*leaves), leaves),
         candidate(f"{OURS}, interleaved", lambda: gated_mlp(*blocks, glu_layout="interleaved"), blocks),
         candidate(f"{OURS}, gate and up apart", lambda: gated_mlp(x, (gate, up), down), pair),
-        candidate(f"{OURS}, our GEMMs", lambda: gated_mlp(*leaves), leaves, GEMMS),
     ]
 
 
@@ -142,20 +140,6 @@ def passes(run: Callable[[], Any], inputs: list[Any], gradient: Any, which: str)
     return train if "backward" in which else infer
 
 
-def with_own(names: tuple[str, ...], call: Call) -> Call:
-    """The call, in which our kernel runs these GEMMs instead of cuBLAS."""
-    from cudnn.gated_mlp import layer
-
-    def own() -> Mapping[str, Any]:
-        before, layer.OWN = layer.OWN, frozenset(names)
-        try:
-            return call()
-        finally:
-            layer.OWN = before
-
-    return own if names else call
-
-
 # Each GEMM.
 
 
@@ -189,13 +173,13 @@ def gemm_candidates(shape: tuple[int, ...], name: str) -> list[Candidate]:
 
 
 def _plain(a: Any, b: Any) -> list[Candidate]:
-    from cudnn.gated_mlp import gemm
+    from cudnn.fused import plain_gemm
 
     out = operands.blank(a.shape[0], b.shape[0], a.dtype)
     expected = {"y": a @ b.T}
 
     def ours(choice: Any) -> Mapping[str, Any]:
-        gemm.run(a, b, out, False, choice)
+        plain_gemm.run(a, b, out, False, choice)
         return {"y": out}
 
     check = functools.partial(off_by_norm, expected, tolerance=TOLERANCE)
@@ -205,7 +189,7 @@ def _plain(a: Any, b: Any) -> list[Candidate]:
 
 
 def _accumulated(a: Any, b: Any) -> list[Candidate]:
-    from cudnn.gated_mlp import gemm
+    from cudnn.fused import plain_gemm
 
     shape = (a.shape[0], b.shape[0])
     buffers = [torch.zeros(shape, dtype=torch.float32, device=a.device) for _ in range(2 + len(TILES))]
@@ -218,7 +202,7 @@ def _accumulated(a: Any, b: Any) -> list[Candidate]:
         return {"y": buffers[1].add_(torch.mm(a, b.T, out_dtype=torch.float32))}
 
     def ours(buffer: Any, choice: Any) -> Mapping[str, Any]:
-        gemm.run(a, b, buffer, True, choice)
+        plain_gemm.run(a, b, buffer, True, choice)
         return {"y": buffer}
 
     check = functools.partial(off_by_norm, expected, tolerance=TOLERANCE)

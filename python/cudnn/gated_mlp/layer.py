@@ -25,16 +25,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn import settings
-from cudnn.gated_mlp import gemm
+from cudnn.fused.plain_gemm import gemm_add
 from cudnn.lazy import torch
-from cudnn.moe.experts import ACT_PARAMS, WIDE, Experts, GroupedGemmOps, environment, matrix, ones, transposed
+from cudnn.moe.experts import ACT_PARAMS, Experts, GroupedGemmOps, environment, matrix, ones, transposed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ACTIVATIONS = ("swiglu", "geglu")
-OWN: frozenset[str] = frozenset()
-"""GEMMs without an activation, "down", "ddown", "dx", "dgate_up", that a kernel of this library runs, not cuBLAS."""
 
 
 class Weights(NamedTuple):
@@ -83,7 +81,7 @@ def forward(x: Tensor, w: Weights, save_preact: bool) -> tuple[Tensor, Tensor | 
     # (2) Down GEMM.
     if w.down_bias is not None:
         return torch.nn.functional.linear(act, w.down, w.down_bias), preact
-    return _gemm("down", act, w.down), preact
+    return act @ w.down.T, preact
 
 
 def backward(
@@ -110,13 +108,13 @@ def backward(
     dact_gemm(dy, preact, w, dpreact, act)
     del preact
     # (2) Weight gradient of down.
-    ddown = _wgrad("ddown", dy, act, main_grad[1]) if act is not None else None
+    ddown = _wgrad(dy, act, main_grad[1]) if act is not None else None
     del act
     dgate_up_bias = dpreact.sum(0) if needs.gate_up_bias else None
     # (3) Up GEMM^T.
     dx = _dx(dpreact, w.gate_up) if needs.x else None
     # (4) Weight gradient of gate_up.
-    dgate_up = _wgrad("dgate_up", dpreact, x, main_grad[0]) if needs.gate_up else None
+    dgate_up = _wgrad(dpreact, x, main_grad[0]) if needs.gate_up else None
     return Gradients(dx, dgate_up, ddown, dgate_up_bias, ddown_bias)
 
 
@@ -173,26 +171,17 @@ def _log_copy_once() -> None:
 
 def _dx(dpreact: Tensor, gate_up: Sequence[Tensor]) -> Tensor:
     if len(gate_up) == 1 or are_adjacent(*gate_up):
-        return _gemm("dx", dpreact, as_one(gate_up).T)
+        return dpreact @ as_one(gate_up)
     dgate, dup = dpreact.chunk(2, 1)
     return torch.addmm(dgate @ gate_up[0], dup, gate_up[1])
 
 
-def _gemm(name: str, a: Tensor, b: Tensor) -> Tensor:
-    """a b^T."""
-    if name in OWN and a.dtype not in WIDE:
-        out = a.new_empty(a.shape[0], b.shape[0])
-        gemm.run(a, b, out, False)
-        return out
-    return a @ b.T
-
-
-def _wgrad(name: str, d: Tensor, x: Tensor, main_grad: Sequence[Tensor]) -> Tensor | None:
+def _wgrad(d: Tensor, x: Tensor, main_grad: Sequence[Tensor]) -> Tensor | None:
     """d^T x; None if it is added to ``main_grad``, buffers of consecutive rows."""
     if not main_grad:
-        return _gemm(name, d.T, x.T)
+        return d.T @ x
     for buffer, columns in zip(main_grad, d.split([len(each) for each in main_grad], 1), strict=True):
-        gemm.gemm_add(columns.T, x.T, buffer)
+        gemm_add(columns.T, x.T, buffer)
     return None
 
 

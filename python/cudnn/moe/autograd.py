@@ -116,7 +116,8 @@ class LayerFunction(torch.autograd.Function):
         for buffers in main_grad:
             torch.autograd.graph.increment_version(buffers)
         e = layer._experts(parameters)
-        permutation = Permutation(saved.offsets, saved.gather_idx, saved.scatter_idx)
+        rows = (saved.offsets, saved.gather_idx, saved.scatter_idx)
+        permutation = Permutation(*rows, batch_invariant=layer.batch_invariant)
         needs_weights = needs_tokens or needs_shared or needs_router
         needs_grad = expert_layer.NeedsGrad(needs_tokens, needs_weights, *needs_parameters)
         router_backward = RouterBackward(layer, saved, router, needs_shared, needs_router, (dlogits, dweights))

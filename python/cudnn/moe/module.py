@@ -30,6 +30,7 @@ from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGe
 from cudnn.moe.operator import checked, in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
 from cudnn.moe.quantizing import forget_quantized
+from cudnn.moe.router_linear import moe_router_linear
 from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.moe.sharding import (
     device_of,
@@ -55,12 +56,16 @@ _RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
 class _Router(torch.nn.Linear):
     """A linear layer that checks its input. In float32 it also takes bfloat16 and float16 tokens."""
 
+    batch_invariant = False
+
     def reset_parameters(self) -> None:
         """As ``torch.nn.Linear``, with the same values for every sharding over ranks."""
         uniform_(self.weight, self.in_features**-0.5, draw_seed(self.weight))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.check(tokens)
+        if self.batch_invariant:
+            return moe_router_linear(tokens, self.weight)
         return super().forward(tokens if autocast_type(tokens) else tokens.to(self.weight.dtype))
 
     def check(self, tokens: Tensor) -> None:
@@ -136,6 +141,9 @@ class MoE(torch.nn.Module):
         shared_experts, shared_gate: See above.
         correction_bias: See above.
         fp8: of :func:`cudnn.ops.moe_mlp`: the experts' forward GEMMs take e4m3.
+        batch_invariant: of :func:`cudnn.ops.moe_mlp`, and the router's GEMM is batch-invariant too: a token's output
+            has the same bits whatever the other tokens and their number are. The number of experts is a multiple of 8,
+            the router has the dtype of the experts, and there is no ``shared_gate``. On CPU tensors only in emulation.
         into_main_grad: The backward pass adds the gradients of ``up`` and ``down`` to ``up.main_grad`` and
             ``down.main_grad``, float32. The caller allocates and zeroes them, as Megatron's DDP does. Autograd gets no
             gradient; if a weight has the attribute ``grad_added_to_main_grad``, which that DDP adds, it becomes True,
@@ -171,6 +179,7 @@ class MoE(torch.nn.Module):
         glu_layout: str = "interleaved",
         bias: bool = False,
         fp8: bool = False,
+        batch_invariant: bool = False,
         shared_experts: int = 0,
         shared_gate: bool = False,
         correction_bias: bool = False,
@@ -218,6 +227,10 @@ class MoE(torch.nn.Module):
         if shared_experts < 0 or (shared_gate and not shared_experts):
             got = f"{shared_experts}{', with shared_gate' * shared_gate}"
             raise make_error(ValueError, "MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more")
+        if batch_invariant and (experts % 8 or shared_gate):
+            got = f"{experts} experts{', with shared_gate' * shared_gate}"
+            allowed = "a multiple of 8 experts, without shared_gate"
+            raise make_error(ValueError, "MoE", "batch_invariant", got, allowed, "leave batch_invariant out")
         rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
         check_rule("MoE", experts, rule, correction_bias)
         if top_k + shared_experts > MOST_SUMMED or experts + shared_experts > MOST_EXPERTS:
@@ -227,6 +240,7 @@ class MoE(torch.nn.Module):
             raise make_error(ValueError, "MoE", "experts", got, allowed, hint if shared_experts else "")
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
+        self.batch_invariant = batch_invariant
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
         self._scaling_factor = checked_number("MoE", "scaling_factor", scaling_factor)
         act_params = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
@@ -242,6 +256,7 @@ class MoE(torch.nn.Module):
         factory_kwargs = {"device": device, "dtype": dtype}
         self._has_run = False
         self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
+        self.router.batch_invariant = batch_invariant
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
         n = intermediate * (2 if activation in GATED else 1)
         sizes = {"up": (n, hidden), "down": (hidden, intermediate)}
@@ -538,7 +553,8 @@ class MoE(torch.nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """The options of ``moe_mlp`` that describe an expert."""
-        return {"activation": self.activation, "glu_layout": self.glu_layout, "fp8": self.fp8, **self._act_params}
+        options = {"activation": self.activation, "glu_layout": self.glu_layout, "fp8": self.fp8}
+        return {**options, "batch_invariant": self.batch_invariant, **self._act_params}
 
     def _exchange_group(self) -> Any:
         """The group over which tokens are exchanged; None if one rank has all experts, except by an ``Exchange``."""
@@ -568,7 +584,8 @@ class MoE(torch.nn.Module):
     ) -> tuple[Tensor, Saved, GroupedGemmOps, RouterOutput | None]:
         """y (T, hidden), the tensors to save for backward, the layer's GEMMs, and the router's output if wanted."""
         # (1) Router GEMM, top-k, weights, and the sort by expert.
-        logits, tokens = torch.nn.functional.linear(tokens, router), aligned(tokens)
+        linear = moe_router_linear if self.batch_invariant else torch.nn.functional.linear
+        logits, tokens = linear(tokens, router), aligned(tokens)
         rule = rule_of(self.top_k, *self._rule)
         weights, indices, *permutation, chosen = routed(logits, self.correction, rule, self._scaling_factor)
         saved_logits = logits if save_preact and rule.is_dense else chosen
@@ -581,7 +598,8 @@ class MoE(torch.nn.Module):
         # (3) Experts: permute, up GEMM + activation, down GEMM, combine.
         e = self._experts(parameters)
         ops = checked(tokens, weights, indices, e, self._main_grad_lists())
-        y, preact = expert_layer.forward(ops, tokens, weights, Permutation(*permutation), e, save_preact)
+        rows = Permutation(*permutation, batch_invariant=self.batch_invariant)
+        y, preact = expert_layer.forward(ops, tokens, weights, rows, e, save_preact)
         return y, Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops, output
 
     def _dlogits(self, dweights: Tensor, saved: Saved, by_row: bool) -> tuple[Tensor, Tensor | None]:
@@ -603,7 +621,7 @@ class MoE(torch.nn.Module):
 
     def _experts(self, parameters: Sequence[Any]) -> Experts:
         up, down, up_bias, down_bias = parameters
-        options = (self.activation, tuple(self._act_params.values()), self.glu_layout, self.fp8)
+        options = (self.activation, tuple(self._act_params.values()), self.glu_layout, self.fp8, self.batch_invariant)
         return Experts([up], [down], up_bias, down_bias, *options)
 
     def _main_grads(self) -> tuple[Tensor, Tensor] | None:

@@ -1,4 +1,4 @@
-"""A dense GEMM that adds to its result."""
+"""A dense GEMM without an epilogue, which may add to its result. Its tiles do not depend on the number of rows of a."""
 
 from __future__ import annotations
 
