@@ -136,7 +136,7 @@ def run_killed(folder: Path, rank: int, device: Any) -> None:
     import torch
 
     recipe = load_recipe(folder, LIMIT)
-    world, mesh = recipe.meshes(ep=2)
+    world, mesh = recipe.meshes(ep=2, timeout=LIMIT)
     torch.manual_seed(0)
     model = recipe.parallelize(recipe.Model(HIDDEN, mesh=mesh), world, mesh)
     optimizer = recipe.make_optimizer(model)
