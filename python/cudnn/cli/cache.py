@@ -188,8 +188,9 @@ def _attention_kernels(shape: tuple[int, ...], dtype: str, max_tokens: int, arch
     from cudnn.attention.compile_ahead import attention_kernels
     from cudnn_kernels.architecture import ARCHITECTURES
 
-    heads, head_dims, torch_dtype = shape[:2], shape[2:], _dtype("--attention", dtype, ("bf16", "fp16"))
-    return attention_kernels(heads, head_dims, torch_dtype, max_tokens, arch, ARCHITECTURES[arch].num_sms)
+    (q_heads, kv_heads, d, d_v), torch_dtype = shape, _dtype("--attention", dtype, ("bf16", "fp16"))
+    sizes_of_heads = (q_heads, kv_heads), (d, d_v)
+    return attention_kernels(*sizes_of_heads, torch_dtype, max_tokens, arch, ARCHITECTURES[arch].num_sms)
 
 
 def _dtype(option: str, name: str, allowed: Sequence[str]) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cudnn.fused.host import FusedAPI
 from cudnn.moe import layer
@@ -61,9 +62,10 @@ def expert_kernels(e: Experts, adds: bool, top_k: int | None, max_tokens: int, a
     up, down = e.up, e.down
     experts, _, h = shape_of(up)
     ops = GroupedGemmOps(e)
-    main_grad = tuple(
+    up_main_grad, down_main_grad = (
         [torch.empty_like(w, dtype=torch.float32) for w in weights] if adds else [] for weights in (up, down)
     )
+    main_grad = (up_main_grad, down_main_grad)
 
     def forward(has_weights: bool, count: int, saves: bool) -> Callable[[], Any]:
         x = torch.empty(count, h, dtype=up[0].dtype, device="meta")
@@ -99,7 +101,7 @@ def on_meta(module: torch.nn.Module) -> Any:
 def _meta(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     meta = torch.empty_like(local.detach(), device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         meta = torch.nn.Parameter(meta, tensor.requires_grad)
