@@ -11,6 +11,13 @@ import cutlass.cute as cute
 ENTRY = "kernel"  # the object's function is __tvm_ffi_kernel
 
 
+def preload() -> None:
+    """Imports what the first compilation would import."""
+    from cutlass.cutlass_dsl import tvm_ffi_provider  # noqa: F401
+
+    from cudnn_kernels import fakes  # noqa: F401
+
+
 def compile_for(arch: str, function: Any, *arguments: Any, options: str = "") -> Any:
     """The function compiled for fake ``arguments``, callable by the apache-tvm-ffi convention on PyTorch's tensors.
 

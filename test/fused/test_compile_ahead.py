@@ -143,7 +143,7 @@ class Built:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Built:
     built = Built()
-    monkeypatch.setattr(compile_pool, "Worker", lambda: built)
+    monkeypatch.setattr(compile_pool, "start_workers", lambda count: [built] * count)
     monkeypatch.setattr(kernels, "build", lambda *each: f"here {each}".encode())
     monkeypatch.setattr(kernels.loader, "load", lambda content: content)
     return built
@@ -273,13 +273,36 @@ def test_kernels_are_compiled_where_no_folder_can_be_written(built: Built, monke
 
 def test_a_worker_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    worker = compile_pool.Worker()
-    with pytest.raises(compile_pool.WorkerError, match="ended"):
-        worker.build(key(512))
-    worker.close()
+    workers = compile_pool.start_workers(2)
+    for worker in workers:
+        with pytest.raises(compile_pool.WorkerError, match="ended"):
+            worker.build(key(512))
+        worker.kill()
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(compile_pool.WorkerError, match="cannot be started"):
-        compile_pool.Worker()
+        compile_pool.start_workers(1)
+
+
+def test_without_workers_kernels_are_compiled_here(
+    built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(count: int) -> list[Any]:
+        raise compile_pool.WorkerError("'' cannot be started")
+
+    monkeypatch.setattr(compile_pool, "start_workers", fail)
+    both = [key(512), key(1024)]
+    with kernels.CompileAhead(lambda arch: both):
+        assert kernels.kernel(*both[1]).startswith(b"here")  # pyright: ignore
+    assert "compiled one after another: '' cannot be started" in caplog.text
+
+
+def test_killed_workers_end() -> None:
+    workers = compile_pool.start_workers(2)
+    group = workers[0]._group
+    workers[1].kill()
+    assert group.poll() is not None
+    with pytest.raises(compile_pool.WorkerError):
+        workers[0].build(key(512))
 
 
 def test_compile_takes_a_gpu_or_is_pytorch_s() -> None:

@@ -12,12 +12,15 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import Any
 
 from cudnn import settings
 from cudnn.runtime import cache
@@ -35,39 +38,58 @@ class WorkerError(Exception):
 class Worker:
     """A running worker process, from the side that gives it work."""
 
-    def __init__(self) -> None:
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        # Without an architecture the DSL asks the CUDA driver, whose initialization takes seconds a process.
-        env = settings.environment_of_child(CUTE_DSL_ARCH="sm_90a", PYTHONPATH=paths)
-        command = [sys.executable, "-m", "cudnn.runtime.compile_worker"]
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-        except (OSError, ValueError, TypeError) as error:  # also where sys.executable is empty
-            raise WorkerError(f"{command[0]!r} cannot be started: {error}") from None
+    def __init__(self, connection: socket.socket, group: subprocess.Popen[bytes]) -> None:
+        self._connection, self._stream, self._group = connection, connection.makefile("rwb"), group
 
     def build(self, key: Key) -> tuple[bytes, float]:
         """The object file of a kernel, and the seconds that it took to compile."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
         try:
-            pickle.dump(key, stdin)
-            stdin.flush()
-            content, seconds, error = pickle.load(stdout)
+            pickle.dump(key, self._stream)
+            self._stream.flush()
+            content, seconds, error = pickle.load(self._stream)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise WorkerError(f"the process ended with status {self._process.poll()}: {error}") from None
+            raise WorkerError(f"the process ended: {error}") from None
         if error:
             raise WorkerError(error)
         return content, seconds
 
     def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):  # the rest of the input cannot be written
-                stream.close()
-        self._process.wait()
+        """Ends the process, after the kernel that it compiles."""
+        with contextlib.suppress(OSError):  # the rest of the input cannot be written
+            self._stream.close()
+        self._connection.close()
+
+    def kill(self) -> None:
+        """Ends the processes of all workers that started together."""
+        self.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._group.pid, signal.SIGKILL)
+        self._group.wait()
+
+
+def start_workers(count: int) -> list[Worker]:
+    """Starts worker processes: one imports the compiler, which takes seconds, and the others are forked from it.
+
+    Raises:
+        WorkerError: Python cannot be started.
+    """
+    pairs = [socket.socketpair() for _ in range(count)]
+    descriptors = [theirs.fileno() for _, theirs in pairs]
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    # Without an architecture the DSL asks the CUDA driver, whose initialization takes seconds a process.
+    variables = {"CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cudnn.runtime.compile_worker", *map(str, descriptors)]
+    options: dict[str, Any] = {"pass_fds": descriptors, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    try:
+        group = subprocess.Popen(command, env=settings.environment_of_child(**variables), stdout=2, **options)
+    except (OSError, ValueError, TypeError) as error:  # also where sys.executable is empty
+        for ours, _ in pairs:
+            ours.close()
+        raise WorkerError(f"{command[0]!r} cannot be started: {error}") from None
+    finally:
+        for _, theirs in pairs:
+            theirs.close()
+    return [Worker(ours, group) for ours, _ in pairs]
 
 
 class Pool:
@@ -96,9 +118,7 @@ class Pool:
             start = _local_rank() * len(new) // _local_ranks()  # ranks of a host begin with different kernels
             self._queue.extend(new[start:] + new[:start])
             self._progress.add(len(new))
-            for _ in range(min(jobs(), len(self._queue)) - self._threads):
-                self._threads += 1
-                threading.Thread(target=self._work, name="cudnn-compile", daemon=True).start()
+            self._start(min(jobs(), len(self._queue)) - self._threads)
             return [self._futures[key] for key in keys]
 
     def pending(self, key: Key) -> Future[bytes] | None:
@@ -117,28 +137,38 @@ class Pool:
             with self._lock:
                 self._futures.pop(key, None)
 
-    def _work(self) -> None:
-        """A thread of the pool: compiles until the queue is empty."""
-        worker: Worker | None = None
+    def _start(self, count: int) -> None:
+        """Starts threads, each with a worker."""
+        if count < 1:
+            return
         try:
-            while (key := self._next()) is not None:
-                future = self._futures[key]
-                try:
-                    worker = worker or self._start_worker()
-                    future.set_result(self._compile(key, worker))
-                except cache.BusyError:
-                    with self._lock:
-                        self._busy.add(key)
-                        self._queue.append(key)
-                    continue
-                except BaseException as error:  # the caller compiles it itself and sees its error
-                    future.set_exception(error)
-                    if isinstance(error, WorkerError):
-                        self._end_worker(worker)
-                        worker = None
-                self._progress.advance()
-        finally:
-            self._end_worker(worker)
+            workers: list[Worker | None] = [*start_workers(count)]
+        except WorkerError as error:
+            _logger.warning("kernels are compiled one after another: %s", error)
+            workers = [None]
+        for worker in workers:
+            self._threads += 1
+            threading.Thread(target=self._work, args=(worker,), name="cudnn-compile", daemon=True).start()
+
+    def _work(self, worker: Worker | None) -> None:
+        """A thread of the pool: compiles until the queue is empty. Without a worker, it fails the futures."""
+        if worker is not None:
+            self._workers.add(worker)
+        while (key := self._next()) is not None:
+            future = self._futures[key]
+            try:
+                future.set_result(self._compile(key, worker))
+            except cache.BusyError:
+                with self._lock:
+                    self._busy.add(key)
+                    self._queue.append(key)
+                continue
+            except BaseException as error:  # the caller compiles it itself and sees its error
+                future.set_exception(error)
+            self._progress.advance()
+        if worker is not None:
+            self._workers.discard(worker)
+            worker.close()
 
     def _next(self) -> Key | None:
         with self._lock:
@@ -147,26 +177,17 @@ class Pool:
             self._threads -= 1
             return None
 
-    def _compile(self, key: Key, worker: Worker) -> bytes:
+    def _compile(self, key: Key, worker: Worker | None) -> bytes:
+        if worker is None:
+            raise WorkerError("no process")
         return cache.fetch(self._entry_of(*key), lambda: worker.build(key)[0], wait=key in self._busy)
-
-    def _start_worker(self) -> Worker:
-        worker = Worker()
-        self._workers.add(worker)
-        return worker
-
-    def _end_worker(self, worker: Worker | None) -> None:
-        if worker is not None:
-            self._workers.discard(worker)
-            worker.close()
 
     def close(self) -> None:
         """Drops the queue and ends the workers."""
         with self._lock:
             self._queue.clear()
         for worker in list(self._workers):
-            with contextlib.suppress(OSError):
-                worker.close()
+            worker.kill()
 
 
 def jobs() -> int:

@@ -1,36 +1,60 @@
-"""A process that compiles kernels for another one: ``python -m cudnn.runtime.compile_worker``.
+"""Processes that compile kernels for another one: ``python -m cudnn.runtime.compile_worker DESCRIPTOR...``.
 
-It reads pickled kernels from standard input and writes pickled results to standard output until its input ends. It
-imports neither PyTorch nor the caller's main module, and uses no GPU: programs need no ``if __name__ == "__main__"``.
+The first one imports the compiler and forks one for each socket. They read pickled kernels and write pickled results
+until the socket ends. None imports PyTorch or the caller's main module, or uses a GPU: programs need no
+``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from cudnn.runtime import kernels
 
-
-def main() -> None:
-    """Compiles what comes until the input ends."""
+def main(descriptors: Sequence[int]) -> None:
+    """Forks a process for each socket, and waits for them."""
     # apache-tvm-ffi imports PyTorch if it can, which takes longer than a kernel. Here nothing needs it.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the compiler prints
+    from cudnn_kernels import compiler
+
+    compiler.preload()
+    connections = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    for connection in connections:
+        if not os.fork():
+            for other in connections:
+                if other is not connection:
+                    other.close()
+            _serve(connection)
+            os._exit(0)
+    for connection in connections:
+        connection.close()
+    for _ in connections:
+        os.wait()
+
+
+def _serve(connection: socket.socket) -> None:
+    """Compiles what comes until the input ends."""
+    stream = connection.makefile("rwb")
     while True:
         try:
-            key = pickle.load(sys.stdin.buffer)
-        except EOFError:
+            key = pickle.load(stream)
+        except (EOFError, OSError):
             return
-        pickle.dump(_result(key), results)
-        results.flush()
+        try:
+            pickle.dump(_result(key), stream)
+            stream.flush()
+        except OSError:  # the caller has ended
+            return
 
 
 def _result(key: Any) -> tuple[bytes, float, str]:
+    from cudnn.runtime import kernels
+
     start = time.perf_counter()
     try:
         return kernels.build(*key), time.perf_counter() - start, ""
@@ -39,4 +63,4 @@ def _result(key: Any) -> tuple[bytes, float, str]:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(text) for text in sys.argv[1:]])
