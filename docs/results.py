@@ -174,6 +174,14 @@ def _attention_short(shape: str, case: str) -> str:
     return f"{head_dims} {batch}x{length} {heads}/{kv_heads}"
 
 
+def _flash_label(shape: str, case: str) -> str:
+    """A packed batch has five sizes: the tokens stand for batch and length."""
+    *tokens, heads, kv_heads, d, dv = shape.split("x")
+    sizes = f"{tokens[0]} x {int(tokens[1]):,}" if len(tokens) > 1 else f"{int(tokens[0]):,} packed"
+    head_dims = d if d == dv else f"{d}/{dv}"
+    return f"{head_dims}, {sizes}, {heads}/{kv_heads} heads, {case.removesuffix(', host')}"
+
+
 def _moe_short(shape: str, case: str) -> str:
     tokens, hidden, inner, *_ = shape.split("x")
     which = {"both": "both passes"}.get(case, case)
@@ -205,6 +213,12 @@ def _model_label(shape: str, case: str) -> str:
 
 
 ATTENTION = {"cudnn.sdpa": "cudnn-fused", "FlashAttention-4": "FlashAttention-4", "cuDNN": "cuDNN"}
+FLASH_ATTN = {
+    "cudnn.ops": "cudnn-fused",
+    "FlashAttention-4": "FlashAttention-4",
+    "sdpa": "sdpa",
+    "eager, sequences not separated": "eager, sequences not separated",
+}
 MOE = {"MoE": "cudnn-fused", "MoE, fp8": "cudnn-fused, fp8", "PyTorch": "torch.compile"}
 SECTIONS = {
     "model": Section(
@@ -272,6 +286,31 @@ SECTIONS = {
         )
         for which in ("forward", "backward")
     },
+    "flash_attn": Section(
+        "flash_attn",
+        "FlashAttention's functions, bf16: head size, tokens, heads, mask, pass",
+        "head size, tokens, heads q/kv, mask, pass",
+        FLASH_ATTN,
+        keep=_of("(forward|backward)$"),
+        label=_flash_label,
+    ),
+    "flash_attn_training": Section(
+        "flash_attn",
+        "Training step of a packed batch in transformers, bf16",
+        "model",
+        FLASH_ATTN,
+        keep=_of("training$"),
+        label=lambda shape, case: case.removesuffix(", training"),
+    ),
+    "flash_attn_host": Section(
+        "flash_attn",
+        "Host time of FlashAttention's functions",
+        "head size, tokens, heads q/kv, mask, pass",
+        FLASH_ATTN,
+        ("time",),
+        keep=_of("host$"),
+        label=_flash_label,
+    ),
     "nsa": Section(
         "nsa",
         "Native sparse attention, 64/4 heads of 128",
