@@ -69,8 +69,8 @@ def is_chosen(
 def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels were measured faster than cuDNN's.
 
-    They were on Hopper, for head sizes 64, 96, 128, 192, 192/128 and 256, from 131,072 rows of all heads and batches and
-    4,096 keys on, without PyTorch's deterministic algorithms.
+    They were on Hopper, for head sizes 64, 96, 128, 192, 192/128 and 256, from 131,072 rows of all heads and batches
+    and 4,096 keys on, without PyTorch's deterministic algorithms.
     """
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
