@@ -174,6 +174,22 @@ def _attention_short(shape: str, case: str) -> str:
     return f"{head_dims} {batch}x{length} {heads}/{kv_heads}"
 
 
+def _flash_label(shape: str, case: str) -> str:
+    """A packed batch has five sizes: the tokens stand for batch and length."""
+    *tokens, heads, kv_heads, d, dv = shape.split("x")
+    sizes = f"{tokens[0]} x {int(tokens[1]):,}" if len(tokens) > 1 else f"{int(tokens[0]):,} packed"
+    head_dims = d if d == dv else f"{d}/{dv}"
+    which = "" if case.endswith("host") else r", (forward|backward)$"
+    return f"{head_dims}, {sizes}, {heads}/{kv_heads} heads, {re.sub(which, '', case).removesuffix(', host')}"
+
+
+def _flash_short(shape: str, case: str) -> str:
+    *tokens, heads, kv_heads, d, dv = shape.split("x")
+    head_dims = d if d == dv else f"{d}/{dv}"
+    mask = re.sub(r",? ?(causal, )?(forward|backward)$", "", case).replace(" sequences", " packed")
+    return f"{head_dims} {heads}/{kv_heads} {'x'.join(tokens) if len(tokens) > 1 else ''} {mask}"
+
+
 def _moe_short(shape: str, case: str) -> str:
     tokens, hidden, inner, *_ = shape.split("x")
     which = {"both": "both passes"}.get(case, case)
@@ -205,6 +221,12 @@ def _model_label(shape: str, case: str) -> str:
 
 
 ATTENTION = {"cudnn.sdpa": "cudnn-fused", "FlashAttention-4": "FlashAttention-4", "cuDNN": "cuDNN"}
+FLASH_ATTN = {
+    "cudnn.ops": "cudnn-fused",
+    "FlashAttention-4": "FlashAttention-4",
+    "sdpa": "sdpa",
+    "eager, sequences not separated": "eager, sequences not separated",
+}
 MOE = {"MoE": "cudnn-fused", "MoE, fp8": "cudnn-fused, fp8", "PyTorch": "torch.compile"}
 SECTIONS = {
     "model": Section(
@@ -272,6 +294,35 @@ SECTIONS = {
         )
         for which in ("forward", "backward")
     },
+    **{
+        f"flash_attn_{which}": Section(
+            "flash_attn",
+            f"FlashAttention's functions, {which}, bf16: head size, heads, tokens or packed sequences, mask",
+            "head size, tokens, heads q/kv, mask",
+            FLASH_ATTN,
+            keep=_of(f"{which}$"),
+            label=_flash_label,
+            short=_flash_short,
+        )
+        for which in ("forward", "backward")
+    },
+    "flash_attn_training": Section(
+        "flash_attn",
+        "Training step of a packed batch in transformers, bf16",
+        "model",
+        FLASH_ATTN,
+        keep=_of("training$"),
+        label=lambda shape, case: case.removesuffix(", training"),
+    ),
+    "flash_attn_host": Section(
+        "flash_attn",
+        "Host time of FlashAttention's functions",
+        "head size, tokens, heads q/kv, mask, pass",
+        FLASH_ATTN,
+        ("time",),
+        keep=_of("host$"),
+        label=_flash_label,
+    ),
     "nsa": Section(
         "nsa",
         "Native sparse attention, 64/4 heads of 128",
@@ -352,7 +403,7 @@ def section(name: str) -> Callable[[Path], str]:
     def generate(page: Path) -> str:
         spec = SECTIONS[name]
         if not spec.lines():
-            return f"No result file yet: `{spec.reproduce}`."
+            return f"Not measured yet: `{spec.reproduce}`."
         return "\n\n".join([_image(name, spec.title, page), table(spec), source(spec)])
 
     return generate
@@ -375,7 +426,7 @@ def host(page: Path) -> str:
     """The table of host times: the call, its time, and that of `torch.add` in the same rounds."""
     path, command = RESULTS / f"{HOST}.csv", "cudnn bench host --save benchmarks/results"
     if not path.is_file():
-        return f"No result file yet: `{command}`."
+        return f"Not measured yet: `{command}`."
     lines = [line for line in read(path) if line.metric == "time"]
     base = {line.case: line.value for line in lines if line.peer == "torch.add(out=)"}
     rows = ["| task | call | us | `torch.add(out=)`, us |", "|---|---|---:|---:|"]

@@ -23,11 +23,13 @@ from cudnn.bench import (
     Row,
     attention,
     dense_gemm,
+    flash_attn,
     gated_mlp,
     gemm,
     gemm_peers,
     grouped,
     grouped_fp8,
+    host,
     model,
     moe,
     moe_decode,
@@ -282,6 +284,7 @@ def test_quack_runs_the_fastest_of_its_tiles(monkeypatch: pytest.MonkeyPatch) ->
 def test_calls_of_the_host_benchmark_run_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_cpu(monkeypatch)
     in_torch(monkeypatch, "_grouped_mm", grouped_product)
+    monkeypatch.setattr(host, "QWEN3_EXPERTS", 8)
     benchmark = bench.find("host")
     assert {problem.clock for problem in benchmark.problems(bench.Options("bf16"))} == {bench.HOST}
     for problem in benchmark.problems(bench.Options("bf16", ((64,),))):
@@ -289,6 +292,100 @@ def test_calls_of_the_host_benchmark_run_on_cpu_tensors(monkeypatch: pytest.Monk
         assert [row.refused for row in rows] == [""] * len(rows), problem.label
         assert rows[0].name == "torch.add(out=)"
         assert sum(row.ours for row in rows) >= 1
+
+
+SMALL_CASES = (
+    flash_attn.Case(4, 2, (64, 64), lengths=(33, 1, 14)),
+    flash_attn.Case(4, 2, (64, 64), lengths=(33, 1, 14), window=5, sink=True),
+    flash_attn.Case(2, 1, (192, 128), 2, 24),
+    flash_attn.Case(2, 1, (64, 64), 2, 24, window=7, softcap=2.0),
+)
+
+
+def flash_attention_4(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """A stand-in for the peer's module."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(**functions))
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.label)
+def test_functions_of_flash_attention_agree_on_cpu_tensors(
+    case: flash_attn.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions get the arguments of the case: without its mask or its sinks a result is wrong, and not timed."""
+    on_the_cpu(monkeypatch)
+    from cudnn.ops import flash_attn_func, flash_attn_varlen_func
+
+    def with_lse(function: Any, without: str = "") -> Any:
+        def run(*tensors: Any, **options: Any) -> Any:
+            options |= {"causal": False, "window_size": (None, None)} if without == "mask" else {}
+            options = {name: value for name, value in options.items() if name != without}
+            return function(*tensors, **options), None
+
+        return run
+
+    def measured() -> list[Row]:
+        problems = [*flash_attn.timed((case,), bench.GPU), *flash_attn.host((case,))]
+        return [row for problem in problems for row in timed(problem, bench.find("flash_attn").yardsticks)]
+
+    both = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    flash_attention_4(monkeypatch, **{name: with_lse(function) for name, function in both.items()})
+    rows = measured()
+    assert [(row.name, row.refused, row.ours) for row in rows] == [
+        ("FlashAttention-4", "", False),
+        ("cudnn.ops", "", True),
+    ] * 4
+    assert [bool(row.flops) for row in rows] == [True] * 4 + [False] * 4  # host time has no rate
+    assert all(row.ratios[0] == (1.0, 1.0, 1.0) for row in rows)
+    for part in ["mask", *["learnable_sink"] * case.sink, *["softcap"] * (case.softcap > 0)]:
+        flash_attention_4(monkeypatch, **{name: with_lse(function, part) for name, function in both.items()})
+        refused = [row.refused.split(":")[0] for row in measured() if not row.ours]
+        assert refused == ["wrong result"] * 4, part
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    assert [row.refused.split(":")[0] for row in measured()] == [bench.MISSING, ""] * 4
+
+
+def test_problems_of_flash_attention() -> None:
+    """Rates count unmasked scores; a quick run has some problems of each sort, in order of priority."""
+    windowed, dense = SMALL_CASES[1], SMALL_CASES[2]
+    visible = sum(min(i + 1, 5) for n in (33, 1, 14) for i in range(n))
+    assert windowed.flops("forward") == 2 * 4 * visible * 128
+    assert dense.flops("backward") == 2 * 2 * (2 * 24 * 25 / 2) * (3 * 192 + 2 * 128)
+    assert windowed.label == "48x4x2x64x64 3 sequences, window 5, sinks"
+    benchmark = bench.find("flash_attn")
+    full, quick = (benchmark.problems(bench.Options("bf16", quick=x)) for x in (False, True))
+    labels = [problem.label for problem in full]
+    assert len(labels) == len(set(labels)) == 2 * (3 + 2 + 11) + 2
+    assert [problem.label for problem in quick] == [*labels[:8], labels[10]]
+    assert {(problem.clock, bool(problem.tokens)) for problem in quick} == {
+        (bench.QUICK, False),
+        (bench.HOST, False),
+        (bench.QUICK, True),
+    }
+    (shape,) = benchmark.shapes("2x64x4x2x64x64")
+    own = benchmark.problems(bench.Options("bf16", (shape,)))
+    assert [problem.label for problem in own] == [f"2x64x4x2x64x64 causal, {x}" for x in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_training_steps_of_packed_batches_agree_on_cpu_tensors(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    on_the_cpu(monkeypatch)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    spec = flash_attn.MODELS[index]
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"head_dim": 64, "num_hidden_layers": 2}
+    spec = dataclasses.replace(spec, lengths=(20, 1, 9), sizes={**spec.sizes, **small})
+    rows = timed(flash_attn.step_problem(spec, bench.GPU), bench.find("flash_attn").yardsticks)
+    assert [(row.name, row.refused.split(":")[0]) for row in rows] == [
+        (spec.peer, ""),
+        ("FlashAttention-4", bench.MISSING),
+        ("cudnn.ops", ""),
+    ]
+    assert rows[-1].tokens == 30
+    peer, _, ours = flash_attn.step_candidates(spec)
+    peer.check(peer.prepare()())
+    assert ours.check({"output": torch.zeros(1, 30, 64)}).startswith("wrong result: output is off") == (index == 0)
 
 
 def test_a_model_runs_with_transformers_implementations_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def test_a_section_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     plot = results.figure(results.SECTIONS["grouped_gemm"])
     assert plot.count("<rect") == 3 + 6  # legend and bars
     write(tmp_path / "grouped_gemm.csv", [])
-    assert results.section("grouped_gemm")(ROOT / "README.md").startswith("No result file yet: `cudnn bench")
+    assert results.section("grouped_gemm")(ROOT / "README.md").startswith("Not measured yet: `cudnn bench")
 
 
 @pytest.mark.parametrize(

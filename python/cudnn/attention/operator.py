@@ -64,9 +64,11 @@ def scaled_dot_product_attention(
         sinks: ``[H_q]``: a logit of each head that joins the softmax of every row without a value (gpt-oss);
             differentiable. Excludes a gradient of the mask; lengths only by cuDNN's graphs.
         backend: "cudnn": graphs of cuDNN. "fused": the kernels of :mod:`cudnn.sdpa`, for their head sizes, with bounds,
-            lengths and sinks, without masks and dropout. None: the latter where docs/performance.md has them faster on
-            this chip, for sinks, lengths and left bounds on Hopper, and where cuDNN has nothing for such numbers of
-            rows and keys; the log says so once.
+            lengths and sinks, without masks and dropout. None: the latter on Hopper for sinks, lengths and left bounds,
+            and without them from 4,096 keys and 131,072 rows of all heads and batches on, for head sizes 64, 96, 128,
+            192, 192/128 and 256, without a right bound or with one of 0 whose diagonal ends at the last row and key,
+            unless PyTorch's deterministic algorithms are enabled; and where cuDNN has nothing for such numbers of rows
+            and keys. The log says so once.
 
     Returns:
         ``[B, H_q, S_q, D_v]``, contiguous; with each token contiguous where query is packed, or by our kernels with

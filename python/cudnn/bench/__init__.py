@@ -20,6 +20,7 @@ from cudnn.lazy import torch
 
 BENCHMARKS = (
     *registry.packages(),
+    "flash_attn",
     "gated_mlp",
     "grouped_gemm_fp8",
     "host",
@@ -98,6 +99,7 @@ def find(name: str) -> Benchmark:
     from cudnn.bench import (
         attention,
         dense_gemm,
+        flash_attn,
         gated_mlp,
         grouped,
         grouped_fp8,
@@ -111,7 +113,7 @@ def find(name: str) -> Benchmark:
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
-    for module in (attention, gated_mlp, grouped_fp8, host, model, moe, moe_decode, nsa):
+    for module in (attention, flash_attn, gated_mlp, grouped_fp8, host, model, moe, moe_decode, nsa):
         if name == module.NAME:
             return module.benchmark()
     api: Any = registry.find(name)

@@ -16,6 +16,7 @@ NAME = "host"
 YARDSTICK = "torch.add(out=)"
 SIZE = 256
 EXPERTS, TOP_K = 8, 2
+QWEN3_EXPERTS, QWEN3_TOP_K = 128, 8
 
 
 def benchmark() -> Benchmark:
@@ -54,6 +55,18 @@ def _without_gradients(call: Callable[[], Any]) -> Callable[[], Any]:
         return {}
 
     return run
+
+
+def trained(name: str, layer: Any, x: Any) -> Candidate:
+    """Both passes of our layer. Gradients are not kept."""
+    x = x.clone().requires_grad_()
+
+    def run() -> dict[str, Any]:
+        y = layer(x)
+        torch.autograd.grad(y, [x, *layer.parameters()], y)
+        return {}
+
+    return Candidate(name, lambda: run, ours=True)
 
 
 def graphs(size: int) -> list[Candidate]:
@@ -154,10 +167,27 @@ def moe(size: int) -> list[Candidate]:
     ]
 
 
+def one_token(size: int) -> list[Candidate]:
+    """Layers for one token, eager: MoE with the sizes of Qwen3-30B-A3B at the size 256, and a gated MLP."""
+    from cudnn.nn import GatedMLP, MoE
+
+    hidden, device = 8 * size, operands.DEVICE
+    moe_layer = MoE(hidden, 3 * size, QWEN3_EXPERTS, QWEN3_TOP_K, renormalize=True, device=device)
+    mlp = GatedMLP(hidden, 3 * hidden, device=device)
+    x = operands.normal(1, hidden).bfloat16()
+    return [
+        timed("cudnn.nn.MoE", lambda: lambda: moe_layer(x)),
+        timed("cudnn.nn.GatedMLP", lambda: lambda: mlp(x)),
+        trained("cudnn.nn.MoE, both passes", moe_layer, x),
+        trained("cudnn.nn.GatedMLP, both passes", mlp, x),
+    ]
+
+
 CASES: dict[str, Callable[[int], list[Candidate]]] = {
     "graph": graphs,
     "GEMM + SwiGLU": gemms,
     "grouped GEMM + GLU": grouped_gemms,
     "attention": attention,
     "MoE layer": moe,
+    "layers, 1 token": one_token,
 }

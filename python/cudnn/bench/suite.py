@@ -32,12 +32,13 @@ class Family:
 
 FAMILIES = (
     Family("model", 60),
-    Family("moe", 100),
-    Family("sdpa", 90),
+    Family("moe", 90),
+    Family("sdpa", 65),
+    Family("flash_attn", 55),
     Family("gemm_swiglu", 45),
     Family("grouped_gemm", 40),
     Family("host", 25),
-    Family("moe_decode", 45),
+    Family("moe_decode", 40),
     Family("nsa", 60),
     Family("gated_mlp", 40),
     Family("grouped_gemm_fp8", 40),
