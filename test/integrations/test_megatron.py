@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -33,6 +34,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
+from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
@@ -69,6 +71,8 @@ def answer_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **_: torch.empty(0))
+    monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
     monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", moved)
     monkeypatch.setattr(filesystem_async, "_process_memory", lambda: 0)  # without psutil the writing process dies
@@ -165,6 +169,44 @@ def test_biases_are_added_and_none_is_returned() -> None:
     assert bias is None
     matrices = (experts.weight1, experts.weight2, probs, experts.bias1, experts.bias2)
     assert torch.equal(y, moe_experts(x, counts, *matrices, glu_layout="concatenated"))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_biases_as_sequential_mlp(activation: str) -> None:
+    """The output and all gradients, those of the biases too."""
+    theirs, ours = layers(config(activation=activation, add_bias_linear=True))
+    for expert in theirs.experts.local_experts:  # Megatron adds to a view in place, which autograd refuses
+        expert.linear_fc2.register_forward_hook(lambda _, __, output: (output[0].clone(), output[1]))
+    linears = [(e.linear_fc1.bias, e.linear_fc2.bias) for e in theirs.experts.local_experts]
+    with torch.no_grad():
+        for bias in itertools.chain(*linears):
+            bias.normal_()
+    ours.load_state_dict(theirs.state_dict())
+    for left, right in zip(results(ours, *tokens()), results(theirs, *tokens()), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+    for left, right in zip((ours.experts.bias1, ours.experts.bias2), zip(*linears, strict=True), strict=True):
+        torch.testing.assert_close(left.grad, torch.stack([bias.grad for bias in right]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("delayed", [False, True])
+def test_recomputed_layer(delayed: bool) -> None:
+    """``recompute_modules=["moe"]`` changes no bit of the output and of the gradients."""
+    expected = results(layers(config())[1], *tokens())
+    layer = layers(config(recompute_granularity="selective", recompute_modules=["moe"]))[1]
+    assert layer.moe_layer_recompute
+    layer.experts.config.delay_wgrad_compute = delayed
+    calls: list[bool] = []
+    layer.experts.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    x = tokens()[0].requires_grad_()
+    y, _ = layer(x)
+    y.backward(tokens()[1])
+    layer.backward_dw()
+    assert calls == [False, True]
+    actual = [y.detach(), x.grad, layer.router.weight.grad, *weights(layer, True)]
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)  # pyright: ignore
 
 
 @pytest.mark.usefixtures("alone")
