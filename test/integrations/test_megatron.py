@@ -364,6 +364,24 @@ def checkpoints(rank: int, path: pathlib.Path, singleton: bool) -> None:
             assert left.abs().sum()
 
 
+def whole_layer_backend(rank: int) -> None:
+    """Against Megatron's dispatcher and experts, with other tokens, and another number of them, on each rank."""
+    parallelized(2)
+    c = config("alltoall", expert_model_parallel_size=2)
+    theirs, ours = layers(c)
+    backend = cudnn_megatron.CudnnMoEBackend(EXPERTS // 2, c)
+    backend.load_state_dict(ours.experts.state_dict())
+    x, dy = (each[: 10 - 3 * rank] for each in tokens(rank))
+    expected = results(theirs, x, dy)
+    theirs.router.weight.grad = None
+    twin = x.clone().requires_grad_()
+    y = backend(twin, *theirs.route(twin))
+    y.backward(dy)
+    actual = [y.detach(), twin.grad, theirs.router.weight.grad, backend.weight1.grad, backend.weight2.grad]
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
 def gathered(layer: MoELayer, ep: int) -> list[torch.Tensor]:
     """The weights of all ranks' experts."""
     result = []
@@ -394,6 +412,7 @@ def everything(rank: int, path: pathlib.Path) -> None:
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     over_degrees(rank, 2)
     expert_tensor_parallel(rank)
+    whole_layer_backend(rank)
     initialized(rank)
     for singleton in (False, True):
         folder = path / str(singleton)
@@ -402,7 +421,10 @@ def everything(rank: int, path: pathlib.Path) -> None:
 
 
 def test_two_ranks(tmp_path: pathlib.Path) -> None:
-    """Expert parallelism, expert tensor parallelism, initialization and checkpoints; in a process without threads."""
+    """Expert parallelism, expert tensor parallelism, the whole-layer backend, initialization and checkpoints.
+
+    In a process without threads, which forks.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True, timeout=200)
 
