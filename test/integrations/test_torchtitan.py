@@ -20,9 +20,11 @@ pytest.importorskip("torchtitan.models.common.moe", reason="torchtitan is not in
 
 import spmd_types as spmd
 from torch.distributed import checkpoint
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import parallel_dims
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, disable_fsdp_gradient_division
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.config_utils import (
@@ -199,11 +201,79 @@ def expert_parallel(rank: int, path: pathlib.Path) -> None:
             assert right.any() or "bias" in name or "tokens" in name
 
 
-def test_expert_parallel(tmp_path: pathlib.Path) -> None:
-    """In a process without threads, which forks."""
+class Decoder(torch.nn.Module):
+    """What torchtitan's FSDP2 reads of a model: one block with the layer."""
+
+    enable_weight_tying, tok_embeddings, norm, lm_head = False, None, None, None
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        block: Any = torch.nn.Module()
+        block.moe_enabled, block.moe, block.forward = True, layer, lambda x: layer(x)
+        self.layers = torch.nn.ModuleDict({"0": block})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["0"](x)
+
+
+def fully_sharded(rank: int, path: pathlib.Path, ep: int, shard_dim: int = 0) -> None:
+    """FSDP2 over 2 ranks: outputs, gradients and checkpoints are those of one process; weights are float32 shards."""
+    parallel = dims(rank, ep)
+    whole = build(OVERRIDE)
+    expected: Any = [results(whole, *tokens(each)) for each in range(2)]  # gradients add up
+    layer = build(OVERRIDE, parallel if ep > 1 else None).float()
+    experts = layer.routed_experts.inner_experts
+    model = Decoder(layer)
+    options = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    if shard_dim == 0:
+        experts_mesh = {"ep_degree": ep, "edp_mesh": parallel.get_optional_mesh(["efsdp"])}
+        apply_fsdp_to_decoder(model, parallel.get_mesh(["fsdp"]), **options, pp_enabled=False, **experts_mesh)
+    else:  # more ranks than experts
+        chosen = set(experts.parameters())
+        policy, place = MixedPrecisionPolicy(**options), lambda each: Shard(shard_dim) if each in chosen else None
+        fully_shard(layer, mesh=parallel.get_mesh(["fsdp"]), mp_policy=policy, shard_placement_fn=place)
+        disable_fsdp_gradient_division(layer)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo sums alone
+    assert local(experts.w13).shape[shard_dim] == whole.routed_experts.inner_experts.w13.shape[shard_dim] // 2
+    x, dy = tokens(rank)
+    x.requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    grads = {"w13": experts.w13.grad, "w2_EDF": experts.w2_EDF.grad, "gate": layer.router.gate.weight.grad}
+    grads = {name: grad.full_tensor() for name, grad in grads.items()}
+    gate, up = grads.pop("w13").unbind(2)
+    grads |= {"w1_EFD": gate.flatten(1, 2), "w3_EFD": up.flatten(1, 2)}
+    check({"y": y.detach(), "x": x.grad, **grads}, {**expected[1], **{n: expected[rank][n] for n in ("y", "x")}})
+    folder = str(path / f"fsdp{ep}{shard_dim}")
+    checkpoint.save(layer.state_dict(), checkpoint_id=folder)
+    assert isinstance(layer.state_dict()["routed_experts.inner_experts.w1_EFD"], DTensor)
+    loaded = build(None).float()
+    with torch.no_grad():
+        for each in (*loaded.parameters(), *layer.parameters()):
+            local(each).zero_()
+    for target in (loaded, layer):
+        state = target.state_dict()
+        checkpoint.load(state, checkpoint_id=folder)
+        target.load_state_dict(state)
+        for name, right in whole.state_dict().items():
+            left = target.state_dict()[name]
+            assert torch.equal(left.full_tensor() if isinstance(left, DTensor) else left, right.to(left.dtype)), name
+
+
+def two_ranks(rank: int, path: pathlib.Path) -> None:
+    expert_parallel(rank, path)
+    fully_sharded(rank, path, ep=1)
+    fully_sharded(rank, path, ep=1, shard_dim=1)
+    fully_sharded(rank, path, ep=2)
+
+
+def test_two_ranks(tmp_path: pathlib.Path) -> None:
+    """Expert parallelism and FSDP2; in a process without threads, which forks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True, timeout=200)
 
 
 if __name__ == "__main__":
-    run_processes(2, pathlib.Path(sys.argv[1]), functools.partial(expert_parallel, path=pathlib.Path(sys.argv[1])))
+    run_processes(2, pathlib.Path(sys.argv[1]), functools.partial(two_ranks, path=pathlib.Path(sys.argv[1])))
