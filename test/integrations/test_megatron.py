@@ -26,6 +26,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core import optimizer as megatron_optimizer  # noqa: E402
 from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
@@ -34,6 +35,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import FP32Optimizer, param_group_identifier_keys  # noqa: E402
 from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
@@ -364,6 +367,95 @@ def checkpoints(rank: int, path: pathlib.Path, singleton: bool) -> None:
             assert left.abs().sum()
 
 
+def answer_for_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's optimizers ask for tensors on a GPU and for TransformerEngine's Adam."""
+    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    for module in (megatron_optimizer, distrib_optimizer):
+        monkeypatch.setattr(module, "Adam", FusedAdam)
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):
+        monkeypatch.setattr(distrib_optimizer, name, True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    for name in ("tensor", "zeros"):
+        monkeypatch.setattr(torch, name, functools.partial(on_the_host, getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "type", functools.partialmethod(type_on_a_gpu, type_of=torch.Tensor.type))
+
+
+def on_the_host(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return function(*args, **(kwargs | {"device": None} if kwargs.get("device") == "cuda" else kwargs))
+
+
+def type_on_a_gpu(tensor: torch.Tensor, *args: Any, type_of: Callable[..., Any], **kwargs: Any) -> Any:
+    """The name that Megatron's optimizers compare, such as "torch.cuda.FloatTensor"."""
+    result = type_of(tensor, *args, **kwargs)
+    return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with TransformerEngine's state: DistributedOptimizer does not load that of torch's Adam."""
+
+    def __init__(self, params: Any, lr: float, eps: float, **_: Any) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+                    state.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter.grad**power, 0.1)
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
+                parameter -= group["lr"] * group["step"] * update
+
+
+def optimizer_of(layer: MoELayer, distributed: bool) -> Any:
+    """Adam: Megatron's distributed optimizer, or its optimizer of float32 parameters, one for all of them."""
+    options = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=0.0, use_distributed_optimizer=distributed)
+    if not distributed:
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.empty_like(parameter)
+        group = {"params": list(layer.parameters()), **dict.fromkeys(param_group_identifier_keys, 1.0)}
+        return FP32Optimizer(torch.optim.Adam([group], lr=0.1), options, lambda *_: None)
+    c = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return get_megatron_optimizer(options, [DistributedDataParallel(layer.config, c, layer)])
+
+
+def step(layer: MoELayer, optimizer: Any, number: int) -> None:
+    """One step with gradients that depend on the weights alone, elementwise."""
+    for parameter in layer.parameters():
+        parameter.main_grad.copy_((parameter.detach() * 10 + number).sin())  # pyright: ignore
+    assert optimizer.step()[0]
+
+
+def resumed(rank: int, path: pathlib.Path, distributed: bool) -> None:
+    """A second step after loading the layer and the optimizer's state leads to the same weights."""
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    # Megatron chains two optimizers with expert parallelism, and one without, which do not load each other's state.
+    cases = [((0, 2), (1, 2)), ((1, 1), (0, 1))] if distributed else [((1, 2), (1, 1)), ((0, 1), (1, 2))]
+    for source, target in cases:
+        folder = path / f"{source}{target}"
+        folder.mkdir(parents=True, exist_ok=True)
+        layer = make(*source)
+        optimizer = optimizer_of(layer, distributed)
+        step(layer, optimizer, 1)
+        state = layer.sharded_state_dict()
+        saved = {"model": state, "optimizer": optimizer.sharded_state_dict(state, metadata=metadata)}
+        dist_checkpointing.save(saved, str(folder))
+        step(layer, optimizer, 2)
+        expected = gathered(layer, source[1])
+        other = make(*target, seed=5)
+        optimizer = optimizer_of(other, distributed)
+        step(other, optimizer, 3)  # which allocates the state
+        state = other.sharded_state_dict()
+        loads = {"model": state, "optimizer": optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)}
+        loaded = dist_checkpointing.load(loads, str(folder))
+        other.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        step(other, optimizer, 2)
+        for left, right in zip(gathered(other, target[1]), expected, strict=True):
+            assert torch.equal(left, right), (source, target, distributed)
+
+
 def whole_layer_backend(rank: int) -> None:
     """Against Megatron's dispatcher and experts, with other tokens, and another number of them, on each rank."""
     parallelized(2)
@@ -418,10 +510,13 @@ def everything(rank: int, path: pathlib.Path) -> None:
         folder = path / str(singleton)
         folder.mkdir(exist_ok=True)
         checkpoints(rank, folder, singleton)
+    answer_for_optimizers(pytest.MonkeyPatch())
+    for distributed in (False, True):
+        resumed(rank, path / f"resumed_{distributed}", distributed)
 
 
 def test_two_ranks(tmp_path: pathlib.Path) -> None:
-    """Expert parallelism, expert tensor parallelism, the whole-layer backend, initialization and checkpoints.
+    """Parallelism over experts and inside them, the whole-layer backend, initialization, checkpoints, optimizers.
 
     In a process without threads, which forks.
     """

@@ -379,7 +379,12 @@ class _Layout:
 
         @torch.no_grad()
         def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
-            del flattened_range
+            if flattened_range is not None:
+                allowed, hint = (
+                    "None",
+                    'save optimizers with metadata["distrib_optim_sharding_type"]="fully_reshardable"',
+                )
+                raise make_error(ValueError, _WHERE, "flattened_range", flattened_range, allowed, hint)
             shards = []
             for part, values in enumerate(tensor.chunk(parts, 1)):
                 shards += self._shards(key, values, part, parts, axis, replica_id)
