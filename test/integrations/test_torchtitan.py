@@ -166,10 +166,10 @@ def test_weights_of_other_types_are_cast(caplog: pytest.LogCaptureFixture) -> No
     assert "expert weights are cast from torch.float32 to torch.bfloat16 in each pass" in caplog.text
 
 
-def dims(rank: int, ep: int) -> ParallelDims:
+def dims(rank: int, ep: int, tp: int = 1) -> ParallelDims:
     os.environ["LOCAL_RANK"], parallel_dims.device_type = str(rank), "cpu"  # torchtitan's default is "cuda"
     set_spmd_backend("partial_dtensor")
-    degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": ep, "world_size": 2}
+    degrees = {"dp_replicate": 1, "dp_shard": 2 // tp, "cp": 1, "tp": tp, "pp": 1, "ep": ep, "world_size": 2}
     parallel = ParallelDims(**degrees, spmd_backend="partial_dtensor")
     parallel.build_mesh()
     return parallel
@@ -262,15 +262,28 @@ def fully_sharded(rank: int, path: pathlib.Path, ep: int, shard_dim: int = 0) ->
             assert torch.equal(left.full_tensor() if isinstance(left, DTensor) else left, right.to(left.dtype)), name
 
 
+def tensor_parallel(rank: int) -> None:
+    """Each rank has half of each expert, as torchtitan's."""
+    parallel = dims(rank, 1, tp=2)
+    theirs, ours = build(None, parallel), build(OVERRIDE, parallel)
+    assert local(ours.routed_experts.inner_experts.w13).shape[1] == INNER // 64
+    actual = results(ours, *tokens())
+    check(actual, results(theirs, *tokens()))
+    torch.testing.assert_close(actual["y"], build(OVERRIDE)(tokens()[0]), rtol=0.03, atol=0.03)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(local(ours.state_dict()[name]), local(tensor)), name
+
+
 def two_ranks(rank: int, path: pathlib.Path) -> None:
     expert_parallel(rank, path)
     fully_sharded(rank, path, ep=1)
     fully_sharded(rank, path, ep=1, shard_dim=1)
     fully_sharded(rank, path, ep=2)
+    tensor_parallel(rank)
 
 
 def test_two_ranks(tmp_path: pathlib.Path) -> None:
-    """Expert parallelism and FSDP2; in a process without threads, which forks."""
+    """Expert parallelism, FSDP2 and tensor parallelism; in a process without threads, which forks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True, timeout=200)
 
