@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from torchtitan.models.common.config_utils import (
     make_router_config,
 )
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from support.ranks import run_processes
 
@@ -131,6 +134,26 @@ def test_state_dicts_load_into_each_other() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_hugging_face_checkpoints() -> None:
+    """Those of torchtitan's adapter for Qwen3, of and for either module."""
+    attention = SimpleNamespace(rope=CosSinRoPE.Config(dim=DIM, max_seq_len=64))
+    block = SimpleNamespace(moe=SimpleNamespace(num_experts=EXPERTS), attention=attention)
+    config: Any = SimpleNamespace(layers=[block], enable_weight_tying=False)
+    prefix = "layers.0.moe."
+    for source, target in ((build(None), build(OVERRIDE)), (build(OVERRIDE), build(None))):
+        saved = Qwen3StateDictAdapter(config, None).to_hf({prefix + n: t for n, t in source.state_dict().items()})
+        assert len(saved) == 3 * EXPERTS + 1
+        assert saved["model.layers.0.mlp.experts.7.up_proj.weight"].shape == (INNER, DIM)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.zero_()
+        loaded = Qwen3StateDictAdapter(config, None).from_hf(saved)
+        target.load_state_dict({name.removeprefix(prefix): each for name, each in loaded.items()}, strict=False)
+        for name, parameter in source.state_dict().items():
+            assert torch.equal(target.state_dict()[name], parameter), name
+
+
+@pytest.mark.usefixtures("alone")
 def test_one_graph_for_any_number_of_rows() -> None:
     """The experts compile with ``fullgraph``; numbers of rows lead to no recompilation."""
     experts = build(OVERRIDE).routed_experts.inner_experts
@@ -224,7 +247,7 @@ def fully_sharded(rank: int, path: pathlib.Path, ep: int, shard_dim: int = 0) ->
     layer = build(OVERRIDE, parallel if ep > 1 else None).float()
     experts = layer.routed_experts.inner_experts
     model = Decoder(layer)
-    options = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"param_dtype": BF16, "reduce_dtype": torch.float32}
     if shard_dim == 0:
         experts_mesh = {"ep_degree": ep, "edp_mesh": parallel.get_optional_mesh(["efsdp"])}
         apply_fsdp_to_decoder(model, parallel.get_mesh(["fsdp"]), **options, pp_enabled=False, **experts_mesh)
