@@ -217,6 +217,7 @@ def test_what_is_refused() -> None:
         (r"cu_seqlens_q: got \[0, 2, 4\]; allowed: 0, then .* a last sequence", ValueError, ends.clamp(max=4), {}),
         ("cu_seqlens_q: got torch.int64", ValueError, ends.long(), {}),
         ("max_seqlen_q: got 2; allowed: at least 3", ValueError, ends, {"max_seqlen_q": 2}),
+        ("max_seqlen_k: got float; allowed: an int, or None", TypeError, ends, {"max_seqlen_k": 5.0}),
         (
             "block_table: got a tensor; .* call flash_attn_with_kvcache",
             NotImplementedError,
@@ -287,3 +288,28 @@ def test_what_a_cache_is_refused() -> None:
     ]:
         refused(message, kind, flash_attn_with_kvcache, q, cache, cache, **options)
     assert flash_attn_with_kvcache(q, cache, cache, cache_seqlens=7).shape == (2, 1, 4, 64)
+
+
+def test_new_keys_that_do_not_fit_are_not_written() -> None:
+    """Nothing of them: neither the keys before an error of the values, nor those of other sequences."""
+    q, new = torch.randn(2, 1, 4, 64).bfloat16(), torch.ones(2, 3, 2, 64).bfloat16()
+    caches = torch.zeros(2, 2, 32, 2, 64).bfloat16()
+    pages = caches.view(2, 4, 16, 2, 64)
+    table = torch.tensor([[0, -1], [2, 3]], dtype=torch.int32)
+    for message, k, v, options in [
+        (r"v: got torch.float16 of the shape", new, new.half(), {"cache_seqlens": 4}),
+        (r"v: got .* \(2, 3, 2, 64\) .*; allowed: .* \(2, 2, 2, 64\)", new[:, :2], new, {"cache_seqlens": 4}),
+        (r"sinks: got", new, new, {"cache_seqlens": 4, "learnable_sink": torch.zeros(3)}),
+        (r"cache_seqlens: got \[4, 30\]; allowed: numbers from 0 to 29", new, new, {"cache_seqlens": [4, 30]}),
+        (r"cache_seqlens: got \[-1, 4\]; allowed: numbers from 0 to 29", new, new, {"cache_seqlens": [-1, 4]}),
+        (r"cache_seqlens: got \[32, 32\]; allowed: numbers from 0 to 29", new, new, {}),
+        (r"block_table: got .* pages from 0 to 3", new, new, {"cache_seqlens": [14, 4], "block_table": table}),
+    ]:
+        if isinstance(options.get("cache_seqlens"), list):
+            options["cache_seqlens"] = torch.tensor(options["cache_seqlens"], dtype=torch.int32)
+        memory = pages if "block_table" in options else caches
+        refused(message, ValueError, flash_attn_with_kvcache, q, *memory, k, v, **options)
+        assert not caches.any(), message
+    flash_attn_with_kvcache(q, *pages, new[:, :2], new[:, :2], cache_seqlens=14, block_table=table)
+    assert pages[:, [0, 2], 14:].all()
+    assert caches.sum() == new[:, :2].sum() * 2

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.attention.flash_op import flash_attn, flash_attn_kvcache
+from cudnn.attention.flash_op import check_cache, flash_attn, flash_attn_kvcache
 from cudnn.errors import checked_number, make_error
 
 Maybe = torch.Tensor | None
@@ -164,7 +164,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (b, s_k, hk, d) and (.., dv), with room for more keys; or with ``block_table``, pages
             (pages, page, hk, d), where ``page`` is a power of two, 8 or more.
         k, v: (b, s_new, hk, d) and (.., dv): new keys and values, which are written into the caches behind those that
-            are there, first. The caches must have room for them.
+            are there, first. The caches must have room for them, which is checked on the CPU alone.
         cache_seqlens: int32, (b,), or a number for all: keys that are there, without the new ones. None: all of the
             cache, which has to have no room then.
         block_table: int32, (b, n): the pages of each sequence, in order.
@@ -195,12 +195,14 @@ def flash_attn_with_kvcache(
     options = _options(where, q, softmax_scale, causal, window_size, softcap)
     splits = checked_number(where, "num_splits", num_splits, integer=True)
     lengths = _lengths(where, q, k_cache, cache_seqlens, block_table)
+    sinks = _sinks(where, learnable_sink, q)
     if k is not None and v is not None:
         _check_tensors(where, k=k, v=v)
-        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-            _append(where, name, new, cache, lengths, block_table)
+        check_cache(q, k_cache, v_cache, lengths, block_table, sinks)
+        _check_new(where, k, v, k_cache, v_cache, lengths, block_table)
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            _append(new, cache, lengths, block_table)
         lengths = lengths + k.shape[1]
-    sinks = _sinks(where, learnable_sink, q)
     out, lse = flash_attn_kvcache(q.detach(), k_cache, v_cache, lengths, block_table, sinks, *options, splits)
     return (out, lse) if return_softmax_lse else out
 
@@ -248,7 +250,10 @@ def _longest(where: str, name: str, most: Any, x: torch.Tensor) -> Any:
     if isinstance(most, torch.Tensor) and most.device.type != "cpu":
         hint = "pass an int, as .item() of it, taken once for all layers"
         raise make_error(TypeError, where, name, f"a tensor on {most.device}", "an int", hint)
-    return most if isinstance(most, torch.SymInt) else int(most)
+    most = most.item() if isinstance(most, torch.Tensor) else most
+    if type(most) is int or isinstance(most, torch.SymInt):
+        return most
+    return checked_number(where, name, most, "an int, or None", integer=True)
 
 
 def _sinks(where: str, sinks: Any, q: torch.Tensor) -> Maybe:
@@ -277,12 +282,40 @@ def _lengths(where: str, q: torch.Tensor, cache: torch.Tensor, given: Any, table
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
-def _append(where: str, name: str, new: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, table: Maybe) -> None:
+def _check_new(
+    where: str,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    table: Maybe,
+) -> None:
+    """Refuses new keys and values that the caches do not take, before one is written: types, and on the CPU room."""
+    rows = k.shape[1] if k.ndim == 4 else "s_new"
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        expected = (lengths.shape[0], rows, *cache.shape[2:])
+        if tuple(new.shape) != expected or new.dtype != cache.dtype or new.device != cache.device:
+            got = f"{new.dtype} of the shape {tuple(new.shape)} on {new.device}"
+            raise make_error(ValueError, where, name, got, f"{cache.dtype} of the shape {expected} on {cache.device}")
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling() or type(lengths) is not torch.Tensor:
+        return  # a GPU would have to be waited for, and a fake tensor has no values
+    before, page = lengths.tolist(), k_cache.shape[1]
+    most = page * (1 if table is None else table.shape[1]) - k.shape[1]
+    if not all(0 <= length <= most for length in before):
+        allowed = f"numbers from 0 to {most}, which leave room in the caches for the {k.shape[1]} new keys"
+        raise make_error(ValueError, where, "cache_seqlens", before, allowed, "None counts all keys of the cache")
+    if table is None or not k.shape[1]:
+        return
+    for pages, length in zip(table.tolist(), before, strict=True):
+        of_new = pages[length // page : -(-(length + k.shape[1]) // page)]
+        if not all(0 <= number < k_cache.shape[0] for number in of_new):
+            allowed = f"pages from 0 to {k_cache.shape[0] - 1}, up to the end of each sequence with its new keys"
+            raise make_error(ValueError, where, "block_table", table.tolist(), allowed)
+
+
+def _append(new: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, table: Maybe) -> None:
     """Writes new keys or values behind those of each sequence."""
-    expected = (lengths.shape[0], new.shape[1] if new.ndim == 4 else "s_new", *cache.shape[2:])
-    if tuple(new.shape) != expected or new.dtype != cache.dtype or new.device != cache.device:
-        got = f"{new.dtype} of the shape {tuple(new.shape)} on {new.device}"
-        raise make_error(ValueError, where, name, got, f"{cache.dtype} of the shape {expected} on {cache.device}")
     position = lengths.long()[:, None] + torch.arange(new.shape[1], dtype=torch.int64, device=new.device)
     if table is None:
         first = torch.arange(cache.shape[0], dtype=torch.int64, device=new.device)[:, None]

@@ -335,7 +335,7 @@ def flash_attn_kvcache(
     """(O, LSE ``(b, h, s)``) of q (b, s, hq, d) and caches (b, s_k, hk, d), or pages (pages, page, hk, d) with a table
     (b, n). No gradient. The arguments are those of :func:`cudnn.ops.flash_attn_with_kvcache`.
     """
-    _check_cache(q, k_cache, v_cache, cache_seqlens, block_table, sinks)
+    check_cache(q, k_cache, v_cache, cache_seqlens, block_table, sinks)
     o, lse = _results(q, v_cache, False)
     if not q.numel():
         return o, lse
@@ -352,9 +352,10 @@ def flash_attn_kvcache(
     return o, lse
 
 
-def _check_cache(
+def check_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, table: Maybe, sinks: Maybe
 ) -> None:
+    """Refuses shapes, types and devices of a cache that no kernel takes."""
     where = "flash_attn_with_kvcache"
     one_batch = k if table is None or k.ndim != 4 else k[:1].expand(q.shape[0], -1, -1, -1)
     _check(
@@ -387,7 +388,7 @@ def _(
     sinks: Maybe,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_cache(q, k, v, lengths, table, sinks)
+    check_cache(q, k, v, lengths, table, sinks)
     return _results(q, v, False)
 
 
