@@ -272,6 +272,8 @@ def test_autocast() -> None:
     [
         ({"counts": [10, 0, 33, 18]}, r"counts: got \[10, 0, 33, 18\], 61 in all; allowed: 0 or more, at most 60"),
         ({"counts": [10, 0, -1, 18]}, "counts: got"),
+        ({"counts": torch.tensor([2**62] * 4)}, r"counts: got \[.*, 18446744073709551616 in all"),
+        ({"up": torch.zeros(4, 2, 32, 64).bfloat16()}, r"up: got \(4, 2, 32, 64\) with .*; allowed: \[E, 2 I, H\]"),
         ({"counts": [10, 0, 33]}, r"counts: got torch.int32 \(3,\); allowed: torch.int32 or torch.int64 \(4,\)"),
         ({"counts": torch.rand(4)}, "counts: got torch.float32"),
         ({"probs": torch.rand(3)}, r"probs: got torch.float32 \(3,\); allowed: floating point \(60,\)"),

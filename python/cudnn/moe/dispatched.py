@@ -89,11 +89,11 @@ def moe_experts(
     check_tensor(_WHERE, "x", x)
     _check_rows(x)
     check_tensors(_WHERE, probs=probs, up_bias=up_bias, down_bias=down_bias)
-    ups, downs = listed(_WHERE, "up", _flat(up)), listed(_WHERE, "down", down)
+    ups, downs = listed(_WHERE, "up", _flat("up", up, glu_layout)), listed(_WHERE, "down", down)
     up_main_grad, down_main_grad = [], []
     if main_grads is not None:
         up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
-        up_main_grad = listed(_WHERE, "main_grads of up", _flat(up_main_grad))
+        up_main_grad = listed(_WHERE, "main_grads of up", _flat("main_grads of up", up_main_grad, glu_layout))
         down_main_grad = listed(_WHERE, "main_grads of down", down_main_grad)
     counts, padded = device_counts(counts, x, shape_of(ups)[0])
     if probs is not None:
@@ -107,9 +107,14 @@ def moe_experts(
     return y
 
 
-def _flat(up: Weights) -> Weights:
-    """``[E, 2, I, H]`` as ``[E, 2 I, H]``."""
-    return up.flatten(1, 2) if isinstance(up, Tensor) and up.ndim == 4 and up.shape[1] == 2 else up
+def _flat(name: str, up: Weights, glu_layout: str) -> Weights:
+    """``[E, 2, I, H]``, which is concatenated, as ``[E, 2 I, H]``."""
+    if not isinstance(up, Tensor) or up.ndim != 4 or up.shape[1] != 2:
+        return up
+    if glu_layout != "concatenated":
+        got, hint = f"{tuple(up.shape)} with glu_layout={glu_layout!r}", "pass glu_layout='concatenated'"
+        raise make_error(ValueError, _WHERE, name, got, "[E, 2 I, H] for this layout", hint)
+    return up.flatten(1, 2)
 
 
 def device_counts(counts: Tensor | Sequence[int], x: Tensor, experts: int) -> tuple[Tensor, bool]:
@@ -136,7 +141,7 @@ def device_counts(counts: Tensor | Sequence[int], x: Tensor, experts: int) -> tu
 
 
 def _check_host_counts(counts: Tensor, x: Tensor) -> None:
-    total = int(counts.sum())
+    total = sum(counts.tolist())  # of Python's integers, which do not wrap around
     if total > x.shape[0] or bool((counts < 0).any()):
         got = f"{counts.tolist()}, {total} in all" if len(counts) <= 16 else f"{total} in all"
         raise make_error(ValueError, _WHERE, "counts", got, f"0 or more, at most {x.shape[0]} in all, the rows of x")
