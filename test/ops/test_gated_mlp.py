@@ -316,6 +316,23 @@ def test_state_dicts(layout: str, bias: bool) -> None:
     assert torch.equal(loaded.gate_up, mlp.gate_up)
 
 
+def test_state_dicts_that_do_not_fit() -> None:
+    """Of sizes that are right in the sum alone, of another hidden size, and with the weights twice."""
+    mlp = GatedMLP(64, 96)
+    before = mlp.gate_up.detach().clone()
+    apart = {name: x.clone() for name, x in mlp.split_state_dict().items()}
+    for name, rows in (("gate_proj.weight", torch.zeros(64, 64)), ("up_proj.weight", torch.zeros(96, 72))):
+        changed = apart | {name: rows}
+        if name == "gate_proj.weight":
+            changed["up_proj.weight"] = torch.zeros(128, 64)
+        with pytest.raises(ValueError, match=rf"{name}: got .*; allowed: \(96, 64\)"):
+            mlp.load_state_dict(changed)
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*gate_proj.weight"):
+        mlp.load_state_dict(apart | {"gate_up": torch.zeros(192, 64), "down": torch.zeros(64, 96)})
+    mlp.load_state_dict(apart)
+    assert torch.equal(mlp.gate_up, before)
+
+
 def test_no_tokens() -> None:
     t = tensors((0, 3), 64, 96, True, BF16)
     y = called(t, "concatenated")

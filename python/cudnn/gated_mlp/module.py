@@ -154,9 +154,14 @@ class GatedMLP(torch.nn.Module):
         """Takes separate weights, ``gate_proj``, ``up_proj`` and ``down_proj``, too."""
         for kind, target, down in (("weight", "gate_up", "down"), ("bias", "gate_up_bias", "down_bias")):
             names = [f"{prefix}{name}.{kind}" for name in ("gate_proj", "up_proj", "down_proj")]
-            if getattr(self, target) is None or not all(name in state_dict for name in names):
+            own = getattr(self, target)
+            if own is None or f"{prefix}{target}" in state_dict or not all(name in state_dict for name in names):
                 continue
             gate, up, down_rows = (state_dict.pop(name) for name in names)
+            half = (own.shape[0] // 2, *own.shape[1:])
+            for name, rows in zip(names, (gate, up), strict=False):
+                if rows.shape != half:
+                    raise make_error(ValueError, "GatedMLP.load_state_dict", name, tuple(rows.shape), str(half))
             joined = torch.cat([gate, up])
             if self.glu_layout == "interleaved":
                 joined = joined.unflatten(0, (2, -1, 32)).transpose(0, 1).flatten(0, 2)
