@@ -84,6 +84,8 @@ def checked_number(
     """
     if type(value) is float and not integer and abs(value) < math.inf:  # comparisons are what torch.compile traces
         return value
+    if type(value) is int and integer:
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if integer else numbers.Real):
         hint = f"pass {what}.item()" if hasattr(value, "item") else ""
         allowed = allowed or ("an int" if integer else "a float")

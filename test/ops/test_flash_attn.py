@@ -310,6 +310,25 @@ def test_new_keys_that_do_not_fit_are_not_written() -> None:
         memory = pages if "block_table" in options else caches
         refused(message, ValueError, flash_attn_with_kvcache, q, *memory, k, v, **options)
         assert not caches.any(), message
-    flash_attn_with_kvcache(q, *pages, new[:, :2], new[:, :2], cache_seqlens=14, block_table=table)
+    with torch.autocast("cpu", torch.bfloat16):
+        wide = [x.float() for x in (q, new[:, :2], new[:, :2])]
+        flash_attn_with_kvcache(wide[0], *pages, *wide[1:], cache_seqlens=14, block_table=table)
     assert pages[:, [0, 2], 14:].all()
     assert caches.sum() == new[:, :2].sum() * 2
+
+
+def test_a_cache_in_one_graph_for_any_length() -> None:
+    """As a decoding loop calls it: the length is a Python int."""
+
+    def step(length: int, *caches: torch.Tensor) -> torch.Tensor:
+        return flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=length, causal=True)
+
+    q, new = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 1, 2, 64).bfloat16()
+    right = [torch.randn(1, 32, 2, 64).bfloat16() for _ in range(2)]
+    left = [cache.clone() for cache in right]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    for length in range(5, 11):
+        assert torch.equal(compiled(length, *left), step(length, *right))
+        assert all(map(torch.equal, left, right))
+    assert counter.frame_count <= 2  # the first length may be a constant

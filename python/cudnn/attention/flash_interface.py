@@ -9,6 +9,7 @@ import torch
 from cudnn.api_base import check_tensor
 from cudnn.attention.flash_op import check_cache, flash_attn, flash_attn_kvcache
 from cudnn.errors import checked_number, make_error
+from cudnn.runtime.registration import autocast_type
 
 Maybe = torch.Tensor | None
 Window = tuple[int | None, int | None]
@@ -198,6 +199,7 @@ def flash_attn_with_kvcache(
     sinks = _sinks(where, learnable_sink, q)
     if k is not None and v is not None:
         _check_tensors(where, k=k, v=v)
+        q, k, v = (x.to(autocast_type(x) or x.dtype) for x in (q, k, v))
         check_cache(q, k_cache, v_cache, lengths, block_table, sinks)
         _check_new(where, k, v, k_cache, v_cache, lengths, block_table)
         for new, cache in ((k, k_cache), (v, v_cache)):
