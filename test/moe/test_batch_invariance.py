@@ -94,3 +94,10 @@ def test_from_one_token_to_ten_thousand(run: Any) -> None:
     for each in results[1:]:
         for left, right in zip(each, results[0], strict=True):
             assert torch.equal(left, right)
+
+
+def test_a_router_of_another_dtype_is_refused() -> None:
+    layer = MoE(64, 32, 8, 2, batch_invariant=True)
+    layer.router.float()
+    with pytest.raises(ValueError, match=r"moe_router_linear: x: got torch\.bfloat16 and a weight torch\.float32"):
+        layer(torch.randn(4, 64).bfloat16())

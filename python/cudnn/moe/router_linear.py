@@ -31,13 +31,15 @@ def moe_router_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: another dtype or number of experts.
     """
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    if not has_kernel(x, _WHERE):
-        return torch.nn.functional.linear(x, weight)
-    if x.dtype not in _TYPES or weight.dtype is not x.dtype or weight.shape[0] % 8:
+    is_reference = not has_kernel(x, _WHERE)
+    of_kernel = x.dtype in _TYPES and not weight.shape[0] % 8
+    if weight.dtype is not x.dtype or not (of_kernel or is_reference):
         got = f"{x.dtype} and a weight {weight.dtype} of {weight.shape[0]} experts"
         allowed = "both torch.bfloat16 or torch.float16, and a multiple of 8 experts"
         raise make_error(ValueError, _WHERE, "x", got, allowed, "leave batch_invariant out")
+    if is_reference:
+        return torch.nn.functional.linear(x, weight)
+    out = x.new_empty(x.shape[0], weight.shape[0])
     if x.shape[0]:
         plain_gemm.run(aligned(x), aligned(weight), out, False)
     return out
