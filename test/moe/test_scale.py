@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pathlib
+import socket
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cudnn import moe
 from cudnn.nn import MoE, clip_grad_norm_
+from support.pages import ROOT, Page
 from support.ranks import run_processes
 
 HIDDEN, INNER, EXPERTS, TOP_K, RANKS, STEPS = 32, 32, 8, 2, 4, 20
@@ -378,3 +380,17 @@ def test_four_ranks(tmp_path: pathlib.Path) -> None:
         killed(number)
 
     run_processes(RANKS, tmp_path, rank)
+
+
+def test_the_page_over_two_ranks(tmp_path: pathlib.Path) -> None:
+    """The code of docs/training_at_scale.md, as torchrun starts it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+
+    def rank(number: int) -> None:
+        dist.destroy_process_group()
+        os.environ.update(environment, RANK=str(number))
+        Page.read(ROOT / "docs" / "training_at_scale.md").run_scripts()
+
+    run_processes(2, tmp_path, rank)
