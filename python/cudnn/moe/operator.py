@@ -335,10 +335,14 @@ def check_experts(
     if len(devices) > 1:
         raise make_error(ValueError, where, "devices", sorted(map(str, devices)), "one device", "move them to one")
     for name, tensors, like in (("up", main_grad[0], e.up), ("down", main_grad[1], e.down)):
-        wrong = [w for w in tensors if w.dtype is not torch.float32 or not w.is_contiguous()]
-        if wrong or (tensors and (shape_of(tensors) != shape_of(like))):
-            got = f"{tensors[0].dtype} {shape_of(tensors)}"
-            raise make_error(ValueError, where, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}")
+        shape = shape_of(like)
+        of_one = len(tensors) == 1 and tensors[0].shape == shape
+        of_each = len(tensors) == shape[0] and all(w.shape == shape[1:] for w in tensors)
+        typed = all(w.dtype is torch.float32 and w.is_contiguous() for w in tensors)
+        if tensors and not (typed and (of_one or of_each)):
+            got = sorted({f"{w.dtype} {tuple(w.shape)} with strides {w.stride()}" for w in tensors})
+            allowed = f"contiguous float32 {shape}, or {shape[0]} of {shape[1:]}"
+            raise make_error(ValueError, where, f"main_grads of {name}", " and ".join(got), allowed)
 
 
 def _check_multiples(where: str, h: int, intermediate: int, e: Experts, dtype: torch.dtype) -> None:
