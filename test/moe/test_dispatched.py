@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import cudnn
 from cudnn import moe
@@ -211,6 +212,15 @@ def test_lists_of_experts_and_main_grads() -> None:
         assert all(w.grad is None for w in u[name])
         torch.testing.assert_close(torch.stack(buffers[name]) - 1, right[name].float(), rtol=2e-2, atol=2e-2)
     assert torch.equal(u["x"].grad, right["x"])
+
+
+def test_recomputed_by_a_checkpoint() -> None:
+    c = case()
+    t, u = c.leaves(), c.leaves()
+    right = results(c, ours(c, t), t)
+    left = results(c, checkpoint(ours, c, u, use_reentrant=False), u)  # pyright: ignore[reportArgumentType]
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in right)
 
 
 def test_gate_and_up_in_one_tensor() -> None:

@@ -388,7 +388,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    (x, offsets, preact, probs, up_bias, down_bias), matrices = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    x, offsets, preact, probs, up_bias, down_bias, *matrices = ctx.saved_tensors  # once: a checkpoint unpacks it once
     up, down = list(matrices[: ctx.num_tensors]), list(matrices[ctx.num_tensors :])
     none = [[None] * len(buffers) for buffers in ctx.main_grad]
     if gradient is None:
