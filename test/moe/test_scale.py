@@ -325,6 +325,10 @@ def refused(rank: int) -> None:
         make(meshes()["EP 4"]).moe.load_state_dict(state)
     with pytest.raises(RuntimeError, match='MoE: "up" is a DTensor, the layer\'s is not'):
         make().moe.load_state_dict(state)
+    layer = make(mesh, shared_experts=1).moe
+    twice = make(shared_experts=1).moe.state_dict() | layer.shared.state_dict(prefix="shared.")  # pyright: ignore
+    with pytest.raises(RuntimeError, match=r'MoE: "up" has the shape \(9, 64, 32\), another number of experts'):
+        layer.load_state_dict(twice)
     sharded, x = make(seed=7), torch.randn(3, HIDDEN, dtype=F64)
     fully_shard(sharded.moe, mesh=mesh["dp"])
     with pytest.raises(RuntimeError, match=r"MoE: router\.weight: got a DTensor .*; .*call the layer, not its methods"):

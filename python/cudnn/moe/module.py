@@ -408,10 +408,12 @@ class MoE(torch.nn.Module):
         """Moves shared experts in a state dict to where this layer has them."""
         for name in _EXPERT_PARAMETERS if self.shared_experts else ():
             key, shared_key = prefix + name, f"{prefix}shared.{name}"
-            value = state_dict.get(key)
-            if self.shared is None and value is not None and shared_key in state_dict:
+            value, has_shared = state_dict.get(key), shared_key in state_dict
+            if value is None:
+                continue
+            if self.shared is None and has_shared:
                 state_dict[key] = torch.cat([value, state_dict.pop(shared_key)])
-            elif self.shared is not None and value is not None and len(value) == self.experts + self.shared_experts:
+            elif self.shared is not None and not has_shared and len(value) == self.experts + self.shared_experts:
                 state_dict[key], state_dict[shared_key] = value.split([self.experts, self.shared_experts])
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoE:
