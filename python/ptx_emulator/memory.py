@@ -191,7 +191,7 @@ class Memory:
         gone = self.machine.running[physical >> 24] == 0
         if gone.any():
             name = self.machine.block_name(int(physical[gone][0]) >> 24)
-            raise Fault(f"access to shared memory of {name}, which has ended", lanes[gone], site)
+            raise Fault(f"access to shared memory of {name}, which has ended", lanes[gone], site, "PE204")
         return physical
 
     def resolve(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 READ_SLOTS = 4
-ASYNC, ATOMIC, UNRECORDED = 1, 2, 4
+ASYNC, ATOMIC, UNRECORDED, TENSOR_MAP = 1, 2, 4, 8
 SEVERAL, NEVER = 32, -1
 
 
@@ -302,13 +302,12 @@ class Races:
             where = tuple(int(x[0]) for x in np.nonzero(wrong))
             then, code = ("write", last[where]) if bad[where] else ("read", reads[where])
             one = int(np.broadcast_to(lane, wrong.shape)[where])
-            raise RaceError(
+            text = (
                 f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by lane "
                 f"{one & 31} of {self.name(one >> 5)} is not ordered after the {then} by another lane at "
-                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them",
-                [one],
-                site,
+                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them"
             )
+            self.machine.fault(RaceError(text, [one], site, "PE103"))
         return others
 
     def _place(self, shadow: Shadow, index: Array, where: Sequence[int]) -> str:
@@ -432,28 +431,26 @@ class Races:
         events = self.events
         if not write and shadow.must_be_written and not last.all():
             missing = np.nonzero(np.broadcast_to(last == 0, (*index.shape, *last.shape[index.ndim :])))
-            raise UninitializedRead(
+            text = (
                 f"read of uninitialised {shadow.name}: {len(missing[0])} places, first at "
-                f"{self._place(shadow, index, [int(x[0]) for x in missing])}",
-                [],
-                site,
+                f"{self._place(shadow, index, [int(x[0]) for x in missing])}"
             )
+            self.machine.fault(UninitializedRead(text, [], site))
 
         def unordered(event: Array, who: Any, row: Any, plane: Any) -> Array:
             other = events.component[event]
             return (other != who) & (clock[row, plane, other] < events.epoch[event])
 
-        def report(bad: Array, codes: Array, then: str) -> None:
+        def report(bad: Array, codes: Array, then: str, code: str, why: str = "") -> None:
             where = tuple(int(x[0]) for x in np.nonzero(bad))
             event = int(codes[where]) >> 6
             one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
-            raise RaceError(
+            text = (
                 f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
                 f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
-                f"{self.machine.describe_site(int(events.site[event]))}",
-                [],
-                site,
+                f"{self.machine.describe_site(int(events.site[event]))}{why}"
             )
+            self.machine.fault(RaceError(text, [], site, code))
 
         if last.any():
             event = last >> 6
@@ -463,15 +460,21 @@ class Races:
                 bad |= (events.component[event] == who) & generic
             if flags & ATOMIC:
                 bad &= (events.flags[event] & ATOMIC) == 0
-            if bad.any():
-                report(bad, last, "write")
+            if flags & TENSOR_MAP and bad.any():
+                report(bad, last, "write", "PE106", ": no fence.proxy.tensormap::generic.acquire")
+            elif bad.any():
+                race = bad & unordered(event, who, row, 0)
+                if race.any():
+                    report(race, last, "write", "PE101")
+                if (bad & ~race).any():
+                    report(bad & ~race, last, "write", "PE102", ": no fence.proxy.async between them")
         if write:
             reads = shadow.read[index]
             if reads.any():
                 some = reads[:1] if np.ndim(who) == 0 and alike(reads) else reads
                 bad = unordered(some >> 6, np.expand_dims(who, -1), np.expand_dims(row, -1), 0)
                 if bad.any():
-                    report(bad, some, "read")
+                    report(bad, some, "read", "PE101")
                 shadow.read[index] = 0
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
@@ -485,17 +488,13 @@ class Races:
         late = self.clock[warps, 0, init[0]] < init[1]
         late |= (warps == init[0]) & (self.interval[warps] == init[2]) & (lanes != init[3])
         if late.any():
-            raise RaceError(
-                f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}",
-                [],
-                site,
-            )
+            text = f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}"
+            self.machine.fault(RaceError(text, [], site, "PE107"))
 
     def check_init_of_agent(self, site: int, issue: Issue, init: tuple[int, int, int, int], what: str) -> None:
         if issue.clock[1, init[0]] < init[1]:
-            raise BarrierError(
+            text = (
                 f"{what}: its init by {self.name(init[0])} has not been made visible to the async proxy "
-                "(fence.mbarrier_init and a barrier)",
-                [],
-                site,
+                "(fence.mbarrier_init and a barrier)"
             )
+            self.machine.fault(BarrierError(text, [], site, "PE304"))

@@ -147,7 +147,7 @@ def test_the_race_of_the_documentation_is_shown_with_its_source(tmp_path: Path) 
     assert result.exit_code == 1
     for text in (STORE, LOAD):
         assert f"{script}:{SCRIPT.splitlines().index(text) + 1}\n{text}" in result.output
-    assert "RaceError: race on shared memory" in result.output
+    assert "RaceError: PE103: race on shared memory" in result.output
     assert "block (0, 0, 0)" in result.output
     assert "the run failed" in words(result)
     script.write_text(
