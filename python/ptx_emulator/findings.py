@@ -249,6 +249,7 @@ _ALL = (
     ),
 )
 FINDINGS = {finding.code: finding for finding in _ALL}
+IGNORABLE = tuple(finding.code for finding in _ALL if finding.ignorable)
 
 
 def check_ignored(ignore: Iterable[str]) -> frozenset[str]:
@@ -261,10 +262,9 @@ def check_ignored(ignore: Iterable[str]) -> frozenset[str]:
     if isinstance(ignore, str):
         raise TypeError(f"ignore must be a list of codes, such as [{ignore!r}]; got the string {ignore!r}")
     codes = frozenset(ignore)
-    allowed = [code for code, finding in FINDINGS.items() if finding.ignorable]
-    for code in sorted(codes.difference(allowed), key=str):
+    for code in sorted(codes.difference(IGNORABLE), key=str):
         why = "a launch cannot go on behind it" if code in FINDINGS else "there is no such code"
-        raise ValueError(f"ignore got {code!r}: {why}. Codes that can be ignored: {', '.join(allowed)}")
+        raise ValueError(f"ignore got {code!r}: {why}. Codes that can be ignored: {', '.join(IGNORABLE)}")
     return codes
 
 

@@ -175,6 +175,27 @@ def test_a_script_without_a_race_and_its_arguments(tmp_path: Path) -> None:
     assert "data races none found" in words(result)
 
 
+def test_ignored_findings(tmp_path: Path) -> None:
+    """The race of the documentation is one within a warp, and between the two warps."""
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT)
+    result = emulate("--ignore", "PE103", script)
+    assert result.exit_code == 1
+    assert "RaceError: PE101: race on shared memory" in result.output
+    report = tmp_path / "report.json"
+    result = emulate("--ignore", "PE103", "--ignore", "PE101", "--json", report, script)
+    assert result.exit_code == 0
+    assert "ignored findings PE103, PE101" in words(result)
+    given = json.loads(report.read_text())
+    assert given["ignore"] == ["PE103", "PE101"]
+    assert given["launches"][0]["codes"] == []
+    for code in ("PE999", "PE201"):
+        refused = emulate("--ignore", code, script)
+        assert refused.exit_code == 2
+        assert f"'{code}'" in refused.output
+        assert "PE101, PE102" in words(refused)
+
+
 @pytest.mark.parametrize(("option", "waits"), [([], "True"), (["--no-load-waits"], "False")])
 def test_waits_for_tensor_memory_can_be_left_to_the_compiler(option: list[str], waits: str, tmp_path: Path) -> None:
     script = tmp_path / "options.py"

@@ -60,7 +60,7 @@ CASES = {
     "PE103": Case(f"{ADDRESS} xor.b32 %r4, %r2, 4; st.shared.b32 [%r2], 1; ld.shared.b32 %r5, [%r4];", RACES),
     "PE104": Case(BEGIN + EARLY["read"], {"shared": OPERANDS, "races": True, "block": 128}),
     "PE105": Case(f"{ALLOC} {FILL} {LOAD} {USE} {LOAD_WAIT} {FREE}", TENSOR),
-    "PE107": Case(f"{INIT} @!%p1 mbarrier.arrive.shared.b64 %rd1, [%r3];", RACES),
+    "PE107": Case(f"{INIT} setp.eq.s32 %p2, %r99, 1; @%p2 mbarrier.arrive.shared.b64 %rd1, [%r3];", RACES),
     "PE201": Case("st.global.b32 [%rd90+256], 1;", {}),
     "PE202": Case("st.global.b32 [%rd90+1], 1;", {}),
     "PE203": Case(f"{ADDRESS} ld.shared.b32 %r4, [%r2];", RACES),
@@ -127,6 +127,48 @@ def test_warnings_have_codes() -> None:
     assert launch.codes == ["PE104"]
     launch = run(CASES["PE105"].body, **TENSOR, load_waits=False)
     assert launch.as_dict()["codes"] == ["PE105"]
+
+
+@pytest.mark.parametrize("code", [code for code in CASES if FINDINGS[code].ignorable])
+def test_a_launch_goes_on_behind_an_ignored_finding(code: str) -> None:
+    case = CASES[code]
+    lazy: dict[str, Any] = case.options | {"scheduler": "lazy"}
+    for options in (case.options, lazy):
+        launch = run(case.body, np.zeros(case.size, np.uint32), **options, ignore=[code])
+        assert (launch.error, launch.warnings, launch.codes) == ("", [], [])
+    with pytest.raises(ptx_emulator.Fault, match=f"^{code}: "):
+        run(case.body, np.zeros(case.size, np.uint32), **case.options, ignore=[WARNED])
+
+
+def test_ignored_warnings_and_tensor_maps() -> None:
+    assert run("bar.arrive 1, 64;", ignore=[WARNED]).warnings == []
+    assert run(CASES["PE105"].body, **TENSOR, load_waits=False, ignore=["PE105"]).warnings == []
+    early = CASES["PE104"]
+    assert run(early.body, np.zeros(64, np.uint32), shared=OPERANDS, block=128, ignore=["PE104"]).codes == []
+    body, arrays = tensor_map(THROUGH_SHARED)
+    run(body.replace(ACQUIRE, ""), *arrays, shared=MAPS, races=True, ignore=[EDITED])
+
+
+def test_an_ignored_finding_hides_no_other_one() -> None:
+    """The copy reads what its own warp wrote without a proxy fence, and what warp 1 wrote without a barrier."""
+    body = FILL_SHARED + "bar.warp.sync -1;" + STORE.replace("128", "256") + STORE_WAIT
+    options: dict[str, Any] = RACES | {"block": 64}
+    for ignore, code in (([], "PE101"), (["PE102"], "PE101"), (["PE101"], "PE102")):
+        with pytest.raises(ptx_emulator.RaceError, match=f"^{code}: "):
+            run(body, np.zeros(64, np.uint32), **options, ignore=ignore)
+    run(body, np.zeros(64, np.uint32), **options, ignore={"PE101", "PE102"})
+
+
+def test_codes_that_cannot_be_ignored_are_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"ignore got 'PE999': there is no such code\. .*PE101, PE102"),
+        ptx_emulator.emulate("sm_90a", ignore=["PE101", "PE999"]),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"ignore got 'PE201': a launch cannot go on behind it\."):
+        run("trap;", ignore=["PE201"])
+    with pytest.raises(TypeError, match=r"ignore must be a list of codes, such as \['PE101'\]"):
+        run("trap;", ignore="PE101")
 
 
 def raised() -> dict[str, set[str]]:
