@@ -96,6 +96,16 @@ _ALL = (
         True,
     ),
     Finding(
+        "PE108",
+        None,
+        "unordered stores of the same value",
+        "Two threads store the same value to the same memory, and no synchronization orders the stores. With these "
+        "values the result does not depend on their order. Later accesses are compared with the second store only. A "
+        "frequent cause is a missing bound: threads beyond the problem repeat the work of others.",
+        "Let one thread store, or add the bound. If it is meant to be so, ignore the code.",
+        True,
+    ),
+    Finding(
         "PE201",
         errors.OutOfBounds,
         "access out of bounds",

@@ -12,7 +12,7 @@ In shared and global memory lanes of one warp can race, too. Any synchronization
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 READ_SLOTS = 4
 ASYNC, ATOMIC, UNRECORDED, TENSOR_MAP = 1, 2, 4, 8
 SEVERAL, NEVER = 32, -1
+Same = Callable[[], Array]
 
 
 class Shadow:
@@ -123,6 +124,7 @@ class Races:
         self.components: dict[Hashable, int] = {}
         self.names: list[str] = []
         self.events = Events()
+        self.repeated: set[tuple[int, int]] = set()  # pairs of instructions that store the same value
 
     # -- components and clocks
     def component(self, key: Hashable, name: str) -> int:
@@ -227,9 +229,20 @@ class Races:
 
     # -- accesses
     def by_lanes(
-        self, site: int, shadow: Shadow, index: Array, lanes: Array, write: bool, flags: int = 0, alone: bool = False
+        self,
+        site: int,
+        shadow: Shadow,
+        index: Array,
+        lanes: Array,
+        write: bool,
+        flags: int = 0,
+        alone: bool = False,
+        same: Same | None = None,
     ) -> None:
-        """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together."""
+        """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together.
+
+        `same`: says, of a store that has not happened yet, which granules it leaves as they are.
+        """
         index, warp = index.reshape(len(lanes), -1), lanes >> 5
         starts = np.flatnonzero(warp[1:] != warp[:-1]) + 1
         warps = warp[np.concatenate([[0], starts])]
@@ -243,8 +256,8 @@ class Races:
         if alone:
             slot = who % READ_SLOTS
             reads = shadow.read[index, slot]
-            others = self._apart(site, shadow, index, lane, self.interval[who], write, flags, last, reads)
-        self._check(site, shadow, index, who, self.clock, who, write, flags, last)
+            others = self._apart(site, shadow, index, lane, self.interval[who], write, flags, last, reads, same)
+        self._check(site, shadow, index, who, self.clock, who, write, flags, last, same)
         if write:
             shadow.write[index] = codes
             if alone:
@@ -282,6 +295,7 @@ class Races:
         flags: int,
         last: Array,
         reads: Array,
+        same: Same | None = None,
     ) -> Array:
         """Two lanes of a warp must not access a granule in the same interval between warp barriers if one writes.
 
@@ -297,6 +311,8 @@ class Races:
         bad, others = another(last), another(reads)
         if flags & ATOMIC:
             bad &= (events.flags[last >> 6] & ATOMIC) == 0
+        if same is not None and bad.any():
+            bad &= ~self._repeats(site, shadow, index, bad, last, same)
         wrong = bad | others if write else bad
         if wrong.any():
             where = tuple(int(x[0]) for x in np.nonzero(wrong))
@@ -309,6 +325,25 @@ class Races:
             )
             self.machine.fault(RaceError(text, [one], site, "PE103"))
         return others
+
+    def _repeats(self, site: int, shadow: Shadow, index: Array, bad: Array, last: Array, same: Same) -> Array:
+        """Where a store conflicts with a store of the same value, which is a warning, once for two instructions."""
+        events = self.events
+        repeats = bad & ((events.flags[last >> 6] & (ASYNC | ATOMIC)) == 0)
+        if repeats.any():
+            repeats &= same()
+        if repeats.any():
+            where = tuple(int(x[0]) for x in np.nonzero(repeats))
+            other = int(events.site[int(last[where]) >> 6])
+            if (site, other) not in self.repeated:
+                self.repeated.add((site, other))
+                describe = self.machine.describe_site
+                self.machine.warn(
+                    "PE108",
+                    f"{describe(site)} and {describe(other)} store the same value to "
+                    f"{self._place(shadow, index, where)}, and nothing orders them",
+                )
+        return repeats
 
     def _place(self, shadow: Shadow, index: Array, where: Sequence[int]) -> str:
         """The name of an element of an access; of its row's granule where `index` counts rows."""
@@ -423,6 +458,7 @@ class Races:
         write: bool,
         flags: int,
         last: Array,
+        same: Same | None = None,
     ) -> None:
         """By components `who` that know what rows `row` of `clock` say; both are a number or fit `index`.
 
@@ -464,10 +500,13 @@ class Races:
                 report(bad, last, "write", "PE106", ": no fence.proxy.tensormap::generic.acquire")
             elif bad.any():
                 race = bad & unordered(event, who, row, 0)
+                fence = bad & ~race
+                if same is not None:
+                    race &= ~self._repeats(site, shadow, index, race, last, same)
                 if race.any():
                     report(race, last, "write", "PE101")
-                if (bad & ~race).any():
-                    report(bad & ~race, last, "write", "PE102", ": no fence.proxy.async between them")
+                if fence.any():
+                    report(fence, last, "write", "PE102", ": no fence.proxy.async between them")
         if write:
             reads = shadow.read[index]
             if reads.any():

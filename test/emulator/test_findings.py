@@ -171,6 +171,33 @@ def test_codes_that_cannot_be_ignored_are_refused() -> None:
         run("trap;", ignore="PE101")
 
 
+SAME = """mov.u32 %r1, %ctaid.x; VALUE setp.ne.s32 %p1, %r1, 0; @%p1 bra LATE; st.global.v2.b32 [%rd90], {%r2, %r3};
+  bra END; LATE: st.global.v2.b32 [%rd90], {%r2, %r3}; END:"""
+
+
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_unordered_stores_of_the_same_value_are_a_warning(scheduler: str) -> None:
+    options: dict[str, Any] = {"races": True, "block": 1, "grid": 2, "scheduler": scheduler}
+    same, other = SAME.replace("VALUE", "mov.b32 %r2, 7;"), SAME.replace("VALUE", "mov.b32 %r3, %r1;")
+    launch = run(same, np.zeros(2, np.uint32), **options)
+    assert launch.codes == ["PE108"]
+    assert "store the same value to global memory" in launch.warnings[0]
+    assert run(same, np.zeros(2, np.uint32), **options, ignore=["PE108"]).codes == []
+    with pytest.raises(ptx_emulator.RaceError, match=r"^PE101: .*write by warp 0 .* after the write by warp 0"):
+        run(other, np.zeros(2, np.uint32), **options)
+
+
+@pytest.mark.parametrize(("width", "registers"), [("b32", "%r9"), ("b64", "%rd1"), ("v4.b32", "{%r9, %r9, 3, %r9}")])
+def test_stores_of_the_same_value_within_a_warp(width: str, registers: str) -> None:
+    """Lane 0 stores, then lane 1 does. A read in between is a race still."""
+    body = f"""{ADDRESS} setp.eq.s32 %p1, %r99, 0; setp.eq.s32 %p2, %r99, 1; mov.b32 %r9, 5; mov.b64 %rd1, 5;
+      @%p1 st.shared.{width} [%r1], {registers}; READ CHANGE @%p2 st.shared.{width} [%r1], {registers};"""
+    assert run(body.replace("READ", "").replace("CHANGE", ""), **RACES).codes == ["PE108"]
+    for read, change in (("@%p1 ld.shared.b32 %r10, [%r1];", ""), ("", "add.s32 %r9, %r9, 1; add.s64 %rd1, %rd1, 1;")):
+        with pytest.raises(ptx_emulator.RaceError, match=r"^PE103: "):
+            run(body.replace("READ", read).replace("CHANGE", change), **RACES)
+
+
 def raised() -> dict[str, set[str]]:
     """The codes that each class is raised with, from the sources of the emulator."""
     classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
@@ -200,7 +227,7 @@ def test_each_class_is_raised_with_its_codes_only() -> None:
 
 
 def test_each_code_has_a_kernel_and_a_row() -> None:
-    assert {*CASES, WARNED, EDITED} == set(FINDINGS)
+    assert {*CASES, WARNED, EDITED, "PE108"} == set(FINDINGS)
     assert all(code == finding.code for code, finding in FINDINGS.items())
     page = (SOURCES.parents[1] / "docs" / "emulator-findings.md").read_text()
     assert [code for code in FINDINGS if f"\n| {code} |" not in page] == []
