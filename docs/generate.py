@@ -22,6 +22,7 @@ from cudnn import settings
 from cudnn.fused import registry
 from cudnn.pygraph.node import NodeList
 from cudnn.pygraph.subgraph import SubGraph
+from ptx_emulator import findings
 
 _DOCS = Path(__file__).parent
 _README = _DOCS.parent / "README.md"
@@ -101,6 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "operations": operations,
     "experiments": experiments.table,
     "fused_apis": fused_apis,
+    "findings": findings.markdown_table,
 }
 
 

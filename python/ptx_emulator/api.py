@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ def run(
     seed: int = 0,
     multiprocessors: int = 8,
     load_waits: bool = True,
+    ignore: Collection[str] = (),
     memory: Sequence[Any] = (),
 ) -> Launch:
     """Runs the kernel `entry` of a PTX module on NumPy arrays or CPU tensors.
@@ -91,12 +92,15 @@ def run(
             others to resident blocks, or they start when those end.
         load_waits: False: with `races`, a register of `tcgen05.ld` may be used without `tcgen05.wait::ld`; its first
             use counts as the wait.
+        ignore: Codes of findings to leave out, such as `["PE103"]`: the launch goes on as if there were none. Those of
+            `docs/emulator-findings.md` after which a launch cannot go on are refused.
         memory: More arrays that the kernel may access.
 
     Raises:
         Fault: the kernel violated a rule of PTX; the subclass names the rule.
         UnsupportedPTX: the emulator does not know an instruction or one of its forms.
-        ValueError, TypeError: the arguments do not fit the kernel's parameters.
+        ValueError, TypeError: the arguments do not fit the kernel's parameters, or `ignore` has another string than
+            the code of a finding that can be ignored.
     """
     sizes = [p.size for p in load(ptx, entry).kernel.parameters.values()]
     if len(args) != len(sizes):
@@ -104,7 +108,7 @@ def run(
     values = [_argument(value, size, i) for i, (value, size) in enumerate(zip(args, sizes, strict=True))]
     buffers = [_buffer(x) for x in [*args, *memory]]
     ranges = {(a, a + n) for a, n in (b for b in buffers if b is not None)}
-    options = Options(races, scheduler, seed, multiprocessors, load_waits)
+    options = Options(races, scheduler, seed, multiprocessors, load_waits, ignore)
     dimensions = _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster")
     return execute(ptx, entry, *dimensions, shared_bytes, values, ranges=ranges, options=options, report=Report())
 
@@ -118,6 +122,7 @@ def emulate(
     seed: int = 0,
     multiprocessors: int = 8,
     load_waits: bool = True,
+    ignore: Collection[str] = (),
     memory: Sequence[Any] = (),
 ) -> Iterator[Report]:
     """Emulates the CuTe DSL kernels that are compiled, and called on CPU tensors, inside this block.
@@ -133,6 +138,7 @@ def emulate(
             number of resident blocks.
         load_waits: False lets a kernel leave the wait for `tcgen05.ld` to the compiler that comes after PTX, as some of
             NVIDIA's kernels do.
+        ignore: As for `run`.
         memory: Arrays that kernels may access besides the storages of all live CPU tensors.
 
     Yields:
@@ -141,14 +147,14 @@ def emulate(
     Raises:
         Fault: a kernel violated a rule of PTX. The call that launched the kernel raises it; for a call of the bare
             TVM-FFI function, the end of the block raises it.
-        ValueError: no such architecture or scheduler.
+        ValueError: no such architecture or scheduler, or a code that cannot be ignored.
         EmulatorError: the thread is inside such a block already.
     """
     from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session
 
     if arch not in CAPABILITY:
         raise ValueError(f"arch must be one of {', '.join(CAPABILITY)}; got {arch!r}")
-    options = Options(races, scheduler, seed, multiprocessors, load_waits)
+    options = Options(races, scheduler, seed, multiprocessors, load_waits, ignore)
     if HOOK.session is not None:
         raise EmulatorError("emulate blocks do not nest")
     buffers = [_buffer(x) for x in memory]

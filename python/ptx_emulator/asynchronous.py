@@ -129,9 +129,13 @@ class AsyncCopies:
     def check_exit(self, lanes: Array) -> None:
         left = lanes[self.reading[lanes] > self.waited[lanes]]
         if len(left):
-            raise Fault(
-                "thread ended while its bulk copy may still read shared memory: no cp.async.bulk.wait_group covers it",
-                left,
+            self.machine.fault(
+                Fault(
+                    "thread ended while its bulk copy may still read shared memory: no cp.async.bulk.wait_group covers "
+                    "it",
+                    left,
+                    code="PE205",
+                )
             )
 
     def mbarrier_arrive(self, site: int, m: Any, barrier: AddressOperand, no_increment: bool) -> None:

@@ -18,33 +18,45 @@ class Fault(EmulatorError):  # noqa: N818
     """The kernel violated a rule of PTX.
 
     `lanes` are indices into the machine's lane axis. The machine sets the location (`where`) before it reraises.
+    `code` is that of a row of `FINDINGS`; classes with one kind of fault have it as their attribute.
     """
 
-    def __init__(self, message: str, lanes: Iterable[Any] = (), site: int | None = None) -> None:
+    code = ""
+
+    def __init__(self, message: str, lanes: Iterable[Any] = (), site: int | None = None, code: str = "") -> None:
         super().__init__(message)
         self.message = message
+        self.code = code or type(self).code
         self.lanes = [int(x) for x in lanes]
         self.site = site
         self.where = ""
 
     def __str__(self) -> str:
-        return self.message + (f"\n{self.where}" if self.where else "")
+        return f"{self.code}: {self.message}" + (f"\n{self.where}" if self.where else "")
 
 
 class OutOfBounds(Fault):
     """An address that belongs to no allocation."""
 
+    code = "PE201"
+
 
 class Misaligned(Fault):
     """An address that is not a multiple of the access size."""
+
+    code = "PE202"
 
 
 class UninitializedRead(Fault):
     """A read of shared or tensor memory that was never written."""
 
+    code = "PE203"
+
 
 class Deadlock(Fault):
     """No thread can make progress. The message lists every waiting group and every barrier."""
+
+    code = "PE301"
 
 
 class BarrierError(Fault):
@@ -53,6 +65,8 @@ class BarrierError(Fault):
 
 class CollectiveError(Fault):
     """A warp- or warpgroup-wide instruction executed by only some of its lanes."""
+
+    code = "PE401"
 
 
 class TensorMemoryError(Fault):

@@ -61,12 +61,23 @@ class Registers:
         early = self.held[entries] > self.done[warps][:, self.source[registers]]
         if not early.any():
             return
+        loads = self.source[registers] == LOAD
+        if (early & ~loads).any():
+            self._report(site, warps, registers, early & ~loads)
+        early &= loads
+        if not early.any():
+            return
+        self._report(site, warps, registers, early)
+        self.done[warps, LOAD] = np.maximum(self.done[warps, LOAD], np.where(early, self.held[entries], 0).max(1))
+        self.machine.tensor.loaded(warps, self.done[warps, LOAD])
+
+    def _report(self, site: int, warps: Array, registers: Array, early: Array) -> None:
         row, column = (int(x[0]) for x in np.nonzero(early))
         warp, number = int(warps[row]), int(registers[column])
         (name, role), other = self.names[number], int(self.by[warp, number])
         text = f"{name} is used while {self.machine.describe_site(other)} still {_WHY[role]}"
+        code = "PE105" if role == LOADED else "PE104"
         if role != LOADED or self.load_waits:
-            raise RaceError(text, range(warp * 32, warp * 32 + 32), site)
-        self.machine.report.warn(f"{self.machine.describe_site(site)}: {text}")
-        self.done[warps, LOAD] = np.maximum(self.done[warps, LOAD], np.where(early, self.held[entries], 0).max(1))
-        self.machine.tensor.loaded(warps, self.done[warps, LOAD])
+            self.machine.fault(RaceError(text, range(warp * 32, warp * 32 + 32), site, code))
+        else:
+            self.machine.warn(code, f"{self.machine.describe_site(site)}: {text}")

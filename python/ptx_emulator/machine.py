@@ -11,7 +11,7 @@ import ctypes
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ptx_emulator.codegen import Program, load
 from ptx_emulator.codegen.emitter import RESERVED_SHARED
 from ptx_emulator.codegen.special import SPECIAL_REGISTERS, WIDE, block_coordinate, coordinate
 from ptx_emulator.errors import CollectiveError, Deadlock, EmulatorError, Fault
+from ptx_emulator.findings import check_ignored
 from ptx_emulator.in_flight import Registers
 from ptx_emulator.memory import Memory
 from ptx_emulator.mma import WarpMatrices
@@ -49,8 +50,10 @@ class Options:
     seed: int = 0
     multiprocessors: int = 8
     load_waits: bool = True
+    ignore: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", check_ignored(self.ignore))
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
 
@@ -100,6 +103,7 @@ class Machine:
         self.parameter_base = ctypes.addressof(parameters)
         ranges = ranges | {(self.parameter_base, self.parameter_base + len(self.parameters))}
         self.event = 0
+        self.ignore = options.ignore
         self.scheduler, self.random = options.scheduler, random.Random(options.seed)
         self.queues = Queues(options.scheduler == "lazy", options.seed)
         self.race: Any = Races(self) if options.races else NoRaces()
@@ -158,7 +162,17 @@ class Machine:
         alu.put(m, target, value)
 
     def trap(self, site: int, m: Any) -> None:
-        raise Fault("trap", self.lanes(m), site)
+        raise Fault("trap", self.lanes(m), site, "PE501")
+
+    # -- findings
+    def fault(self, fault: Fault) -> None:
+        """Raises `fault`, unless its code is ignored."""
+        if fault.code not in self.ignore:
+            raise fault
+
+    def warn(self, code: str, text: str) -> None:
+        if code not in self.ignore:
+            self.report.warn(code, text)
 
     # -- names for messages
     def block_name(self, block: int) -> str:
@@ -300,7 +314,7 @@ class Machine:
                 if any(barrier.waiting for barrier in self.sync.named.values()):
                     raise Deadlock(self.deadlock("a named barrier never fills"))
                 for text in self.sync.describe_named():  # threads may end after an arrival that nobody waits for
-                    self.report.warn(f"{text} when the kernel ended")
+                    self.warn("PE307", f"{text} when the kernel ended")
                 self.queues.drain()
                 self.async_copies.drain()
                 self.mma.finish()
@@ -478,9 +492,10 @@ def execute(
     if any(g > limit for g, limit in zip(grid, GRID_LIMIT, strict=True)):
         raise EmulatorError(f"grid {grid} is beyond what CUDA allows: {GRID_LIMIT}")
     launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared.bytes)
-    launch.warnings = (
-        [] if options.races else program.warnings()
-    )  # with race detection, actual uses are reported instead
+    if not options.races:  # with race detection, actual uses are reported instead
+        for code, warning in program.warnings():
+            if code not in options.ignore:
+                launch.warn(code, warning)
     report.launches.append(launch)
     parameters, keep = parameter_buffer(program, values)
     size = cluster[0] * cluster[1] * cluster[2]
@@ -496,6 +511,7 @@ def execute(
             waiting.extendleft(reversed(machine.started))
     except Fault as fault:
         launch.error = f"{type(fault).__name__}: {fault}"
+        launch.codes.append(fault.code)
         raise
     finally:
         launch.seconds = time.perf_counter() - start

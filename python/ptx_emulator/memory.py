@@ -12,6 +12,7 @@ import gc
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,7 +192,7 @@ class Memory:
         gone = self.machine.running[physical >> 24] == 0
         if gone.any():
             name = self.machine.block_name(int(physical[gone][0]) >> 24)
-            raise Fault(f"access to shared memory of {name}, which has ended", lanes[gone], site)
+            raise Fault(f"access to shared memory of {name}, which has ended", lanes[gone], site, "PE204")
         return physical
 
     def resolve(
@@ -237,16 +238,24 @@ class Memory:
 
     # -- loads and stores
     def _access(
-        self, site: int, m: Any, what: str, space: str, operand: AddressOperand, total: int, order: str
+        self,
+        site: int,
+        m: Any,
+        what: str,
+        space: str,
+        operand: AddressOperand,
+        total: int,
+        order: str,
+        values: Sequence[Any] = (),
     ) -> Iterator[tuple[str, Array, Array]]:
-        """(space, lanes, addresses), checked, counted and recorded for race detection."""
+        """(space, lanes, addresses), checked, counted and recorded for race detection; `values`: of a store."""
         for where, lanes, address in self.resolve(m, space, operand, total, site):
             self._aligned(address, total, lanes, where, site)
             self.report.count_bytes(f"{where} {what}", len(lanes) * total)
             if self.machine.race.on and where != "local":
                 if where == "shared" and what != "atomic":
                     self.report.count_conflicts(site, lanes, address, total)
-                self.touch(site, where, lanes, address, total, what != "load", order)
+                self.touch(site, where, lanes, address, total, what != "load", order, values)
             yield where, lanes, address
         if what != "load":
             self.machine.event += 1
@@ -280,7 +289,7 @@ class Memory:
     def store(
         self, site: int, m: Any, space: str, operand: AddressOperand, size: int, values: list[Any], order: str
     ) -> None:
-        for where, lanes, address in self._access(site, m, "store", space, operand, size * len(values), order):
+        for where, lanes, address in self._access(site, m, "store", space, operand, size * len(values), order, values):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
             for number, value in enumerate(values):
@@ -368,18 +377,46 @@ class Memory:
         rows = (chunks >> 20) * (self.shadow_stride // per) + (chunks & 0xFFFFF)
         self.machine.race.by_agent(site, self.shared_shadow, rows, issue, component, epoch, write, per=per)
 
-    def touch(self, site: int, space: str, lanes: Array, address: Array, size: int, write: bool, order: str) -> None:
+    def _unchanged(self, space: str, values: Sequence[Any], size: int, lanes: Array, address: Array) -> Array:
+        """Where a store of `values`, `size` bytes per lane, leaves a granule as it is: (lanes, granules per lane)."""
+        element = min(size // len(values), 8)
+        memory, first = self.array(space, element)
+        old = memory[((address - first) // element)[:, None] + np.arange(size // element)]
+        if size // len(values) == 16:
+            new = np.concatenate([value.view(u64)[lanes] for value in values], 1)
+        else:
+            each = (at(value, lanes).astype(UINT[element * 8]) for value in values)
+            new = np.stack([np.broadcast_to(value, len(lanes)) for value in each], 1)
+        same = old.view(np.uint8) == new.view(np.uint8)
+        return same.reshape(len(lanes), -1, self.granule).all(2)
+
+    def touch(
+        self,
+        site: int,
+        space: str,
+        lanes: Array,
+        address: Array,
+        size: int,
+        write: bool,
+        order: str,
+        values: Sequence[Any] = (),
+    ) -> None:
+        """An access by lanes, which need not belong together; `values`: what they store, if known."""
         race, flags = self.machine.race, ATOMIC if order else 0
         if order:
             race.strong(lanes >> 5, address, order)
+        same = partial(self._unchanged, space, values, size) if values else None
         if space == "shared":
-            race.by_lanes(site, self.shared_shadow, self.shared_granules(address, size), lanes, write, flags, True)
+            index = self.shared_granules(address, size)
+            same = same and partial(same, lanes, address)
+            race.by_lanes(site, self.shared_shadow, index, lanes, write, flags, True, same)
             return
         found = np.searchsorted(self.first, address, side="right") - 1
         for number in np.unique(found):
             chosen = found == number
             shadow, index = self.global_granules(address[chosen], size)
-            race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True)
+            again = same and partial(same, lanes[chosen], address[chosen])
+            race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True, again)
 
 
 def turns(index: Array) -> Iterator[Any]:

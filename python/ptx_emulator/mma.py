@@ -225,7 +225,8 @@ class WarpMatrices:
         unfenced = self.unfenced[numbers[:, None], fragments].any(1)
         if unfenced.any():
             lanes = groups[int(np.flatnonzero(unfenced)[0])]
-            raise Fault("wgmma.mma_async without a wgmma.fence since its registers were written", lanes, site)
+            text = "wgmma.mma_async without a wgmma.fence since its registers were written"
+            machine.fault(Fault(text, lanes, site, "PE402"))
         blocks, epochs = machine.block_of[first].tolist(), [self.committed.get(g, 0) for g in numbers.tolist()]
         sources = [list(zip(blocks, map(matrix.wgmma_descriptor, at(b, first).tolist()), strict=True))]
         if isinstance(a, list):

@@ -12,7 +12,7 @@ In shared and global memory lanes of one warp can race, too. Any synchronization
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 READ_SLOTS = 4
-ASYNC, ATOMIC, UNRECORDED = 1, 2, 4
+ASYNC, ATOMIC, UNRECORDED, TENSOR_MAP = 1, 2, 4, 8
 SEVERAL, NEVER = 32, -1
+Same = Callable[[], Array]
 
 
 class Shadow:
@@ -123,6 +124,7 @@ class Races:
         self.components: dict[Hashable, int] = {}
         self.names: list[str] = []
         self.events = Events()
+        self.repeated: set[tuple[int, int]] = set()  # pairs of instructions that store the same value
 
     # -- components and clocks
     def component(self, key: Hashable, name: str) -> int:
@@ -227,9 +229,20 @@ class Races:
 
     # -- accesses
     def by_lanes(
-        self, site: int, shadow: Shadow, index: Array, lanes: Array, write: bool, flags: int = 0, alone: bool = False
+        self,
+        site: int,
+        shadow: Shadow,
+        index: Array,
+        lanes: Array,
+        write: bool,
+        flags: int = 0,
+        alone: bool = False,
+        same: Same | None = None,
     ) -> None:
-        """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together."""
+        """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together.
+
+        `same`: says, of a store that has not happened yet, which granules it leaves as they are.
+        """
         index, warp = index.reshape(len(lanes), -1), lanes >> 5
         starts = np.flatnonzero(warp[1:] != warp[:-1]) + 1
         warps = warp[np.concatenate([[0], starts])]
@@ -243,8 +256,8 @@ class Races:
         if alone:
             slot = who % READ_SLOTS
             reads = shadow.read[index, slot]
-            others = self._apart(site, shadow, index, lane, self.interval[who], write, flags, last, reads)
-        self._check(site, shadow, index, who, self.clock, who, write, flags, last)
+            others = self._apart(site, shadow, index, lane, self.interval[who], write, flags, last, reads, same)
+        self._check(site, shadow, index, who, self.clock, who, write, flags, last, same)
         if write:
             shadow.write[index] = codes
             if alone:
@@ -282,6 +295,7 @@ class Races:
         flags: int,
         last: Array,
         reads: Array,
+        same: Same | None = None,
     ) -> Array:
         """Two lanes of a warp must not access a granule in the same interval between warp barriers if one writes.
 
@@ -297,19 +311,39 @@ class Races:
         bad, others = another(last), another(reads)
         if flags & ATOMIC:
             bad &= (events.flags[last >> 6] & ATOMIC) == 0
+        if same is not None and bad.any():
+            bad &= ~self._repeats(site, shadow, index, bad, last, same)
         wrong = bad | others if write else bad
         if wrong.any():
             where = tuple(int(x[0]) for x in np.nonzero(wrong))
             then, code = ("write", last[where]) if bad[where] else ("read", reads[where])
             one = int(np.broadcast_to(lane, wrong.shape)[where])
-            raise RaceError(
+            text = (
                 f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by lane "
                 f"{one & 31} of {self.name(one >> 5)} is not ordered after the {then} by another lane at "
-                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them",
-                [one],
-                site,
+                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them"
             )
+            self.machine.fault(RaceError(text, [one], site, "PE103"))
         return others
+
+    def _repeats(self, site: int, shadow: Shadow, index: Array, bad: Array, last: Array, same: Same) -> Array:
+        """Where a store conflicts with a store of the same value, which is a warning, once for two instructions."""
+        events = self.events
+        repeats = bad & ((events.flags[last >> 6] & (ASYNC | ATOMIC)) == 0)
+        if repeats.any():
+            repeats &= same()
+        if repeats.any():
+            where = tuple(int(x[0]) for x in np.nonzero(repeats))
+            other = int(events.site[int(last[where]) >> 6])
+            if (site, other) not in self.repeated:
+                self.repeated.add((site, other))
+                describe = self.machine.describe_site
+                self.machine.warn(
+                    "PE108",
+                    f"{describe(site)} and {describe(other)} store the same value to "
+                    f"{self._place(shadow, index, where)}, and nothing orders them",
+                )
+        return repeats
 
     def _place(self, shadow: Shadow, index: Array, where: Sequence[int]) -> str:
         """The name of an element of an access; of its row's granule where `index` counts rows."""
@@ -424,6 +458,7 @@ class Races:
         write: bool,
         flags: int,
         last: Array,
+        same: Same | None = None,
     ) -> None:
         """By components `who` that know what rows `row` of `clock` say; both are a number or fit `index`.
 
@@ -432,28 +467,26 @@ class Races:
         events = self.events
         if not write and shadow.must_be_written and not last.all():
             missing = np.nonzero(np.broadcast_to(last == 0, (*index.shape, *last.shape[index.ndim :])))
-            raise UninitializedRead(
+            text = (
                 f"read of uninitialised {shadow.name}: {len(missing[0])} places, first at "
-                f"{self._place(shadow, index, [int(x[0]) for x in missing])}",
-                [],
-                site,
+                f"{self._place(shadow, index, [int(x[0]) for x in missing])}"
             )
+            self.machine.fault(UninitializedRead(text, [], site))
 
         def unordered(event: Array, who: Any, row: Any, plane: Any) -> Array:
             other = events.component[event]
             return (other != who) & (clock[row, plane, other] < events.epoch[event])
 
-        def report(bad: Array, codes: Array, then: str) -> None:
+        def report(bad: Array, codes: Array, then: str, code: str, why: str = "") -> None:
             where = tuple(int(x[0]) for x in np.nonzero(bad))
             event = int(codes[where]) >> 6
             one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
-            raise RaceError(
+            text = (
                 f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
                 f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
-                f"{self.machine.describe_site(int(events.site[event]))}",
-                [],
-                site,
+                f"{self.machine.describe_site(int(events.site[event]))}{why}"
             )
+            self.machine.fault(RaceError(text, [], site, code))
 
         if last.any():
             event = last >> 6
@@ -463,15 +496,24 @@ class Races:
                 bad |= (events.component[event] == who) & generic
             if flags & ATOMIC:
                 bad &= (events.flags[event] & ATOMIC) == 0
-            if bad.any():
-                report(bad, last, "write")
+            if flags & TENSOR_MAP and bad.any():
+                report(bad, last, "write", "PE106", ": no fence.proxy.tensormap::generic.acquire")
+            elif bad.any():
+                race = bad & unordered(event, who, row, 0)
+                fence = bad & ~race
+                if same is not None:
+                    race &= ~self._repeats(site, shadow, index, race, last, same)
+                if race.any():
+                    report(race, last, "write", "PE101")
+                if fence.any():
+                    report(fence, last, "write", "PE102", ": no fence.proxy.async between them")
         if write:
             reads = shadow.read[index]
             if reads.any():
                 some = reads[:1] if np.ndim(who) == 0 and alike(reads) else reads
                 bad = unordered(some >> 6, np.expand_dims(who, -1), np.expand_dims(row, -1), 0)
                 if bad.any():
-                    report(bad, some, "read")
+                    report(bad, some, "read", "PE101")
                 shadow.read[index] = 0
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
@@ -485,17 +527,13 @@ class Races:
         late = self.clock[warps, 0, init[0]] < init[1]
         late |= (warps == init[0]) & (self.interval[warps] == init[2]) & (lanes != init[3])
         if late.any():
-            raise RaceError(
-                f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}",
-                [],
-                site,
-            )
+            text = f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}"
+            self.machine.fault(RaceError(text, [], site, "PE107"))
 
     def check_init_of_agent(self, site: int, issue: Issue, init: tuple[int, int, int, int], what: str) -> None:
         if issue.clock[1, init[0]] < init[1]:
-            raise BarrierError(
+            text = (
                 f"{what}: its init by {self.name(init[0])} has not been made visible to the async proxy "
-                "(fence.mbarrier_init and a barrier)",
-                [],
-                site,
+                "(fence.mbarrier_init and a barrier)"
             )
+            self.machine.fault(BarrierError(text, [], site, "PE304"))

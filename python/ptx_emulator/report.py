@@ -35,6 +35,7 @@ class Launch:
             the sum of the latter.
         warnings: What is suspicious and no fault.
         error: The fault that ended the launch; empty without one.
+        codes: The codes of the warnings and, last, of the fault: [Findings](../emulator-findings.md) explains them.
     """
 
     kernel: str
@@ -50,13 +51,15 @@ class Launch:
     conflicts: dict[int, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     error: str = ""
+    codes: list[str] = field(default_factory=list)
 
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
 
-    def warn(self, text: str) -> None:
-        if text not in self.warnings:
+    def warn(self, code: str, text: str) -> None:
+        if (text := f"{code}: {text}") not in self.warnings:
             self.warnings.append(text)
+            self.codes.append(code)
 
     def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
         """Wavefronts in addition to the one (two, four for 8- and 16-byte accesses) that every warp needs."""
@@ -99,6 +102,7 @@ class Launch:
             "bank_conflicts": self.bank_conflicts,
             "warnings": self.warnings,
             "error": self.error,
+            "codes": self.codes,
         }
 
     def __str__(self) -> str:

@@ -67,9 +67,13 @@ class Sync:
     def get(self, address: int, site: int) -> MBarrier:
         barrier = self.barriers.get(address)
         if self.machine.running[address >> 24] == 0:
-            raise Fault(f"mbarrier at {self.machine.shared_name(address)} signalled after its block ended", [], site)
+            raise Fault(
+                f"mbarrier at {self.machine.shared_name(address)} signalled after its block ended", [], site, "PE204"
+            )
         if barrier is None:
-            raise BarrierError(f"mbarrier at {self.machine.shared_name(address)} used before mbarrier.init", [], site)
+            raise BarrierError(
+                f"mbarrier at {self.machine.shared_name(address)} used before mbarrier.init", [], site, "PE302"
+            )
         return barrier
 
     def init(self, site: int, m: Any, barrier: AddressOperand, count: Any) -> None:
@@ -78,7 +82,7 @@ class Sync:
         for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
             number = one(count, lane)
             if not 0 < number <= TX_LIMIT:
-                raise BarrierError(f"mbarrier.init with count {number}", [lane], site)
+                raise BarrierError(f"mbarrier.init with count {number}", [lane], site, "PE303")
             self.barriers[address] = MBarrier(number, number, race.init_by(lane))
         self.machine.event += 1
 
@@ -95,7 +99,7 @@ class Sync:
     def _flip(self, address: int, barrier: MBarrier, site: int) -> None:
         if barrier.pending < 0:
             raise BarrierError(
-                f"mbarrier at {self.machine.shared_name(address)}: more arrivals than its count", [], site
+                f"mbarrier at {self.machine.shared_name(address)}: more arrivals than its count", [], site, "PE303"
             )
         if barrier.pending or barrier.tx:
             return
@@ -191,14 +195,17 @@ class Sync:
         for key in np.unique(keys).tolist():
             some = lanes[keys == key]
             if not 0 <= key - int(machine.block_of[some[0]]) * 16 < 16:
-                raise BarrierError(f"named barrier {key} is not in 0..15", some, site)
+                raise BarrierError(f"named barrier {key} is not in 0..15", some, site, "PE305")
             expected = one(count, some[0])
             if expected % 32 or expected <= 0:
-                raise BarrierError(f"named barrier for {expected} threads: not a multiple of 32", some, site)
+                raise BarrierError(f"named barrier for {expected} threads: not a multiple of 32", some, site, "PE305")
             barrier = self.named.setdefault(key, NamedBarrier(expected))
             if barrier.expected != expected:
                 raise BarrierError(
-                    f"named barrier {key % 16}: {expected} threads here, {barrier.expected} elsewhere", some, site
+                    f"named barrier {key % 16}: {expected} threads here, {barrier.expected} elsewhere",
+                    some,
+                    site,
+                    "PE305",
                 )
             # A barrier counts warps: a warp with inactive lanes arrives as a whole.
             warps = np.unique(some >> 5)
@@ -209,7 +216,7 @@ class Sync:
                 barrier.waiting.append((resume, some, reduction))
             if barrier.arrived > barrier.expected:
                 raise BarrierError(
-                    f"named barrier {key % 16}: {barrier.arrived} arrivals for {barrier.expected}", some, site
+                    f"named barrier {key % 16}: {barrier.arrived} arrivals for {barrier.expected}", some, site, "PE305"
                 )
             if barrier.arrived == barrier.expected:
                 self._open(self.named.pop(key))
@@ -234,7 +241,7 @@ class Sync:
         cluster = self.cluster_of[lanes]
         again = self.cluster_joined[lanes] == self.cluster_phase[cluster]
         if again.any():
-            raise BarrierError("barrier.cluster.arrive twice without a wait", lanes[again], site)
+            raise BarrierError("barrier.cluster.arrive twice without a wait", lanes[again], site, "PE306")
         self.cluster_joined[lanes] = self.cluster_phase[cluster]
         np.add.at(self.cluster_arrived, cluster, 1)
         if race.on:
@@ -263,7 +270,7 @@ class Sync:
         never = machine.lanes(m)
         never = never[self.cluster_joined[never] < 0]
         if len(never):
-            raise BarrierError("barrier.cluster.wait without an arrive", never, site)
+            raise BarrierError("barrier.cluster.wait without an arrive", never, site, "PE306")
         ready = self.cluster_phase[self.cluster_of] > self.cluster_joined
         if race.on:
             done = machine.lanes(ready if m is True else ready & m)
@@ -276,7 +283,7 @@ class Sync:
         machine, memory = self.machine, self.machine.memory
         lanes = machine.lanes(m)
         if self.declined[lanes].any():
-            raise Fault("clusterlaunchcontrol.try_cancel by a thread that saw one fail", lanes, site)
+            raise Fault("clusterlaunchcontrol.try_cancel by a thread that saw one fail", lanes, site, "PE502")
         addresses, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
 
         def run(lane: int, address: int, signal: int, issue: Issue | None) -> None:

@@ -132,14 +132,19 @@ class TensorMemory:
             lane = int(warp[0])
             block, count = int(machine.block_of[lane]), one(columns, lane)
             if count < 32 or count > COLUMNS or count & (count - 1):
-                raise TensorMemoryError(f"tcgen05.alloc of {count} columns: a power of two from 32 to 512", warp, site)
+                raise TensorMemoryError(
+                    f"tcgen05.alloc of {count} columns: a power of two from 32 to 512", warp, site, "PE404"
+                )
             if self.relinquished[block]:
-                raise TensorMemoryError("tcgen05.alloc after relinquish_alloc_permit", warp, site)
+                raise TensorMemoryError("tcgen05.alloc after relinquish_alloc_permit", warp, site, "PE404")
             free = self.allocated[block] == 0
             starts = [s for s in range(0, COLUMNS, count) if free[s : s + count].all()]
             if not starts:
                 raise TensorMemoryError(
-                    f"tcgen05.alloc of {count} columns would wait: {int(free.sum())} of 512 are free", warp, site
+                    f"tcgen05.alloc of {count} columns would wait: {int(free.sum())} of 512 are free",
+                    warp,
+                    site,
+                    "PE404",
                 )
             self.allocations += 1
             self.allocated[block, starts[0] : starts[0] + count] = self.allocations
@@ -159,7 +164,7 @@ class TensorMemory:
             number = int(columns_[0]) if len(columns_) else 0
             if not number or (columns_ != number).any() or int((self.allocated[block] == number).sum()) != count:
                 raise TensorMemoryError(
-                    f"tcgen05.dealloc of {count} columns at {start}: no such allocation", warp, site
+                    f"tcgen05.dealloc of {count} columns at {start}: no such allocation", warp, site, "PE404"
                 )
             if machine.race.on:  # a deallocation is a write: whoever used the columns must be done
                 granules = self.granules(block, np.arange(LANES), start + np.arange(count))
@@ -174,10 +179,9 @@ class TensorMemory:
     def finish(self) -> None:
         if self.allocated.any():
             block = int(np.flatnonzero(self.allocated.any(1))[0])
-            raise TensorMemoryError(
-                f"{self.machine.block_name(block)} ended with {int((self.allocated[block] > 0).sum())} tensor memory "
-                "columns allocated"
-            )
+            columns = int((self.allocated[block] > 0).sum())
+            text = f"{self.machine.block_name(block)} ended with {columns} tensor memory columns allocated"
+            self.machine.fault(TensorMemoryError(text, code="PE405"))
 
     def check(self, block: int, column: int, count: int, site: int, what: str) -> None:
         columns_ = self.allocated[block, column : column + count]
@@ -187,6 +191,7 @@ class TensorMemory:
                 "allocated",
                 [],
                 site,
+                "PE403",
             )
 
     # -- accesses as the race detector sees them
@@ -235,6 +240,7 @@ class TensorMemory:
                 f"{32 * int(quarter[bad])} to {32 * int(quarter[bad]) + 31}, address has lane {int(lane0[bad])}",
                 warps[bad],
                 site,
+                "PE403",
             )
         row, column = fragment(shape, len(registers), half)
         if packed:  # each register takes two neighbouring columns

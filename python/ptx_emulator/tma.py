@@ -13,7 +13,7 @@ from ptx_emulator.alu import at, one
 from ptx_emulator.errors import Fault, Misaligned, RaceError, UnsupportedPTX
 from ptx_emulator.memory import AddressOperand, bytes_at, combine
 from ptx_emulator.numerics import UNSIGNED, Array, f32, f32_to_tf32, u32
-from ptx_emulator.race import ASYNC, ATOMIC, UNRECORDED, Issue
+from ptx_emulator.race import ASYNC, ATOMIC, TENSOR_MAP, UNRECORDED, Issue
 from ptx_emulator.tensormap import TensorMap
 from ptx_emulator.warp import whole_warps
 
@@ -50,7 +50,7 @@ class TMA:
         tensor = tensormap.decode(bytes(bytes_at(address, 128)))
         where = [int(np.uint32(one(v, lane)).view(np.int32)) for v in coordinates]
         if len(where) != len(tensor.dims):
-            raise Fault(f"{len(where)} coordinates for a tensor map of rank {len(tensor.dims)}", [lane], site)
+            raise Fault(f"{len(where)} coordinates for a tensor map of rank {len(tensor.dims)}", [lane], site, "PE503")
         if tensor.packed:
             where[0] //= 2
         if smem_address % 128:
@@ -84,7 +84,7 @@ class TMA:
         bits, first = one(mask, lane), int(self.machine.cluster_base[lane]) >> 24
         blocks = [first + rank for rank in range(16) if bits >> rank & 1]
         if not blocks or blocks[-1] >= first + self.machine.cluster_size:
-            raise Fault(f"multicast mask {bits:#x} in a cluster of {self.machine.cluster_size}", [lane])
+            raise Fault(f"multicast mask {bits:#x} in a cluster of {self.machine.cluster_size}", [lane], code="PE503")
         return blocks
 
     # -- loads
@@ -408,7 +408,9 @@ class TMA:
             return
         if smem_address in self.unreleased:
             missing = "fence.proxy.tensormap::generic.release"
-            raise RaceError(f"tensor map at {smem_address:#x} was edited without {missing}", [lane], site)
+            text = f"tensor map at {smem_address:#x} was edited without {missing}"
+            self.machine.fault(RaceError(text, [lane], site, "PE106"))
+            return
         issue, known = race.issue(lane), self.acquired.get((lane >> 5, smem_address))
         issue.clock[1] = 0
         if known is not None:
@@ -422,5 +424,5 @@ class TMA:
             race.component("tensor maps", "TMA"),
             0,
             False,
-            ASYNC | UNRECORDED,
+            ASYNC | UNRECORDED | TENSOR_MAP,
         )

@@ -147,7 +147,7 @@ def test_the_race_of_the_documentation_is_shown_with_its_source(tmp_path: Path) 
     assert result.exit_code == 1
     for text in (STORE, LOAD):
         assert f"{script}:{SCRIPT.splitlines().index(text) + 1}\n{text}" in result.output
-    assert "RaceError: race on shared memory" in result.output
+    assert "RaceError: PE103: race on shared memory" in result.output
     assert "block (0, 0, 0)" in result.output
     assert "the run failed" in words(result)
     script.write_text(
@@ -173,6 +173,27 @@ def test_a_script_without_a_race_and_its_arguments(tmp_path: Path) -> None:
     assert "global store 512 bytes" in words(result)  # 64 threads of 4 bytes, twice
     assert ".target sm_90a" in result.output
     assert "data races none found" in words(result)
+
+
+def test_ignored_findings(tmp_path: Path) -> None:
+    """The race of the documentation is one within a warp, and between the two warps."""
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT)
+    result = emulate("--ignore", "PE103", script)
+    assert result.exit_code == 1
+    assert "RaceError: PE101: race on shared memory" in result.output
+    report = tmp_path / "report.json"
+    result = emulate("--ignore", "PE103", "--ignore", "PE101", "--json", report, script)
+    assert result.exit_code == 0
+    assert "ignored findings PE103, PE101" in words(result)
+    given = json.loads(report.read_text())
+    assert given["ignore"] == ["PE103", "PE101"]
+    assert given["launches"][0]["codes"] == []
+    for code in ("PE999", "PE201"):
+        refused = emulate("--ignore", code, script)
+        assert refused.exit_code == 2
+        assert f"'{code}'" in refused.output
+        assert "PE101, PE102" in words(refused)
 
 
 @pytest.mark.parametrize(("option", "waits"), [([], "True"), (["--no-load-waits"], "False")])

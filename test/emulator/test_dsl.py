@@ -105,7 +105,7 @@ def test_a_launch_that_fails_is_in_the_report() -> None:
             compiled(dynamic[0], dynamic[2], 1.0)
         compiled(dynamic[0], dynamic[1], 4.0)
     failed, passed = report.launches
-    assert failed.error.startswith("OutOfBounds: global access out of bounds")
+    assert failed.error.startswith("OutOfBounds: PE201: global access out of bounds")
     assert failed.instructions["ld.global.b32"] == 4
     assert "error: OutOfBounds" in str(report)
     assert passed.error == ""

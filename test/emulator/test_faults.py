@@ -163,7 +163,7 @@ def test_warp_barrier_of_lanes_that_have_ended() -> None:
 def test_arrivals_that_nobody_waits_for() -> None:
     """Threads may end after `bar.arrive`; a thread that waits for more than arrive is a deadlock."""
     launch = run("bar.arrive 1, 64;")
-    assert launch.warnings == ["named barrier 1 of block (0, 0, 0): 32 of 64 threads when the kernel ended"]
+    assert launch.warnings == ["PE307: named barrier 1 of block (0, 0, 0): 32 of 64 threads when the kernel ended"]
     with pytest.raises(Deadlock, match=r"named barrier 1 of block \(0, 0, 0\): 64 of 96 threads"):
         run("setp.lt.u32 %p1, %r99, 32; @%p1 bar.arrive 1, 96; @!%p1 bar.sync 1, 96;", block=64)
 

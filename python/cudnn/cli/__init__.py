@@ -82,6 +82,9 @@ def _emulate(
     load_waits: Annotated[
         bool, typer.Option(help="Registers of tcgen05.ld must be waited for; not so where ptxas is left to do it.")
     ] = True,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="CODE", help="Leave out findings with this code; may be repeated.")
+    ] = None,
     shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
@@ -94,10 +97,13 @@ def _emulate(
     from cudnn import demo_cases
     from cudnn.cli import emulate
     from cudnn.fused.warm import architectures
+    from ptx_emulator.findings import IGNORABLE
     from ptx_emulator.machine import SCHEDULERS
 
     check_choice("--arch", arch, architectures())
     check_choice("--scheduler", scheduler, SCHEDULERS)
+    for code in ignore or ():
+        check_choice("--ignore", code, IGNORABLE)
     is_script = target.endswith(".py")
     if is_script and not Path(target).is_file():
         raise option_error("TARGET", repr(target), "a file that exists")
@@ -108,7 +114,7 @@ def _emulate(
     if not is_script and arguments:
         raise option_error("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
     problem = _problem(shape, demo_cases.find(target).dimensions) if shape else None
-    options = emulate.Options(arch, races, scheduler, seed, load_waits)
+    options = emulate.Options(arch, races, scheduler, seed, load_waits, tuple(ignore or ()))
     raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))
 
 

@@ -61,6 +61,7 @@ class Options:
     scheduler: str = "lowest-pc"
     seed: int = 0
     load_waits: bool = True
+    ignore: tuple[str, ...] = ()
 
 
 @dataclass
@@ -273,6 +274,8 @@ def _verdicts(outcome: Outcome, options: Options) -> Table:
         table.add_row("the run", "[bold red]had a fault[/], which the script handled")
     elif outcome.report.launches:
         table.add_row("data races", "[green]none found[/]" if options.races else "not looked for (--no-races)")
+    if options.ignore:
+        table.add_row("ignored findings", ", ".join(options.ignore))
     for comparison in outcome.comparisons:
         verdict = "[green]agrees with its reference[/]" if comparison.passed else "[bold red]wrong[/]"
         table.add_row(comparison.name, f"{verdict}: error {comparison.error:.1e}, allowed {comparison.allowed:.1e}")

@@ -23,13 +23,13 @@ def emulation(arch: str, **options: Any) -> Iterator[Any]:
     Args:
         arch: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
         options: Those of ``ptx_emulator.emulate``: ``races=True`` looks for data races; ``scheduler`` and ``seed`` say
-            in which order threads run.
+            in which order threads run; ``ignore=["PE103"]`` leaves out findings with this code.
 
     Yields:
         The emulator's ``Report``.
 
     Raises:
-        ValueError: there is no kernel for ``arch``.
+        ValueError: there is no kernel for ``arch``, or ``ignore`` has a code that does not exist or that ends a launch.
         ptx_emulator.Fault: the kernel did something that PTX forbids.
     """
     if arch not in ARCHITECTURES.values():

@@ -83,8 +83,8 @@ class Program:
         self.uses_warpgroups = "wgmma" in opcodes
         self.granule = self._granule()
 
-    def warnings(self) -> list[str]:
-        """Registers that may be used before the `wgmma` or `tcgen05.ld` is waited for that holds them."""
+    def warnings(self) -> list[tuple[str, str]]:
+        """Codes and texts: registers that may be used before the wait for what holds them."""
         found = {}
         for site, held in self.in_flight.touched.items():
             register, role, load = min(held)
@@ -92,7 +92,8 @@ class Program:
             what = f"of {code[load].text}" if role == LOADED else "of a wgmma"
             wait = "tcgen05.wait::ld" if role == LOADED else "wgmma.wait_group"
             found[load if role == LOADED else site] = (
-                f"PTX line {code[site].line}: {register} {what} is used without {wait}"
+                "PE105" if role == LOADED else "PE104",
+                f"PTX line {code[site].line}: {register} {what} is used without {wait}",
             )
         return list(found.values())
 
