@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ class Built:
     def __init__(self) -> None:
         self.keys: list[Any] = []
         self.fails: set[Any] = set()
+        self.group: Any = types.SimpleNamespace(wait=lambda: None)
 
     def build(self, each: Any) -> tuple[bytes, float]:
         if each in self.fails:
@@ -298,7 +300,7 @@ def test_without_workers_kernels_are_compiled_here(
 
 def test_killed_workers_end() -> None:
     workers = compile_pool.start_workers(2)
-    group = workers[0]._group
+    group = workers[0].group
     workers[1].kill()
     assert group.poll() is not None
     with pytest.raises(compile_pool.WorkerError):

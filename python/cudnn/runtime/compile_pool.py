@@ -39,7 +39,7 @@ class Worker:
     """A running worker process, from the side that gives it work."""
 
     def __init__(self, connection: socket.socket, group: subprocess.Popen[bytes]) -> None:
-        self._connection, self._stream, self._group = connection, connection.makefile("rwb"), group
+        self._connection, self._stream, self.group = connection, connection.makefile("rwb"), group
 
     def build(self, key: Key) -> tuple[bytes, float]:
         """The object file of a kernel, and the seconds that it took to compile."""
@@ -54,17 +54,19 @@ class Worker:
         return content, seconds
 
     def close(self) -> None:
-        """Ends the process, after the kernel that it compiles."""
+        """Ends the process, after the kernel that it compiles, also if a forked process still has the connection."""
         with contextlib.suppress(OSError):  # the rest of the input cannot be written
             self._stream.close()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def kill(self) -> None:
         """Ends the processes of all workers that started together."""
         self.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._group.pid, signal.SIGKILL)
-        self._group.wait()
+            os.killpg(self.group.pid, signal.SIGKILL)
+        self.group.wait()
 
 
 def start_workers(count: int) -> list[Worker]:
@@ -146,14 +148,13 @@ class Pool:
         except WorkerError as error:
             _logger.warning("kernels are compiled one after another: %s", error)
             workers = [None]
+        self._workers.update(worker for worker in workers if worker is not None)
         for worker in workers:
             self._threads += 1
             threading.Thread(target=self._work, args=(worker,), name="cudnn-compile", daemon=True).start()
 
     def _work(self, worker: Worker | None) -> None:
         """A thread of the pool: compiles until the queue is empty. Without a worker, it fails the futures."""
-        if worker is not None:
-            self._workers.add(worker)
         while (key := self._next()) is not None:
             future = self._futures[key]
             try:
@@ -169,6 +170,8 @@ class Pool:
         if worker is not None:
             self._workers.discard(worker)
             worker.close()
+            if all(other.group is not worker.group for other in list(self._workers)):
+                worker.group.wait()  # so that no process without a parent's attention is left
 
     def _next(self) -> Key | None:
         with self._lock:
