@@ -305,6 +305,7 @@ def test_killed_workers_end() -> None:
     assert group.poll() is not None
     with pytest.raises(compile_pool.WorkerError):
         workers[0].build(key(512))
+    workers[0].close()
 
 
 def test_compile_takes_a_gpu_or_is_pytorch_s() -> None:
