@@ -38,7 +38,7 @@ class WorkerError(Exception):
 class Worker:
     """A running worker process, from the side that gives it work."""
 
-    def __init__(self, connection: socket.socket, group: subprocess.Popen[bytes]) -> None:
+    def __init__(self, connection: socket.socket, group: subprocess.Popen[Any]) -> None:
         self._connection, self._stream, self.group = connection, connection.makefile("rwb"), group
 
     def build(self, key: Key) -> tuple[bytes, float]:
