@@ -1,4 +1,4 @@
-"""The experts of torchtitan and of Megatron-Core with our kernels, beside their own, at Qwen3-30B-A3B's sizes.
+"""The experts of torchtitan and of Megatron-Core with our kernels, compared with their own, at Qwen3-30B-A3B's sizes.
 
     python benchmarks/moe_in_stacks.py WHEELS [TOKENS ...]
 

@@ -4,7 +4,7 @@
 
 It prints a table and exits with an error if a row fails:
 
-- losses: 50 steps with two-way expert parallelism beside one GPU that has all experts and both ranks' tokens;
+- losses: 50 steps with two-way expert parallelism, compared with one GPU that has all experts and both ranks' tokens;
 - checkpoint: saved at step 25 with EP 2, loaded with EP 1 and FSDP2 over both, saved, loaded with EP 2;
 - killed: one rank ends within a step; the other one has to end with an error within its limits;
 - host time: forward and backward of a layer with and without ``return_routing``, on one GPU.

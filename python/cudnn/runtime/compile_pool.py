@@ -1,7 +1,7 @@
 """Compiles kernels in parallel worker processes while the program goes on.
 
-:func:`submit` queues kernels; :func:`kernels.kernel` waits for those that it needs. Each thread of the pool has one
-worker process, which ends with the queue. The calling process reads and writes the cache: of several processes that
+:meth:`Pool.submit` queues kernels; :func:`cudnn.runtime.kernels.kernel` waits for those that it needs. Each thread of
+the pool has one worker process, which ends with the queue. The calling process reads and writes the cache: of several processes that
 need the same kernel, such as the ranks of ``torchrun`` on one host, one compiles it and the others read its file.
 """
 
@@ -171,7 +171,7 @@ class Pool:
             self._workers.discard(worker)
             worker.close()
             if all(other.group is not worker.group for other in list(self._workers)):
-                worker.group.wait()  # so that no process without a parent's attention is left
+                worker.group.wait()  # reaps the process
 
     def _next(self) -> Key | None:
         with self._lock:
