@@ -1,8 +1,9 @@
 """Compiles kernels in parallel worker processes while the program goes on.
 
 :meth:`Pool.submit` queues kernels; :func:`cudnn.runtime.kernels.kernel` waits for those that it needs. Each thread of
-the pool has one worker process, which ends with the queue. The calling process reads and writes the cache: of several processes that
-need the same kernel, such as the ranks of ``torchrun`` on one host, one compiles it and the others read its file.
+the pool has one worker process, which ends with the queue. The calling process reads and writes the cache: of several
+processes that need the same kernel, such as the ranks of ``torchrun`` on one host, one compiles it and the others read
+its file.
 """
 
 from __future__ import annotations
