@@ -140,8 +140,9 @@ class GemmConfiguration:
     written to the workspace by a preceding kernel of the same call: ``a`` and ``b`` are the results.
 
     Raises: ValueError: groups that may end inside an atom of scale factors, or a block of rows; a dynamic schedule that
-        is not grouped; blocks of k other than k tiles of K-major operands; tiles of concatenated halves that the CTAs of a cluster cannot split; an ``index`` that is not
-        of the rows of a K-major A of varlen_m, or of k of MN-major operands of varlen_k, or with block scale factors.
+        is not grouped; blocks of k other than k tiles of K-major operands; tiles of concatenated halves that the CTAs
+        of a cluster cannot split; an ``index`` that is not of the rows of a K-major A of varlen_m, or of k of MN-major
+        operands of varlen_k, or with block scale factors.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"

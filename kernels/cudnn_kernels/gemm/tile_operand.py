@@ -10,15 +10,15 @@ from cutlass import Float32, Int32, TFloat32
 
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.gemm.configuration import GemmConfiguration
-from cudnn_kernels.schedule.tile_maps import TileMap
 from cudnn_kernels.pipeline.tma import concat_glu_shape, concat_glu_view, ragged_coord, ragged_step
+from cudnn_kernels.schedule.tile_maps import TileMap
 
 
 class TileOperand(ABC):
     """An argument of the kernel that TMA loads: A (``operand_index`` 0) or B (1).
 
-    ``tile_map``: that of the schedule. With ragged k, groups may end in the middle of a k tile. TMA rounds float32 to tf32 to nearest; the tensor cores
-    would truncate.
+    ``tile_map``: that of the schedule. With ragged k, groups may end in the middle of a k tile. TMA rounds float32 to
+    tf32 to nearest; the tensor cores would truncate.
     """
 
     def __init__(self, c: GemmConfiguration, operand_index: int, tile_map: TileMap) -> None:

@@ -216,7 +216,6 @@ class VarlenKTileMap(TileMap):
             k, k_end = self.block_range(k, k_end, expert)
         return WorkTileInfo(row * self.rows, Int32(0), e.m, column, k, k_end, expert, valid), state
 
-
     def operand_coord(self, k: Any, batch: Any) -> tuple[Any, Any]:
         return (Int32(0), k // self.schedule.k_block) if self.schedule.k_block else (k, batch)
 

@@ -247,9 +247,6 @@ class GatedExpertsBackward(Activated):
             if self.concat_glu or not self.schedule.searches:
                 got = f"tensors, for glu_layout={self.glu_layout!r}, {type(self.schedule).__name__} rows"
                 raise self.unsupported(f"{name}_blocks tensor", got, "rows of experts, glu_layout='interleaved'")
-        if self.power_of_two_scales and not (blocks or self.dtype_name("sfd_row") == BLOCKWISE_DTYPE):
-            allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
-            raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
 
     def quantizes(self) -> bool:
         return super().quantizes() and self.dtype_name("d_row") in FLOAT8

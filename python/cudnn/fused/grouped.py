@@ -606,6 +606,10 @@ class ExpertsGemm(FusedGemm):
                 raise self.error(
                     f"{name} tensor", f"a tensor, for {self.dtype_name('a')}", allowed, "pass rows in order"
                 )
+        scales = ("sfd_row", "sfd_blocks", "sfactivation_blocks")
+        if self.power_of_two_scales and all(self.dtype_name(name) != BLOCKWISE_DTYPE for name in scales):
+            allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
+            raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
         if self.has("b_ptrs"):
             extent, step = sizes[self.b_major], ALIGNMENT * 8 // BITS[self.dtype_name("b")]
             if extent % step:

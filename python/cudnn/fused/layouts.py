@@ -9,7 +9,14 @@ from typing import Any
 
 from cudnn.api_base import TensorDesc, ceil_div, is_non_overlapping, same_stride, unpad
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, name_of
-from cudnn.gemm.scales import ATOM_ROWS, blockwise_scale_shape, blockwise_scale_stride, empty_scales, scale_shape, scale_stride
+from cudnn.gemm.scales import (
+    ATOM_ROWS,
+    blockwise_scale_shape,
+    blockwise_scale_stride,
+    empty_scales,
+    scale_shape,
+    scale_stride,
+)
 from cudnn.lazy import torch
 
 Sizes = Mapping[str, int]

@@ -269,9 +269,7 @@ def token_blocks(x: Any, offsets: Any) -> Any:
     return blocks
 
 
-def quantize_token_blocks(
-    x: Any, offsets: Any, dtype: Any = None, power_of_two: bool = False
-) -> tuple[Any, Any]:
+def quantize_token_blocks(x: Any, offsets: Any, dtype: Any = None, power_of_two: bool = False) -> tuple[Any, Any]:
     """Quantises tokens (rows, n), sorted by expert, with a float32 scale factor for every 128 tokens of an expert.
 
     Returns:
@@ -288,8 +286,8 @@ def quantize_token_blocks(
 def dequantize_token_blocks(x: Any, scales: Any, offsets: Any) -> Any:
     """The values (rows, n) of tokens in blocks, float32; the inverse of :func:`quantize_token_blocks`."""
     values = (x.float() * scales.unsqueeze(-1)).transpose(1, 2)
-    parts = [values[numbers].flatten(0, 1)[: tokens.stop - tokens.start] for tokens, numbers in token_block_ranges(offsets)]
-    return torch.cat(parts)
+    ranges = token_block_ranges(offsets)
+    return torch.cat([values[numbers].flatten(0, 1)[: tokens.stop - tokens.start] for tokens, numbers in ranges])
 
 
 def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:

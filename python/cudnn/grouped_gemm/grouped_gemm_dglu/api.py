@@ -242,8 +242,8 @@ def grouped_gemm_dglu_wrapper(
     others: d_col; amax for a d of 16 bits; scale factors for operands of 8 bits, which need ``norm_const_tensor``.
     ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor``: written and returned, last,
     where it is given; likewise ``d_blocks_tensor``, ``activation_blocks_tensor`` and their scale factors, which are not
-    returned. Operands with float32 scale factors: d_row and, for a ``d_dtype`` of 8 bits, sfd_row. Other arguments and errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its
-    ``_deterministic``.
+    returned. Operands with float32 scale factors: d_row and, for a ``d_dtype`` of 8 bits, sfd_row. Other arguments and
+    errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its ``_deterministic``.
     """
     _deterministic = deterministic
     results = call(GroupedGemmDgluSm100, locals())

@@ -50,6 +50,7 @@ class GroupedGemmGlu(GatedExperts):
         glu_layout: ``"interleaved"``: alternating blocks of 32 gates and 32 ups in columns of c, rows of b and elements
             of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is a
             tensor, k-major, without scale factors.
+        power_of_two_scales: float32 ``sfd_row`` are rounded up to powers of two.
         generate_c: for the wrapper, whether c is stored for operands without scale factors.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
@@ -104,6 +105,7 @@ class GroupedGemmGlu(GatedExperts):
         semantics: str | None = None,
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
+        power_of_two_scales: bool = False,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -200,6 +202,7 @@ def grouped_gemm_glu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    power_of_two_scales: bool = False,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
