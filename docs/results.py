@@ -44,7 +44,8 @@ class Section:
     ``metrics`` are columns of the table for each candidate; the first is plotted. ``keep`` selects lines. ``peers`` are
     the candidates in their order, with the names that the page shows; the first is the one that ratios are of.
     ``label`` names a problem, ``problem`` heads the column of these names, ``short`` is its name in the plot.
-    ``ratio``: whether the table has a column with it. ``command`` reproduces the file.
+    ``ratio``: whether the table has a column with it. ``no_ratio``: candidates that the ratio ignores, such as a GEMM
+    without its activation or another precision. ``command`` reproduces the file.
     """
 
     file: str
@@ -56,6 +57,7 @@ class Section:
     label: Callable[[str, str], str] = _plain
     short: Callable[[str, str], str] | None = None
     ratio: bool = True
+    no_ratio: frozenset[str] = frozenset()
     command: str = ""
 
     def lines(self) -> list[Result]:
@@ -111,17 +113,45 @@ def table(section: Section) -> str:
 
 def _best_ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) -> str:
     """How many times as fast ours is as the fastest other, with the spread where the run has it."""
+    ratio = _ratio(section, lines, problem)
+    if ratio is None:
+        return ""
+    value, spread = ratio
+    return f"{value:.2f}" if spread is None else f"{value:.2f} ± {spread:.2f}"
+
+
+def _ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) -> tuple[float, float | None] | None:
+    """The ratio to the fastest other, and its spread; None without another."""
     found = {(line.peer, line.metric): line for line in lines if (line.shape, line.case) == problem}
     metric = "rate" if any(metric == "rate" for _, metric in found) else "time"
-    others = [line for (_, name), line in found.items() if name == metric and not line.ours]
+    others = [
+        line
+        for (_, name), line in found.items()
+        if name == metric and not line.ours and line.peer not in section.no_ratio
+    ]
     our = found.get((next(iter(section.peers)), metric))
     if our is None or not others:
-        return ""
+        return None
     other = (max if metric == "rate" else min)(others, key=lambda line: line.value)
     measured = found.get((our.peer, f"ratio to {other.peer}"))
     if measured is not None:
-        return f"{measured.value:.2f} ± {measured.spread:.2f}"
-    return f"{our.value / other.value if metric == 'rate' else other.value / our.value:.2f}"
+        return measured.value, measured.spread
+    return (our.value / other.value if metric == "rate" else other.value / our.value), None
+
+
+def summary(page: Path) -> str:
+    """A row for each section with a ratio: the candidates, and the smallest and largest ratio to the fastest."""
+    rows = ["| task | compared with | ours / fastest other |", "|---|---|---:|"]
+    for spec in SECTIONS.values():
+        lines = spec.lines()
+        ratios = [_ratio(spec, lines, problem) for problem in _problems(lines)] if spec.ratio else []
+        values = sorted(ratio[0] for ratio in ratios if ratio is not None)
+        if not values:
+            continue
+        present = {line.peer for line in lines if not line.ours} - spec.no_ratio
+        others = ", ".join(name for peer, name in spec.peers.items() if peer in present)
+        rows.append(f"| {spec.title.split(':')[0]} | {others} | {values[0]:.2f} to {values[-1]:.2f} |")
+    return "\n".join(rows)
 
 
 def source(section: Section) -> str:
@@ -346,7 +376,7 @@ SECTIONS = {
         },
         keep=lambda line: bool(line.shape),
         label=_gemm_label,
-        ratio=False,
+        no_ratio=frozenset({"cuBLAS", "QuACK"}),
     ),
     "gemm_swiglu_fp8_128": Section(
         "gemm_swiglu_fp8_128",
@@ -360,7 +390,6 @@ SECTIONS = {
         },
         keep=lambda line: bool(line.shape),
         label=_gemm_label,
-        ratio=False,
         command="cudnn bench gemm_swiglu --dtype fp8_128 --save benchmarks/results",
     ),
     "grouped_gemm": Section(
@@ -383,6 +412,7 @@ SECTIONS = {
             "torch._grouped_mm, bf16": "torch._grouped_mm, bf16",
         },
         label=_grouped_label,
+        no_ratio=frozenset({"torch._grouped_mm, bf16"}),
     ),
     "rmsnorm_rht_amax": Section(
         "rmsnorm_rht_amax",
@@ -391,7 +421,7 @@ SECTIONS = {
         {"RmsNormRhtAmax": "cudnn-fused", "torch.compile": "torch.compile", "copy": "copy of the same bytes"},
         keep=lambda line: bool(line.shape),
         label=_gemm_label,
-        ratio=False,
+        no_ratio=frozenset({"copy"}),
     ),
 }
 HOST = "host"
@@ -445,6 +475,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     **{f"results_{name}": section(name) for name in SECTIONS},
     **{f"plot_{name}": plot(name) for name in SECTIONS},
     "results_host": host,
+    "results_summary": summary,
 }
 
 
