@@ -15,7 +15,7 @@ from typing import Any
 import fused_reference  # next to this file
 
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:[ ]{4}.*\n?)*)", re.MULTILINE)
-_HEADING = re.compile(r"heading: (.+)")
+_HEADING = re.compile(r"^ +heading: (.+)", re.MULTILINE)
 _COMMON = ("self", "compute_data_type", "name")
 _LONGEST = 40  # letters of a default value
 

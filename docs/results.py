@@ -1,7 +1,7 @@
 """Tables and plots of the documentation from the result files in `benchmarks/results`.
 
-A section of a page, `<!-- generated: results_NAME -->`, has a plot, a table, and a line with the versions, the date and
-the command of the run. Plots are SVG files in `docs/figures/results`, with colors for light and dark pages.
+A section of a page, `<!-- generated: results_NAME -->`, has a plot, tables that unfold, and a line with the versions, the
+date and the command of the run. Plots are SVG files in `docs/figures/results`, with colors for light and dark pages.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import plots  # next to this file
@@ -19,7 +19,9 @@ from cudnn.bench.results import Result, read
 _DOCS = Path(__file__).parent
 RESULTS = _DOCS.parent / "benchmarks" / "results"
 FIGURES = _DOCS / "figures" / "results"
-_SIGN = {"TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
+_SIGN = {"TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "ms": 1, "x": 2, "tokens/s": 0}
+_MILLISECONDS = 10_000  # microseconds from which on a section has milliseconds
+_UNFOLDED = 5  # rows of tables that a page shows at once
 
 
 def shown(value: float, unit: str) -> str:
@@ -39,11 +41,11 @@ def _plain(shape: str, case: str) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A plot and a table of one result file.
+    """A plot of one result file, and a table for each metric.
 
-    ``metrics`` are columns of the table for each candidate; the first is plotted. ``keep`` selects lines. ``peers`` are
-    the candidates in their order, with the names that the page shows; the first is the one that ratios are of.
-    ``label`` names a problem, ``problem`` heads the column of these names, ``short`` is its name in the plot.
+    The first of the ``metrics`` is plotted. ``keep`` selects lines. ``peers`` are the candidates in their order, with
+    the names that the page shows; the first is the one that ratios are of. ``label`` names a problem, ``problem`` heads
+    the column of these names, ``short`` is its name in the plot. What a title has after a colon describes those names.
     ``ratio``: whether the table has a column with it. ``no_ratio``: candidates that the ratio ignores, such as a GEMM
     without its activation or another precision. ``command`` reproduces the file.
     """
@@ -65,12 +67,20 @@ class Section:
         path = RESULTS / f"{self.file}.csv"
         if not path.is_file():
             return []
-        return [line for line in read(path) if self.keep(line) and line.peer in self.peers]
+        lines = [line for line in read(path) if self.keep(line) and line.peer in self.peers]
+        times = [line.value for line in lines if line.unit == "us"]
+        return [_in_milliseconds(line) for line in lines] if times and max(times) >= _MILLISECONDS else lines
 
     @property
     def reproduce(self) -> str:
         """The command that writes the result file."""
         return self.command or f"cudnn bench {self.file} --save benchmarks/results"
+
+
+def _in_milliseconds(line: Result) -> Result:
+    if line.unit != "us":
+        return line
+    return replace(line, value=line.value / 1e3, unit="ms", spread=line.spread / 1e3)
 
 
 def _problems(lines: Iterable[Result]) -> list[tuple[str, str]]:
@@ -82,31 +92,26 @@ def _index(lines: Iterable[Result]) -> dict[tuple[str, str, str, str], Result]:
 
 
 def table(section: Section) -> str:
-    """The table: a row for each problem, columns for the candidates, and the ratio to the fastest peer."""
+    """A table for each metric: a row for each problem, columns for the candidates; the first one ends in the ratio."""
     lines = section.lines()
+    has_ratio = section.ratio and any(_best_ratio(section, lines, problem) for problem in _problems(lines))
+    tables = [_table(section, metric, has_ratio and metric == section.metrics[0]) for metric in section.metrics]
+    return "\n\n".join(text for text in tables if text)
+
+
+def _table(section: Section, metric: str, with_ratio: bool) -> str:
+    """The table of one metric; empty if no line has it."""
+    lines = [line for line in section.lines() if line.metric == metric]
+    if not lines:
+        return ""
     found = _index(lines)
     peers = [peer for peer in section.peers if any(line.peer == peer for line in lines)]
-    columns = [
-        (peer, metric)
-        for metric in section.metrics
-        for peer in peers
-        if any((*problem, peer, metric) in found for problem in _problems(lines))
-    ]
-    units = {metric: next((line.unit for line in lines if line.metric == metric), "") for metric in section.metrics}
-    several = len(section.metrics) > 1
-    heads = [f"{section.peers[peer]}{', ' + units[metric] if several else ''}" for peer, metric in columns]
-    with_ratio = section.ratio and any(_best_ratio(section, lines, problem) for problem in _problems(lines))
-    heads += ["ours / fastest other"] * with_ratio
-    first = section.problem if several else f"{section.problem} ({units[section.metrics[0]]})"
-    rows = [f"| {first} | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+    heads = [section.peers[peer] for peer in peers] + ["ours / fastest other"] * with_ratio
+    rows = [f"| {section.problem} ({lines[0].unit}) | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for problem in _problems(lines):
-        cells = []
-        for peer, metric in columns:
-            line = found.get((*problem, peer, metric))
-            cells.append(shown(line.value, line.unit) if line else "")
-        if not any(cells):
-            continue
-        cells += [_best_ratio(section, lines, problem)] * with_ratio
+        results = [found.get((*problem, peer, metric)) for peer in peers]
+        cells = [shown(line.value, line.unit) if line else "" for line in results]
+        cells += [_best_ratio(section, section.lines(), problem)] * with_ratio
         rows.append(f"| {section.label(*problem)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -184,7 +189,8 @@ def figure(section: Section) -> str:
         label(*problem): [bars[problem, peer].value if (problem, peer) in bars else None for peer in peers]
         for problem in _problems(lines)
     }
-    return plots.bars(section.title, lines[0].unit, series, groups)
+    title, _, caption = section.title.partition(": ")
+    return plots.bars(title, caption or section.problem, lines[0].unit, series, groups)
 
 
 def _of(pattern: str) -> Callable[[Result], bool]:
@@ -263,14 +269,14 @@ SECTIONS = {
         "model",
         "Two layers of Qwen3-30B-A3B in transformers, bf16",
         "pass",
-        {"cudnn": "cudnn-fused", "cudnn experts, sdpa": "cudnn-fused experts, sdpa", "transformers": "transformers"},
+        {"cudnn": "cudnn-fused", "cudnn experts, sdpa": "cudnn-fused experts alone", "transformers": "transformers"},
         ("rate", "memory"),
         label=_model_label,
     ),
     "moe_sonicmoe": Section(
         "moe_sonicmoe",
         "MoE layer and SonicMoE, bf16",
-        "tokens, hidden/intermediate",
+        "tokens, hidden/intermediate size, pass",
         {"MoE": "cudnn-fused", "SonicMoE": "SonicMoE"},
         ("rate", "memory"),
         label=_moe_label,
@@ -279,8 +285,8 @@ SECTIONS = {
     ),
     "moe": Section(
         "moe",
-        "MoE layer, bf16",
-        "tokens, hidden/intermediate",
+        "MoE layer, bf16 and fp8",
+        "tokens, hidden/intermediate size, pass",
         {**MOE, "transformers": "transformers"},
         ("rate", "memory"),
         label=_moe_label,
@@ -434,9 +440,16 @@ def section(name: str) -> Callable[[Path], str]:
         spec = SECTIONS[name]
         if not spec.lines():
             return f"Not measured yet: `{spec.reproduce}`."
-        return "\n\n".join([_image(name, spec.title, page), table(spec), source(spec)])
+        return "\n\n".join([_image(name, spec.title, page), *_folded(table(spec)), source(spec)])
 
     return generate
+
+
+def _folded(text: str) -> list[str]:
+    """Paragraphs with the tables, long ones behind a heading that unfolds them."""
+    if text.count("\n| ") <= _UNFOLDED:
+        return [text]
+    return ["<details markdown>\n<summary>The numbers</summary>", text, "</details>"]
 
 
 def plot(name: str) -> Callable[[Path], str]:
