@@ -1,7 +1,8 @@
 """Tables and plots of the documentation from the result files in `benchmarks/results`.
 
-A section of a page, `<!-- generated: results_NAME -->`, has a plot, tables that unfold, and a line with the versions, the
-date and the command of the run. Plots are SVG files in `docs/figures/results`, with colors for light and dark pages.
+A section of a page, `<!-- generated: results_NAME -->`, has a plot, tables, and a line with the versions, the date and
+the command of the run. Long tables are folded. Plots are SVG files in `docs/figures/results`, with colors for light and
+dark pages.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Activated(ExpertsGemm):
             raise self.error("glu_layout", repr(self.glu_layout), " or ".join(map(repr, LAYOUTS)))
         if self.concat_glu and (self.scaled or self.quantizes()):
             allowed = f"None, for glu_layout={self.glu_layout!r}"
-            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
+            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantizing them"
             raise self.unsupported("scale factors", "tensors", allowed, hint)
 
     def check_activation(self, allowed: Sequence[str]) -> None:

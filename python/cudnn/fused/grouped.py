@@ -129,7 +129,7 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
             optional=True,
             same_dtype=d,
             written=True,
-            about="quantised by 32 tokens of a column; with sfd_col",
+            about="quantized by 32 tokens of a column; with sfd_col",
         ),
         TensorSpec("sfd_row", BlockScales("m", columns), of_rows, optional=True, same_dtype="sfa", written=True),
         TensorSpec(
@@ -711,7 +711,7 @@ class ExpertsGemm(FusedGemm):
 
     @classmethod
     def empty_tensors(cls, shape: Sequence[int], operand_type: str, device: Any) -> dict[str, Any]:
-        """Inputs of a problem (m, n, k, experts) by name, not initialised; optional ones where operands of these types,
+        """Inputs of a problem (m, n, k, experts) by name, not initialized; optional ones where operands of these types,
         by their short name, need them. Weights are included even if the API takes only pointer arrays.
         """
         element = OPERAND_TYPES[operand_type]

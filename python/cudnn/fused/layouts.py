@@ -51,7 +51,7 @@ class Layout(ABC):
         return unpad(tensor, self.rank)
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
-        """A tensor of this layout, not initialised."""
+        """A tensor of this layout, not initialized."""
         return torch.empty_strided(self.shape(sizes), self.strides(sizes)[0], dtype=dtype, device=device)
 
 

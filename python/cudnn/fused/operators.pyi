@@ -537,7 +537,7 @@ def grouped_gemm_glu_hadamard_quant(
     sf_vec_size: int = 16,
     act_func: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + GLU + Hadamard + quantisation: c, d, sfd, rht_rowwise, sfrht_rowwise, rht_colwise, sfrht_colwise;
+    """Grouped GEMM + GLU + Hadamard + quantization: c, d, sfd, rht_rowwise, sfrht_rowwise, rht_colwise, sfrht_colwise;
     absent results have no elements. See :class:`cudnn.GroupedGemmGluHadamardQuant`."""
 
 def grouped_gemm_quant(
@@ -561,7 +561,7 @@ def grouped_gemm_quant(
     generate_amax: bool = True,
     semantics: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + quantisation: d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
+    """Grouped GEMM + quantization: d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmQuant`."""
 
 def grouped_gemm_srelu(

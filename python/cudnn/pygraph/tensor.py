@@ -138,7 +138,7 @@ class Tensor:
         return 0 if self.uid is None else self.uid
 
     def set_uid(self, uid: int) -> Tensor:
-        """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
+        """Assigns the number by which the tensor is found in a serialized graph and in a dict of data; 0 is allowed."""
         number = _integer(self.name, "uid", uid)
         if not 0 <= number < _LIMIT:
             raise make_error(

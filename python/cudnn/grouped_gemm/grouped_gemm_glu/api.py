@@ -32,9 +32,9 @@ class GroupedGemmGlu(GatedExperts):
                                                                u' = max(min(u, glu_clamp_max), glu_clamp_min)
         situglu  y = situ_beta2 tanh(u / situ_beta2) * situ_beta1 tanh(g / situ_beta1) * sigmoid(g)
 
-    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
+    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantized by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out. With ``sfd_row`` of float32, (m, n / 256,
-    1), and ``sf_vec_size=128``, ``d`` alone is quantised, by 128 columns of a row; ``norm_const`` is 1 where it is not
+    1), and ``sf_vec_size=128``, ``d`` alone is quantized, by 128 columns of a row; ``norm_const`` is 1 where it is not
     given. Operands have 16 bits then, or float32 scale factors on sm_90a.
 
     With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
