@@ -482,7 +482,7 @@ def host(page: Path) -> str:
     first = lines[0]
     commit = f", commit {first.commit}" if first.commit else ""
     run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
-    return "\n".join([*rows, "", f"{run}, `{command}`."])
+    return "\n\n".join([*_folded("\n".join(rows)), f"{run}, `{command}`."])
 
 
 GENERATORS: dict[str, Callable[[Path], str]] = {

@@ -299,6 +299,9 @@ def test_reference_pages_begin_with_a_table_for_code_hosts(generate: ModuleType)
         rows = dict(re.findall(r"^\| `([^`]+)` \| .*\| (.*) \|$", text.split("<!-- end -->")[0], re.MULTILINE))
         documented = [heading for heading, _ in tables.documented(text)]
         assert [heading for heading in documented if not rows[heading]] == []
+        methods = [method for method, _ in tables.methods(text)]
+        assert [method for method in methods if not rows[method]] == []
+        assert ("cudnn.nn.MoE.load_gate_up" in methods) == (name == "operators")
     opaque = object()
     assert tables.arguments(lambda a, *b, c=1, d=opaque, **e: None) == "`a`, `*b`, `c=1`, `d`, `**e`"
     assert tables.first_paragraph("One ``x`` of :class:`Y`\n  | z.\n\nMore.") == "One `x` of `Y` \\| z."

@@ -234,11 +234,11 @@ class Tensor:
         return self
 
     def get_vector_count(self) -> int:
-        """Elements of a vector along the vector dimension; 1 where the tensor is not vectorised."""
+        """Elements of a vector along the vector dimension; 1 where the tensor is not vectorized."""
         return self.vector_count
 
     def get_vector_dimension(self) -> int:
-        """The vectorised dimension, -1 if there is no such dimension."""
+        """The vectorized dimension, -1 if there is no such dimension."""
         return self.vector_dimension
 
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> Tensor:
