@@ -148,7 +148,8 @@ def _ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) 
 def summary(page: Path) -> str:
     """A row for each section with a ratio: the candidates, and the smallest and largest ratio to the fastest."""
     rows = ["| task | compared with | ours / fastest other |", "|---|---|---:|"]
-    for spec in SECTIONS.values():
+    anchors = _anchors(page.read_text())
+    for name, spec in SECTIONS.items():
         lines = spec.lines()
         ratios = [_ratio(spec, lines, problem) for problem in _problems(lines)] if spec.ratio else []
         values = sorted(ratio[0] for ratio in ratios if ratio is not None)
@@ -156,8 +157,20 @@ def summary(page: Path) -> str:
             continue
         present = {line.peer for line in lines if not line.ours} - spec.no_ratio
         others = ", ".join(name for peer, name in spec.peers.items() if peer in present)
-        rows.append(f"| {spec.title.split(':')[0]} | {others} | {values[0]:.2f} to {values[-1]:.2f} |")
+        task = f"[{spec.title.split(':')[0]}](#{anchors[name]})"
+        rows.append(f"| {task} | {others} | {values[0]:.2f} to {values[-1]:.2f} |")
     return "\n".join(rows)
+
+
+def _anchors(text: str) -> dict[str, str]:
+    """The anchor of the heading above each section of results on a page."""
+    heading, anchors = "", {}
+    for line in text.splitlines():
+        if found := re.match(r"#+ (.*)", line):
+            heading = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", found[1]).strip().lower())
+        elif found := re.match(r"<!-- generated: results_(\w+) -->", line):
+            anchors[found[1]] = heading
+    return anchors
 
 
 def source(section: Section) -> str:
@@ -377,7 +390,7 @@ SECTIONS = {
             "GemmSwiglu": "cudnn-fused",
             "our GEMM alone": "cudnn-fused, GEMM alone",
             "cuBLAS + SwiGLU": "cuBLAS + torch.compile",
-            "Triton, fused": "Triton, fused",
+            "Triton, fused": "Triton",
             "cuBLAS": "cuBLAS, GEMM alone",
             "QuACK": "QuACK, GEMM alone",
         },

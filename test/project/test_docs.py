@@ -190,8 +190,32 @@ def test_a_section_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "PyTorch 2.11.0+cu130, QuACK 0.6.5. 2026-11-29, commit abc, `cudnn bench grouped_gemm" in text
     plot = results.figure(results.SECTIONS["grouped_gemm"])
     assert plot.count("<rect") == 3 + 6  # legend and bars
+    assert "experts, tokens x N x K" in plot
+    assert "<details" not in text
     write(tmp_path / "grouped_gemm.csv", [])
     assert results.section("grouped_gemm")(ROOT / "README.md").startswith("Not measured yet: `cudnn bench")
+
+
+def test_long_tables_are_folded_and_long_times_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table for each metric; the ratio is in the first."""
+    results = _script("results")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    run = ("NVIDIA Fake", "580.1", "13.0", "2.11.0+cu130", "abc", "2026-11-29", "moe", "bf16")
+    metrics = (("rate", 600.0, "TFLOP/s"), ("memory", 2.5, "GB"))
+    lines = [
+        Result(*run, "64x32x16x2x1", case, peer, "0.1", ours, metric, value / (2 - ours), unit, 0.0)
+        for case in ("forward", "inference", "backward")
+        for peer, ours in (("MoE", 1), ("transformers", 0))
+        for metric, value, unit in metrics
+    ]
+    write(tmp_path / "moe.csv", lines)
+    text = results.section("moe")(ROOT / "docs" / "performance.md")
+    assert "<details markdown>\n<summary>The numbers</summary>\n\n| tokens" in text
+    assert "pass (TFLOP/s) | cudnn-fused | transformers | ours / fastest other |" in text
+    assert "backward | 600 | 300 | 2.00 |" in text
+    assert "pass (GB) | cudnn-fused | transformers |\n" in text
+    write(tmp_path / "nsa.csv", [Result(*run, "65536x64x4x128", "whole", "NSA", "", 1, "time", 19_500.0, "us", 0.0)])
+    assert "| 65,536 tokens, forward | 19.5 |" in results.table(results.SECTIONS["nsa"])
 
 
 @pytest.mark.parametrize(
