@@ -20,14 +20,12 @@ from cudnn.bench.results import Result, read
 _DOCS = Path(__file__).parent
 RESULTS = _DOCS.parent / "benchmarks" / "results"
 FIGURES = _DOCS / "figures" / "results"
-_SIGN = {"TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "ms": 1, "x": 2, "tokens/s": 0}
-_MILLISECONDS = 10_000  # microseconds from which on a section has milliseconds
-_UNFOLDED = 5  # rows of tables that a page shows at once
+_SIGN = {"TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
 
 
 def shown(value: float, unit: str) -> str:
     """A figure as pages show it."""
-    if unit == "us":
+    if unit in ("us", "ms"):
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     return f"{value:,.{_SIGN[unit]}f}"
 
@@ -76,6 +74,9 @@ class Section:
     def reproduce(self) -> str:
         """The command that writes the result file."""
         return self.command or f"cudnn bench {self.file} --save benchmarks/results"
+
+
+_MILLISECONDS = 10_000  # microseconds from which on a section has milliseconds
 
 
 def _in_milliseconds(line: Result) -> Result:
@@ -457,6 +458,9 @@ def section(name: str) -> Callable[[Path], str]:
         return "\n\n".join([_image(name, spec.title, page), *_folded(table(spec)), source(spec)])
 
     return generate
+
+
+_UNFOLDED = 5  # rows of tables that a page shows at once
 
 
 def _folded(text: str) -> list[str]:
