@@ -16,10 +16,10 @@ from typing import Any
 import fused_reference  # next to this file
 
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:[ ]{4}.*\n?)*)", re.MULTILINE)
-_FILTERS = re.compile(r"^ +filters: (\[.*\])", re.MULTILINE)
-_HEADING = re.compile(r"^ +heading: (.+)", re.MULTILINE)
+_HEADING = re.compile(r"(?<!_)heading: (.+)")
 _COMMON = ("self", "compute_data_type", "name")
 _LONGEST = 40  # letters of a default value
+_FILTERS = re.compile(r"filters: (\[.*\])")
 
 
 def first_paragraph(text: str | None) -> str:
