@@ -475,7 +475,7 @@ class MoE(torch.nn.Module):
         return result
 
     def compile(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
-        """With ``max_tokens``: compiles the kernels of every number of tokens up to it, in parallel, and waits for them.
+        """With ``max_tokens``: compiles the kernels of any number of tokens up to it, in parallel, and waits for them.
 
         The weights are on the GPU then. Without it, this is ``torch.nn.Module.compile``.
 
