@@ -363,7 +363,13 @@ def test_a_gradient_rounded_to_the_type_of_operands(where: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        {"name": "grouped_gemm_glu", "n": 192, "glu_layout": "concatenated", "generate_c": True, "inputs": {"bias": BF16}},
+        {
+            "name": "grouped_gemm_glu",
+            "n": 192,
+            "glu_layout": "concatenated",
+            "generate_c": True,
+            "inputs": {"bias": BF16},
+        },
         {"name": "grouped_gemm", "b_halves": True, "major": "n", "inputs": {"prob": F32}},
     ],
     ids=["halves of n", "halves of k"],

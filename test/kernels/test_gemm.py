@@ -506,11 +506,11 @@ def test_which_halves_are_refused() -> None:
     """A TMA box reaches both halves of a tensor, but not matrices at two addresses."""
     c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM())
     pointers = replace(c.b, pointers=True)
-    with pytest.raises(ValueError, match="halves: got .* allowed: True, for pointers to concatenated halves of B"):
+    with pytest.raises(ValueError, match=r"halves: got .* allowed: True, for pointers to concatenated halves of B"):
         replace(c, b=pointers, concat_glu=True)
-    with pytest.raises(ValueError, match="halves: got .* allowed: pointers without scale factors"):
+    with pytest.raises(ValueError, match=r"halves: got .* allowed: pointers without scale factors"):
         replace(c, b=replace(c.b, halves=True))
-    with pytest.raises(ValueError, match="halves: got .* allowed: B alone"):
+    with pytest.raises(ValueError, match=r"halves: got .* allowed: B alone"):
         replace(c, a=replace(c.a, halves=True))
 
 

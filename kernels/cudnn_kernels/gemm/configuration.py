@@ -166,7 +166,7 @@ class GemmConfiguration:
             raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
         if self.concat_glu and self.b.pointers and not self.b.halves:
             raise ValueError(f"halves: got {self.b}; allowed: True, for pointers to concatenated halves of B")
-        if self.b.halves and (not self.b.pointers or self.b.scale or self.b.major != "k" and self.concat_glu):
+        if self.b.halves and (not self.b.pointers or self.b.scale or (self.b.major != "k" and self.concat_glu)):
             allowed = "pointers without scale factors, K-major with concatenated halves"
             raise ValueError(f"halves: got {self.b}; allowed: {allowed}")
         if self.a.halves or any(step.source.halves for _, step in self.prepared):

@@ -20,8 +20,8 @@ class TileOperand(ABC):
     With ``ragged_k``, groups may end in the middle of a k tile. TMA rounds float32 to tf32 to nearest; the tensor cores
     would truncate.
 
-    If gate and up weights are at separate addresses, no TMA box reaches both: a tile is loaded in ``blocks`` of 32 rows,
-    which alternate between them.
+    If gate and up weights are at separate addresses, no TMA box reaches both: a tile is loaded in ``blocks`` of 32
+    rows, which alternate between them.
     """
 
     def __init__(self, c: GemmConfiguration, operand_index: int, ragged_k: bool) -> None:

@@ -85,7 +85,6 @@ class TileOperand(tile_operand.TileOperand):
         )
         return target, source, cpasync.create_tma_multicast_mask(cluster, cta_coord, mcast_mode=multicast_mode)
 
-
     def cta_slices(self, tile: cute.Tensor, smem: cute.Tensor, cta: Int32, block: int) -> tuple[Any, Any]:
         """The stages, and the part of a tile that CTA ``cta`` of a pair holds, each with one mode for a load."""
         thr_mma = self.mma.get_slice(cta)

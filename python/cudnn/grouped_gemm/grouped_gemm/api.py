@@ -37,8 +37,8 @@ class GroupedGemm(ExpertsGemm):
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
         generate_c: c is stored, into ``sample_c``.
-        b_halves: ``b_ptrs`` has two addresses for each expert, of the matrices (n, k / 2) that are the halves of k: first
-            those of all experts' first halves. Elements have 16 bits; k is a multiple of 128.
+        b_halves: ``b_ptrs`` has two addresses for each expert, of the matrices (n, k / 2) that are the halves of k:
+            first those of all experts' first halves. Elements have 16 bits; k is a multiple of 128.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
 
