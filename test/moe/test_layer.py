@@ -322,9 +322,9 @@ def test_dx_rows_are_freed_before_the_wgrad_of_up(monkeypatch: pytest.MonkeyPatc
         rows.append(weakref.ref(dx_rows))
         return combine_rows(dx_rows, *rest)
 
-    def run_wgrad(*arguments: Any) -> Any:
+    def run_wgrad(*arguments: Any, **options: Any) -> Any:
         alive.append(sum(row() is not None for row in rows))
-        return wgrad(*arguments)
+        return wgrad(*arguments, **options)
 
     monkeypatch.setattr(expert_layer, "combine_rows", combine)
     monkeypatch.setattr(expert_layer, "_wgrad", run_wgrad)
