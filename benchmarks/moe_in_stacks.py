@@ -191,9 +191,8 @@ def main() -> int:
     if arguments.wheels is not None:
         unpack(arguments.wheels)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; forward and backward")
-    print(
-        "| tokens, sizes, stack | module | ms | tokens/s | TFLOP/s | GB | theirs / this |\n|---|---|---|---|---|---|---|"
-    )
+    print("| tokens, sizes, stack | module | ms | tokens/s | TFLOP/s | GB | theirs / this |")
+    print("|---|---|---|---|---|---|---|")
     lines: list[results.Result] = []
     failed = False
     for tokens in arguments.tokens:

@@ -470,8 +470,10 @@ def scale(page: Path) -> str:
     peers = list(dict.fromkeys(line.peer for line in lines))
     cells = {(line.case, line.peer): f"{shown(line.value, line.unit)} {line.unit}".strip() for line in lines}
     rows = [f"| what | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
-    for case in dict.fromkeys(line.case for line in lines):
-        rows.append(f"| {case} | {' | '.join(cells.get((case, peer), '') for peer in peers)} |")
+    rows += [
+        f"| {case} | {' | '.join(cells.get((case, peer), '') for peer in peers)} |"
+        for case in dict.fromkeys(line.case for line in lines)
+    ]
     first = lines[0]
     commit = f", commit {first.commit}" if first.commit else ""
     run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
