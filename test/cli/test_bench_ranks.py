@@ -6,9 +6,9 @@ import dataclasses
 import math
 import queue
 import time
-import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from cudnn.cli.ranks import table
 from cudnn.moe import exchange
 from support.cli import invoke
 from support.ranks import run_processes
+from support.selection import brief
 
 LINE = ranks.Line(
     "Qwen3-30B-A3B",
@@ -88,16 +89,18 @@ class Event:
         return 1000 * (end.time - self.time)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", brief([2, 4, 8], 0))
 def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but GPUs, on small layers."""
     for name in ("_sleep", "synchronize", "empty_cache", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    memory = types.SimpleNamespace(part=lambda _: torch.zeros(1000))
+    # What the benchmark needs of symmetric memory, by the names that this has.
+    memory = create_autospec(exchange.Shared, instance=True)
+    memory.buffer.side_effect = lambda _: torch.zeros(1000)
     monkeypatch.setattr(exchange.AllToAll, "tokens", memory, raising=False)
-    monkeypatch.setattr(exchange.AllToAll, "meet", lambda _: dist.barrier(), raising=False)
+    barrier = exchange.SymmetricMemory.barrier.__name__
+    monkeypatch.setattr(exchange.AllToAll, barrier, lambda _: dist.barrier(), raising=False)
     monkeypatch.setattr(ranks, "MODELS", dict.fromkeys(ranks.NAMES, (16, 4, 64, 32)))
     cases = [ranks.Case(ranks.NAMES[1], 16, routing) for routing in ("uniform", "zipf")]
 

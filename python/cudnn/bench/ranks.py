@@ -313,7 +313,7 @@ class Measurement:
 
     def _copy(self) -> float:
         """Bytes per microsecond of a copy to the next GPU; all GPUs copy at once."""
-        target = self.exchange.transport.tokens.part((self.rank + 1) % self.ranks)
+        target = self.exchange.transport.tokens.buffer((self.rank + 1) % self.ranks)
         source = torch.empty_like(target)
         return source.nbytes / self._median(lambda: target.copy_(source))
 
