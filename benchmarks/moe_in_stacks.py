@@ -96,10 +96,9 @@ def megatron(rows: Rows) -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe import experts as megatron_experts
+    from megatron.core.transformer.moe.experts import GroupedMLP
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cudnn.integrations.megatron import experts_spec
 
@@ -107,30 +106,47 @@ def megatron(rows: Rows) -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
-    if not megatron_experts.gg.grouped_gemm_is_available():
-        megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
-        megatron_experts.gg.ops = SimpleNamespace(gmm=gmm)
-    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 32}
-    sizes |= {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "ffn_hidden_size": INNER}
-    options = {"add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16}
-    options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    options |= {"bias_activation_fusion": True, "gradient_accumulation_fusion": False}
-    config = TransformerConfig(moe_ffn_hidden_size=INNER, **sizes, **options)
-    groups = get_default_pg_collection()
+    allow_grouped_mlp()
+    config, groups = megatron_config(), get_default_pg_collection()
     sequential = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False).submodules.experts
-    specs = {"SequentialMLP": sequential, "GroupedMLP": megatron_experts.GroupedMLP, OURS: experts_spec()}
+    specs = {"SequentialMLP": sequential, "GroupedMLP": GroupedMLP, OURS: experts_spec()}
     modules = {
         name: build_module(spec, EXPERTS, config, pg_collection=groups).to(DEVICE) for name, spec in specs.items()
     }
-    each, grouped, our = modules.values()
-    with torch.no_grad():
-        for number, theirs in ((1, "linear_fc1"), (2, "linear_fc2")):
-            weights = torch.stack([getattr(expert, theirs).weight for expert in each.local_experts])
-            getattr(our, f"weight{number}").copy_(weights)
-            packed = getattr(grouped, f"weight{number}")
-            packed.view(EXPERTS, *weights.mT.shape[1:]).copy_(weights.mT)
+    copy_weights(*modules.values())
     on_host = rows.counts.cpu()  # as the dispatchers have it
     return {name: partial(rows.one_pass, experts, on_host, rows.probs) for name, experts in modules.items()}
+
+
+def megatron_config(**options: Any) -> Any:
+    """The configuration of a layer."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 32}
+    sizes |= {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "ffn_hidden_size": INNER}
+    options |= {"add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16}
+    options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    options |= {"bias_activation_fusion": True, "gradient_accumulation_fusion": False}
+    return TransformerConfig(moe_ffn_hidden_size=INNER, **sizes, **options)
+
+
+def allow_grouped_mlp() -> None:
+    """``torch._grouped_mm`` stands in for the package ``grouped_gemm`` where that is missing."""
+    from megatron.core.transformer.moe import experts
+
+    if not experts.gg.grouped_gemm_is_available():
+        experts.gg.assert_grouped_gemm_is_available = lambda: None
+        experts.gg.ops = SimpleNamespace(gmm=gmm)
+
+
+@torch.no_grad()
+def copy_weights(each: Module, grouped: Module, our: Module) -> None:
+    """Copies the weights of ``SequentialMLP`` into ``GroupedMLP`` and into our experts."""
+    for number, theirs in ((1, "linear_fc1"), (2, "linear_fc2")):
+        local_experts: Any = each.local_experts
+        weights = torch.stack([getattr(expert, theirs).weight for expert in local_experts])
+        getattr(our, f"weight{number}").copy_(weights)
+        getattr(grouped, f"weight{number}").view(weights.mT.shape).copy_(weights.mT)
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
