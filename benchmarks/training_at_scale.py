@@ -9,8 +9,8 @@ It prints a table and exits with an error if a row fails:
 - killed: one rank ends within a step; the other one has to end with an error within its limits;
 - host time: forward and backward of a layer with and without ``return_routing``, on one GPU.
 
-``--save`` replaces ``training_at_scale.csv`` in a folder. ``cudnn bench moe --ranks 2 --save`` measures the rates of the
-exchange and of the layer over two GPUs.
+``--save`` replaces ``training_at_scale.csv`` in a folder. The rates of the exchange and of the layer over two GPUs come
+from ``cudnn bench moe --ranks 2 --save``.
 """
 
 from __future__ import annotations

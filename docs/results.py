@@ -276,7 +276,11 @@ SECTIONS = {
         "moe_ranks",
         "MoE layer with expert parallelism, bf16, TFLOP/s of one GPU",
         "model, routing, pass",
-        {"MoE, 2 GPUs": "2 GPUs", "MoE, 4 GPUs": "4 GPUs", "MoE, 8 GPUs": "8 GPUs", "MoE, 1 GPU": "1 GPU"},
+        {
+            **{f"MoE, {count} GPUs": f"{count} GPUs" for count in (2, 4, 8)},
+            "MoE, 1 GPU": "1 GPU",
+            **{f"all_to_all_single, {count} GPUs": f"{count} GPUs, all_to_all_single" for count in (2, 4, 8)},
+        },
         keep=_of("forward|backward"),
         label=lambda shape, case: f"{case}, {int(shape.split('x')[0]):,} tokens a rank",
         ratio=False,

@@ -40,6 +40,8 @@ LINE = ranks.Line(
     99.0,
     120.0,
     ranks.Case("Qwen3-30B-A3B", 8192, "uniform").flops,
+    2000.0,
+    4000.0,
 )
 
 
@@ -130,6 +132,7 @@ def test_result_file(tmp_path: Path) -> None:
     case = "Qwen3-30B-A3B uniform backward"
     assert lines[case, "MoE, 2 GPUs", "time"].value == 3000
     assert lines[case, "MoE, 1 GPU", "time"].value == 2700
+    assert lines[case, "all_to_all_single, 2 GPUs", "time"].value == 4000
     assert lines[case, "MoE, 1 GPU", "rate"].value == pytest.approx(LINE.teraflops("one_backward"), rel=1e-3)
     assert lines["Qwen3-30B-A3B uniform dispatch", "MoE, exchange", "rate"].value == 330  # 33 MB in 100 us
 
