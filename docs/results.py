@@ -20,7 +20,7 @@ from cudnn.bench.results import Result, read
 _DOCS = Path(__file__).parent
 RESULTS = _DOCS.parent / "benchmarks" / "results"
 FIGURES = _DOCS / "figures" / "results"
-_SIGN = {"TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
+_SIGN = {"": 4, "%": 2, "s": 1, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
 
 
 def shown(value: float, unit: str) -> str:
@@ -327,12 +327,33 @@ SECTIONS = {
         "moe_ranks",
         "MoE layer with expert parallelism, bf16, TFLOP/s of one GPU",
         "model, routing, pass",
-        {"MoE, 2 GPUs": "2 GPUs", "MoE, 4 GPUs": "4 GPUs", "MoE, 8 GPUs": "8 GPUs", "MoE, 1 GPU": "1 GPU"},
+        {
+            **{f"MoE, {count} GPUs": f"{count} GPUs" for count in (2, 4, 8)},
+            "MoE, 1 GPU": "1 GPU",
+            **{f"all_to_all_single, {count} GPUs": f"{count} GPUs, all_to_all_single" for count in (2, 4, 8)},
+        },
         keep=_of("forward|backward"),
         label=lambda shape, case: f"{case}, {int(shape.split('x')[0]):,} tokens a rank",
         ratio=False,
         command="cudnn bench moe --ranks 2 --save benchmarks/results",
     ),
+    **{
+        f"moe_in_{page}{suffix}": Section(
+            "moe_in_stacks",
+            f"Experts of Qwen3-30B-A3B's sizes in {stack}, forward and backward, bf16{title}",
+            "tokens",
+            {"cudnn-fused": "cudnn-fused", **{peer: peer for peer in peers}},
+            metrics,
+            keep=_of(f" {stack}{'' if not suffix else ', host'}$"),
+            label=_tokens_label,
+            command="python benchmarks/moe_in_stacks.py --wheels WHEELS --save benchmarks/results",
+        )
+        for page, stack, peers in (
+            ("torchtitan", "torchtitan", ("GroupedExperts",)),
+            ("megatron", "megatron-core", ("GroupedMLP", "SequentialMLP")),
+        )
+        for suffix, title, metrics in (("", "", ("rate", "memory")), ("_host", ", host time", ("time",)))
+    },
     **{
         f"sdpa_{which}": Section(
             "sdpa",
@@ -502,11 +523,34 @@ def host(page: Path) -> str:
     return "\n\n".join([*_folded("\n".join(rows)), f"{run}, `{command}`."])
 
 
+def scale(page: Path) -> str:
+    """The table of the recipe on two GPUs: a row for each case, columns for one and for two GPUs."""
+    path, command = (
+        RESULTS / "training_at_scale.csv",
+        "python benchmarks/training_at_scale.py --save benchmarks/results",
+    )
+    if not path.is_file():
+        return f"Not measured yet: `{command}`."
+    lines = read(path)
+    peers = list(dict.fromkeys(line.peer for line in lines))
+    cells = {(line.case, line.peer): f"{shown(line.value, line.unit)} {line.unit}".strip() for line in lines}
+    rows = [f"| what | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
+    rows += [
+        f"| {case} | {' | '.join(cells.get((case, peer), '') for peer in peers)} |"
+        for case in dict.fromkeys(line.case for line in lines)
+    ]
+    first = lines[0]
+    commit = f", commit {first.commit}" if first.commit else ""
+    run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
+    return "\n".join([*rows, "", f"{run}, `{command}`."])
+
+
 GENERATORS: dict[str, Callable[[Path], str]] = {
     **{f"results_{name}": section(name) for name in SECTIONS},
     **{f"plot_{name}": plot(name) for name in SECTIONS},
     "results_host": host,
     "results_summary": summary,
+    "results_training_at_scale": scale,
 }
 
 

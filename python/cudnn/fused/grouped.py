@@ -63,7 +63,7 @@ COUNTER = TensorSpec(
 def operands() -> tuple[TensorSpec, ...]:
     """A, B, their scale factors, the experts' end offsets, alpha, and pointer arrays of weights."""
     types = (*NARROW, *FLOAT8, FLOAT4, "uint8")
-    pointers, sfb_layout = Contiguous("experts", alignment=8), BlockScales("n", "k", "experts", shared="sfb_rows")
+    pointers, sfb_layout = Contiguous("matrices", alignment=8), BlockScales("n", "k", "experts", shared="sfb_rows")
     return (
         TensorSpec("a", OneMatrix("m", "k", "mk"), types, about="K-major; four-bit elements with sfa only"),
         TensorSpec("b", Weights("n", "k", "nk", "experts"), types, optional=True, same_dtype="a"),
@@ -236,6 +236,7 @@ class ExpertsGemm(FusedGemm):
     b_dtype: Any = None
     b_shape: tuple[int, int] | None = None
     num_experts: int | None = None
+    b_halves: bool = False
     sf_fp8_dtype_override: str | None = None
     use_dynamic_sched: bool = False
     use_single_group_runtime_offsets: bool = False
@@ -246,7 +247,8 @@ class ExpertsGemm(FusedGemm):
         if self.num_experts is not None:
             for name in self.pointer_arguments:
                 if self.scaled or not name.startswith("sf"):
-                    self.descs[name] = pointer_arrays.described(name, self.num_experts, self._device)
+                    count = self.num_experts * (self.halves_of(arguments) if name == "b_ptrs" else 1)
+                    self.descs[name] = pointer_arrays.described(name, count, self._device)
         self.acc_dtype = self.acc_dtype or torch.float32
         self.semantics = self.semantics or settings.SEMANTICS.get()
         in_atoms = self.scaled and self.dtype_name("sfa") != BLOCKWISE_DTYPE
@@ -356,6 +358,11 @@ class ExpertsGemm(FusedGemm):
     # Sizes.
 
     @classmethod
+    def halves_of(cls, options: Mapping[str, Any]) -> int:
+        """How many matrices an expert has in ``b_ptrs``: 2, if it has those of the halves of rows or of k, else 1."""
+        return 1 + bool(options.get("b_halves"))
+
+    @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         """Sizes by name: those of a (m, k, 1) and b (n, k, experts), ``columns`` of the result, ``vector`` per scale
         factor.
@@ -374,6 +381,7 @@ class ExpertsGemm(FusedGemm):
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
         rows, (m, *_) = m, shapes.get("a_index", (m,))
         named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
+        named["matrices"] = experts * cls.halves_of(options)
         return {**named, "columns": columns, "vector": vector, "sfb_rows": options.get("sfb_rows", BLOCKWISE_SIZE)}
 
     @classmethod
@@ -447,7 +455,7 @@ class ExpertsGemm(FusedGemm):
         if name == "a" or not self.has("b_ptrs"):
             index = f"{name}_index"
             return replace(super().operand(name), index=index if self.has(index) else "")
-        return replace(super().operand(name), pointers=True)
+        return replace(super().operand(name), pointers=True, halves=self.halves_of(vars(self)) == 2)
 
     def weights(self, tensors: Mapping[str, Any]) -> list[Any]:
         """The dequantized weights (n, k) of each expert. Pointer arrays: on the CPU only."""
@@ -456,7 +464,13 @@ class ExpertsGemm(FusedGemm):
             every = dequantize(tensors["b"], tensors.get("sfb"), vector)
             return list(every.unbind(2))
         n, k = self.b_shape or (0, 0)
-        matrices = pointer_arrays.matrices(tensors["b_ptrs"], n, k, self.b_dtype, self.b_major == "n")
+        rows = self.interleaves_glu()  # whether halves are those of rows, or of k
+        halves = self.halves_of(vars(self))
+        shape = (n // halves, k) if rows else (n, k // halves)
+        matrices = pointer_arrays.matrices(tensors["b_ptrs"], *shape, self.b_dtype, self.b_major == "n")
+        if halves == 2:
+            first, second = matrices[: len(matrices) // 2], matrices[len(matrices) // 2 :]
+            matrices = [torch.cat(pair, 0 if rows else 1) for pair in zip(first, second, strict=True)]
         scales: list[Any] = [None] * len(matrices)
         if self.scaled:
             scales = pointer_arrays.scales(tensors["sfb_ptrs"], n, k, vector, tensors["sfa"].dtype)
@@ -482,7 +496,7 @@ class ExpertsGemm(FusedGemm):
             raise make_error(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, with b_ptrs")
         check_rank(where, "a", a, (2, 3), "(m, k, 1)")
         experts = arguments["padded_offsets"].numel()
-        pointer_arrays.check(where, "b_ptrs", pointers, experts, a.device)
+        pointer_arrays.check(where, "b_ptrs", pointers, experts * cls.halves_of(arguments), a.device)
         if arguments.get("sfa_tensor") is not None:
             pointer_arrays.check(where, "sfb_ptrs", arguments["sfb_ptrs"], experts, a.device)
         return {**arguments, "num_experts": experts, "b_shape": (n, cls.shape_of(a)[1])}
@@ -553,6 +567,8 @@ class ExpertsGemm(FusedGemm):
             for name in ("b_dtype", "b_shape"):
                 if getattr(self, name) is not None:
                     raise self.error(name, getattr(self, name), "None, where b is a tensor")
+            if self.b_halves:
+                raise self.error("b_halves", True, "False, where b is a tensor")
             return
         if self.b_shape is None or self.b_dtype is None:
             raise self.error("b_shape and b_dtype", f"{self.b_shape} and {self.b_dtype}", "both, with num_experts")

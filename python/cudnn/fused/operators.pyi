@@ -374,6 +374,7 @@ def grouped_gemm(
     d_dtype: dtype | None = None,
     generate_c: bool = False,
     a_index: Tensor | None = None,
+    b_halves: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Grouped GEMM: d, c; absent results have no elements. See :class:`cudnn.GroupedGemm`."""
 

@@ -48,8 +48,9 @@ class GroupedGemmGlu(GatedExperts):
             4.0 and 25.0 for those of situglu, which are positive.
         situ_beta1: what None is for it in calls.
         glu_layout: ``"interleaved"``: alternating blocks of 32 gates and 32 ups in columns of c, rows of b and elements
-            of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is a
-            tensor, k-major, without scale factors.
+            of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is
+            k-major, without scale factors. ``b_ptrs`` has two addresses for each expert then, of matrices (n / 2, k) of
+            16 bits: first those of all experts' gates, then those of the others, which may lie anywhere.
         generate_c: for the wrapper, whether c is stored for operands without scale factors.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
