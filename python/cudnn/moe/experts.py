@@ -15,7 +15,7 @@ from cudnn.moe.combining import permute, permute_weights, unpermute_weights
 from cudnn.runtime.kernels import CompileAhead
 from cudnn.runtime.pointer_arrays import pointers
 from cudnn.runtime.recording import Key
-from cudnn.runtime.run import architecture, persistent
+from cudnn.runtime.run import architecture, constant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -188,7 +188,7 @@ def weight_operand(weights: Sequence[Tensor], transpose: bool = False) -> tuple[
     return {"b_ptrs": pointers(weights)}, options
 
 
-_ONES: dict[Any, Tensor] = {}  # never freed: any stream may still read them
+_ONES: dict[Any, Tensor] = {}
 
 
 def ones(count: int, device: Any) -> Tensor:
@@ -197,7 +197,7 @@ def ones(count: int, device: Any) -> Tensor:
     if cached is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.ones(count, dtype=torch.float32, device=device)
-        cached = _ONES[count, device] = persistent(lambda: torch.ones(count, dtype=torch.float32, device=device))
+        cached = _ONES[count, device] = constant(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return cached
