@@ -19,19 +19,22 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cudnn import settings
 from cudnn.lazy import tvm_ffi
 from cudnn.runtime.codegen import define
 from cudnn.runtime.launch_capture import captures
-from cudnn.runtime.run import is_constant
+from cudnn.runtime.run import architecture, is_constant
 from cudnn.runtime.tensor_guards import guard
 from cudnn_kernels.signature import Stream
 
-MAX_SEQUENCES = 64
+MAX_SEQUENCES = 256
 """Keys of one :class:`LaunchSequences`, the oldest of which are dropped."""
 MAX_VARIANTS = 4
 """Recorded sequences of a key, for tensors of different metadata."""
+MAX_ELEMENTS = 2**23
+"""Of the first tensor of a :func:`repeated` function: with more, a GPU takes longer than the host."""
 MAX_TEMPORARY_BYTES = 2**25
-"""Of temporary tensors in a sequence: where there are more, a GPU takes longer than the host."""
+"""Of temporary tensors in a sequence."""
 _ALIGNMENT = 256
 _ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
 _NONE, _INT, _FLOAT, _DL_TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
@@ -83,24 +86,62 @@ class LaunchSequences:
         return results
 
     def _remember(self, key: Hashable) -> None:
-        sequences: dict[Hashable, list[Callable[..., Tensors | None]]] = {**self._sequences, key: []}
-        while len(sequences) > MAX_SEQUENCES:
-            del sequences[next(iter(sequences))]
-        self._sequences = sequences
+        with _lock:
+            while len(self._sequences) >= MAX_SEQUENCES:
+                del self._sequences[next(iter(self._sequences))]
+            self._sequences.setdefault(key, [])
+
+
+_lock = threading.Lock()
+
+
+def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """An operator's function whose launches are repeated where its first tensor is small.
+
+    Args:
+        function: Its results depend on its arguments and on the library's settings alone.
+        places: The positions of its tensors, of which the first is never None.
+    """
+    sequences = LaunchSequences()
+    plain = frozenset((torch.Tensor, torch.nn.Parameter))
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        first = args[places[0]]
+        if first.is_meta or first.numel() > MAX_ELEMENTS:
+            return function(*args)
+        arch = "" if first.is_cuda else architecture(first)
+        if arch is None:
+            return function(*args)
+
+        def call(*tensors: torch.Tensor | None) -> Tensors:
+            arguments = list(args)
+            for place, x in zip(places, tensors, strict=True):
+                arguments[place] = x
+            results = function(*arguments)
+            return results if isinstance(results, tuple) else (results,)
+
+        key = (*[x.shape if type(x) in plain else x for x in args], arch, settings.texts())
+        results = sequences(key, call, tuple([args[place] for place in places]))
+        return results if len(results) > 1 else results[0]
+
+    return run
 
 
 class Capture(TorchDispatchMode):
-    """Records the allocations and launches of this thread within its block.
+    """Records the allocations, views and launches of this thread within its block.
 
-    Tensors that are allocated in the block live until the end of :meth:`sequence`, so addresses tell them apart.
+    Attributes:
+        origins: By the ``id`` of a tensor that was allocated or is a view: it, and the tensor that it is a view of.
+        launches: Kernels, their signatures and arguments.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.thread = threading.get_ident()
-        self.allocated: list[torch.Tensor] = []
-        self.launches: list[tuple[Any, Sequence[Any], tuple[Any, ...]]] = []
-        self.computes = False  # outside of kernels that are recorded
+        self.origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.launches: list[Launch] = []
+        self._computes = False  # outside of kernels that are recorded
 
     def __enter__(self) -> Any:
         captures.append(self)
@@ -113,10 +154,18 @@ class Capture(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _ALLOCATIONS:
-            self.allocated.append(result)
-        elif not func.is_view:
-            self.computes = True
+            self.origins[id(result)] = result, result
+        elif func.is_view:
+            origin = self.origin(args[0])
+            for x in result if isinstance(result, (list, tuple)) else [result]:
+                self.origins[id(x)] = x, origin
+        else:
+            self._computes = True
         return result
+
+    def origin(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor that x is a view of, or x."""
+        return self.origins.get(id(x), (x, x))[1]
 
     def record(self, function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
         self.launches.append((function, slots, tuple(arguments)))
@@ -124,11 +173,14 @@ class Capture(TorchDispatchMode):
     def sequence(self, tensors: Tensors, results: Tensors) -> Callable[..., Tensors | None]:
         """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
         try:
-            if not self.computes:
-                return LaunchSequence(tensors, results, self.allocated, self.launches).run
+            if self.launches and not self._computes:
+                return LaunchSequence(tensors, results, self).run
         except _NotRepeatableError:
             pass
         return lambda *_: None
+
+
+Launch = tuple[Callable[..., None], Sequence[Any], tuple[Any, ...]]
 
 
 class _NotRepeatableError(Exception):
@@ -137,7 +189,7 @@ class _NotRepeatableError(Exception):
 
 _TEMPLATE = """
 def run({tensors}):
-    if {presence} or not matches({present}):
+    if {conditions} or not matches({present}):
         return None
     {pointers}
     if ({all_pointers}) & 15:
@@ -164,91 +216,81 @@ class LaunchSequence:
     aligned to 16 bytes, or a launch fails.
     """
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        results: Tensors,
-        allocated: Sequence[torch.Tensor],
-        launches: Sequence[tuple[Any, Sequence[Any], tuple[Any, ...]]],
-    ) -> None:
-        self._functions = [function for function, _, _ in launches]  # kept alive
+    def __init__(self, tensors: Tensors, results: Tensors, capture: Capture) -> None:
+        self._capture, launches = capture, capture.launches
         self._words: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # a word and the word whose address it gets
-        self._bases: dict[str, list[int]] = {"stream": []}  # words by what is written to them at each call
-        self._tensors: dict[Any, int] = {}  # the DLTensors in the frame
-        self._set_memory(tensors, results, allocated)
-        if not launches:
-            raise _NotRepeatableError
+        self._writes: dict[str, list[int]] = {}  # words by the name of the address that is written to them at each call
+        self._dl_tensors: dict[Any, int] = {}
+        self._arguments = {id(x): f"t{i}" for i, x in reversed([*enumerate(tensors)]) if x is not None}
+        self._allocated: dict[str, torch.Tensor] = {}  # results
+        self._temporaries: dict[int, int] = {}  # byte offsets in the workspace, by the id of the tensor
+        self._size = 0
+        returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
         self._frame_words = [self._add_arguments(slots, arguments) for _, slots, arguments in launches]
         self._frame_words.append(self._append(_NONE, 0))
-        present = [(f"t{i}", x) for i, x in enumerate(tensors) if x is not None]
+        if self._size > MAX_TEMPORARY_BYTES:
+            raise _NotRepeatableError
+        present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
+        functions = [function for function, _, _ in launches]
         scope: dict[str, Any] = {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
-        scope |= {f"function{i}": _handle(function) for i, function in enumerate(self._functions)}
+        scope |= {f"function{i}": _handle(function) for i, function in enumerate(functions)}
         device = present[0][1].device
         scope |= {
             "empty_workspace": functools.partial(torch.empty, (self._size,), dtype=torch.uint8, device=device),
             "matches": guard([x for _, x in present]),
+            "functions": functions,  # kept alive
             "frames": [],
-            "new_frame": self._new_frame,
+            "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
             "launch": _launch(),
             "index": device.index,
             "current_stream": torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream,
         }
-        self.run = define("run", self._source(len(tensors), [name for name, _ in present], launches), scope)
+        self.run = define("run", self._source(tensors, [name for name, _ in present], returned), scope)
+        del self._capture  # and its tensors
 
-    def _source(self, count: int, present: Sequence[str], launches: Sequence[Any]) -> str:
+    def _source(self, tensors: Tensors, present: Sequence[str], returned: Sequence[str]) -> str:
         """The code of ``run``, which is the same for tensors of other sizes."""
+        conditions = []
+        for i, x in enumerate(tensors):
+            same = self._arguments.get(id(x), "None")
+            conditions.append(f"t{i} is None" if same == f"t{i}" else f"t{i} is not {same}")
         addresses = {name: f"p_{name}" for name in present}
         addresses |= {name: f"{name}.data_ptr()" for name in (*self._allocated, "workspace")}
         addresses["stream"] = "current_stream(index)"
         writes = [
-            "".join(f"words[{word}] = " for word in words) + addresses[name] for name, words in self._bases.items()
+            "".join(f"words[{word}] = " for word in words) + addresses[name] for name, words in self._writes.items()
         ]
         allocations = [f"{name} = empty_{name}()" for name in self._allocated]
-        allocations += ["workspace = empty_workspace()"] if "workspace" in self._bases else []
-        starts = [f"a{i}" for i in range(len(launches))]
-        counts = [len(arguments) for _, _, arguments in launches]
+        allocations += ["workspace = empty_workspace()"] if self._size else []
+        starts = [f"a{i}" for i in range(len(self._frame_words) - 1)]
+        counts = [len(arguments) for _, _, arguments in self._capture.launches]
         calls = [f"launch(function{i}, a{i}, {count}, result)" for i, count in enumerate(counts)]
         return _TEMPLATE.format(
-            tensors=", ".join(f"t{i}" for i in range(count)),
-            presence=" or ".join(f"t{i} is {'' if f't{i}' in present else 'not '}None" for i in range(count)),
+            tensors=", ".join(f"t{i}" for i in range(len(tensors))),
+            conditions=" or ".join(conditions),
             present=", ".join(present),
             pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in present),
             all_pointers=" | ".join(f"p_{name}" for name in present),
-            allocations="\n    ".join(allocations),
+            allocations="\n    ".join(allocations or ["pass"]),
             frame=", ".join(["words", *starts, "result"]),
             writes="\n    ".join(writes),
             launches=" or ".join(calls),
-            returned="".join(f"{name}, " for name in self._returned),
+            returned="".join(f"{name}, " for name in returned),
         )
 
-    def _set_memory(self, tensors: Tensors, results: Tensors, allocated: Sequence[torch.Tensor]) -> None:
-        """The address ranges of arguments, results and temporary tensors: begin, end, name, offset."""
-        ranges = [(*_extent(x), f"t{i}", 0) for i, x in enumerate(tensors) if x is not None]
-        by_address = {x.untyped_storage().data_ptr(): x for x in allocated if x.numel()}
-        self._allocated: dict[str, torch.Tensor] = {}
-        self._returned: list[str] = []
-        names = {id(x): f"t{i}" for i, x in enumerate(tensors) if x is not None}
-        for i, x in enumerate(results):
-            name = "None" if x is None else names.setdefault(id(x), f"r{i}")
-            self._returned.append(name)
-            if x is None or name != f"r{i}":
-                continue
-            memory = by_address.pop(x.untyped_storage().data_ptr(), None)
-            if memory is None or _extent(memory) != _extent(x):
-                raise _NotRepeatableError
-            self._allocated[name] = x
-            ranges.append((*_extent(x), name, 0))
-        self._size = 0
-        for x in by_address.values():
-            begin, end = _extent(x)
-            ranges.append((begin, end, "workspace", self._size))
-            self._size += (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        ranges.sort()
-        overlap = any(one[1] > other[0] for one, other in zip(ranges, ranges[1:], strict=False))
-        if overlap or self._size > MAX_TEMPORARY_BYTES:
+    def _name_result(self, name: str, x: torch.Tensor | None) -> str:
+        """The variable of a result: an argument, or a tensor that each call allocates."""
+        if x is None:
+            return "None"
+        if id(x) in self._arguments:
+            return self._arguments[id(x)]
+        origin = self._capture.origin(x)
+        if id(origin) in self._arguments or id(x) not in self._capture.origins or _extent(origin) != _extent(x):
             raise _NotRepeatableError
-        self._ranges = ranges
+        self._arguments[id(origin)] = self._arguments[id(x)] = name
+        self._allocated[name] = x
+        return name
 
     def _add_arguments(self, slots: Sequence[Any], arguments: Sequence[Any]) -> int:
         """Appends a launch's arguments, each a TVMFFIAny; the first word."""
@@ -268,58 +310,56 @@ class LaunchSequence:
             if tensor is not None:
                 self._pointers.append((word, tensor))
             elif value == "stream":
-                self._bases["stream"].append(word)
+                self._writes.setdefault("stream", []).append(word)
         return first
 
     def _add_tensor(self, x: torch.Tensor) -> int:
         """Appends a DLTensor with its shape and strides, once; its first word."""
-        key = (x.data_ptr(), x.dtype, x.shape, x.stride())
-        known = self._tensors.get(key)
-        if known is not None:
-            return known
+        key = (id(self._capture.origin(x)), x.data_ptr(), x.dtype, x.shape, x.stride())
+        if key in self._dl_tensors:
+            return self._dl_tensors[key]
         if x.dtype not in _DTYPES or x.is_neg() or x.is_conj():
             raise _NotRepeatableError
         code, bits = _DTYPES[x.dtype]
-        device_type = _CUDA if x.device.type == "cuda" else _CPU
-        address, base, offset = x.data_ptr(), None, 0
-        if x.numel() and not is_constant(x):
-            base, offset = self._base_of(x)
-            address = 0
+        device = (_CUDA if x.device.type == "cuda" else _CPU) | (x.device.index or 0) << 32
+        address, name, offset = self._locate(x)
         sizes = self._append(*(size % 2**64 for size in (*x.shape, *x.stride())))
-        first = self._append(
-            address,
-            device_type | (x.device.index or 0) << 32,
-            x.ndim | code << 32 | bits << 40 | 1 << 48,
-            0,
-            0,
-            offset,
-        )
+        first = self._append(address, device, x.ndim | code << 32 | bits << 40 | 1 << 48, 0, 0, offset)
         self._pointers += [(first + 3, sizes), (first + 4, sizes + x.ndim)]
-        if base is not None:
-            self._bases.setdefault(base, []).append(first)
-        self._tensors[key] = first
+        if name:
+            self._writes.setdefault(name, []).append(first)
+        self._dl_tensors[key] = first
         return first
 
-    def _base_of(self, x: torch.Tensor) -> tuple[str, int]:
-        """What a tensor is a part of, and its byte offset in it."""
-        begin, end = _extent(x)
-        for first, last, name, offset in self._ranges:
-            if first <= begin and end <= last:
-                return name, begin - first + offset
-        raise _NotRepeatableError
+    def _locate(self, x: torch.Tensor) -> tuple[int, str, int]:
+        """A tensor's address, if it is always the same, or the name of the memory that it is in; and a byte offset."""
+        origin = self._capture.origin(x)
+        if is_constant(origin) or not x.numel():
+            return x.data_ptr(), "", 0
+        offset, name = x.data_ptr() - origin.data_ptr(), self._arguments.get(id(origin))
+        if name is not None:
+            return 0, name, offset
+        if id(origin) not in self._capture.origins:
+            raise _NotRepeatableError
+        if id(origin) not in self._temporaries:
+            begin, end = _extent(origin)
+            self._temporaries[id(origin)] = self._size
+            self._size += (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        return 0, "workspace", offset + self._temporaries[id(origin)]
 
     def _append(self, *words: int) -> int:
         """Appends words to the frame; the index of the first."""
         self._words += words
         return len(self._words) - len(words)
 
-    def _new_frame(self) -> tuple[Any, ...]:
-        """Memory for arguments, and the addresses of each launch's arguments and of the result in it."""
-        memory = (ctypes.c_uint64 * len(self._words))(*self._words)
-        base = ctypes.addressof(memory)
-        for word, target in self._pointers:
-            memory[word] = base + 8 * target
-        return memoryview(memory).cast("B").cast("Q"), *(base + 8 * word for word in self._frame_words)
+
+def _new_frame(words: Sequence[int], pointers: Sequence[tuple[int, int]], addresses: Sequence[int]) -> tuple[Any, ...]:
+    """Memory for the arguments of all launches, and the addresses of some of its words."""
+    memory = (ctypes.c_uint64 * len(words))(*words)
+    base = ctypes.addressof(memory)
+    for word, target in pointers:
+        memory[word] = base + 8 * target
+    return memoryview(memory).cast("B").cast("Q"), *(base + 8 * word for word in addresses)
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
