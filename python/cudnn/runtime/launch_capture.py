@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -16,9 +16,15 @@ class LaunchCapture(Protocol):
         """Takes a kernel, its signature and the arguments of a launch."""
         ...
 
+    def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
+        """Takes a graph of cuDNN and the arguments of its ``execute``."""
+        ...
+
 
 captures: list[LaunchCapture] = []
-"""The active captures of all threads. Code that launches a kernel calls :func:`record` if there is any."""
+"""The active captures of all threads. Code that launches a kernel calls :func:`record` if there is any, code that
+executes a graph :func:`record_graph`.
+"""
 
 
 def record(function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
@@ -26,3 +32,10 @@ def record(function: Callable[..., None], slots: Sequence[Any], arguments: Seque
     for capture in captures:
         if capture.thread == threading.get_ident():
             capture.record(function, slots, arguments)
+
+
+def record_graph(graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
+    """Shows an execution of a graph to the captures of this thread."""
+    for capture in captures:
+        if capture.thread == threading.get_ident():
+            capture.record_graph(graph, data, workspace)

@@ -13,8 +13,8 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,19 +128,35 @@ def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
     return run
 
 
+class KernelLaunch(NamedTuple):
+    """A compiled kernel, its signature and the arguments of a launch."""
+
+    function: Callable[..., None]
+    slots: Sequence[Any]
+    arguments: tuple[Any, ...]
+
+
+class GraphLaunch(NamedTuple):
+    """A graph of cuDNN and the arguments of its ``execute``."""
+
+    graph: Any
+    data: dict[Any, Any]
+    workspace: Any
+
+
 class Capture(TorchDispatchMode):
     """Records the allocations, views and launches of this thread within its block.
 
     Attributes:
         origins: By the ``id`` of a tensor that was allocated or is a view: it, and the tensor that it is a view of.
-        launches: Kernels, their signatures and arguments.
+        launches: Kernels or graphs and their arguments, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.thread = threading.get_ident()
         self.origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch | GraphLaunch] = []
         self._computes = False  # outside of kernels that are recorded
 
     def __enter__(self) -> Any:
@@ -168,7 +184,10 @@ class Capture(TorchDispatchMode):
         return self.origins.get(id(x), (x, x))[1]
 
     def record(self, function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
-        self.launches.append((function, slots, tuple(arguments)))
+        self.launches.append(KernelLaunch(function, slots, tuple(arguments)))
+
+    def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
+        self.launches.append(GraphLaunch(graph, dict(data), workspace))
 
     def sequence(self, tensors: Tensors, results: Tensors) -> Callable[..., Tensors | None]:
         """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
@@ -178,9 +197,6 @@ class Capture(TorchDispatchMode):
         except _NotRepeatableError:
             pass
         return lambda *_: None
-
-
-Launch = tuple[Callable[..., None], Sequence[Any], tuple[Any, ...]]
 
 
 class _NotRepeatableError(Exception):
@@ -201,8 +217,7 @@ def run({tensors}):
         frame = new_frame()
     {frame} = frame
     {writes}
-    if {launches}:
-        return None  # the function raises the error
+    {launches}
     frames.append(frame)
     return ({returned})
 """
@@ -217,7 +232,7 @@ class LaunchSequence:
     """
 
     def __init__(self, tensors: Tensors, results: Tensors, capture: Capture) -> None:
-        self._capture, launches = capture, capture.launches
+        self._capture = capture
         self._words: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # a word and the word whose address it gets
         self._writes: dict[str, list[int]] = {}  # words by the name of the address that is written to them at each call
@@ -227,29 +242,28 @@ class LaunchSequence:
         self._temporaries: dict[int, int] = {}  # byte offsets in the workspace, by the id of the tensor
         self._size = 0
         returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
-        self._frame_words = [self._add_arguments(slots, arguments) for _, slots, arguments in launches]
-        self._frame_words.append(self._append(_NONE, 0))
-        if self._size > MAX_TEMPORARY_BYTES:
+        self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
+        scope: dict[str, Any] = {}
+        steps = [self._add_launch(i, launch, scope) for i, launch in enumerate(capture.launches)]
+        if self._size > MAX_TEMPORARY_BYTES:  # the workspaces of graphs are allocated one by one
             raise _NotRepeatableError
         present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
-        functions = [function for function, _, _ in launches]
-        scope: dict[str, Any] = {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
-        scope |= {f"function{i}": _handle(function) for i, function in enumerate(functions)}
+        scope |= {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
         device = present[0][1].device
         scope |= {
             "empty_workspace": functools.partial(torch.empty, (self._size,), dtype=torch.uint8, device=device),
             "matches": guard([x for _, x in present]),
-            "functions": functions,  # kept alive
             "frames": [],
             "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
             "launch": _launch(),
             "index": device.index,
             "current_stream": torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream,
+            "current_device": torch._C._cuda_getDevice if device.type == "cuda" else _no_device,
         }
-        self.run = define("run", self._source(tensors, [name for name, _ in present], returned), scope)
+        self.run = define("run", self._source(tensors, [name for name, _ in present], returned, steps), scope)
         del self._capture  # and its tensors
 
-    def _source(self, tensors: Tensors, present: Sequence[str], returned: Sequence[str]) -> str:
+    def _source(self, tensors: Tensors, present: Sequence[str], returned: Sequence[str], steps: Sequence[str]) -> str:
         """The code of ``run``, which is the same for tensors of other sizes."""
         conditions = []
         for i, x in enumerate(tensors):
@@ -263,9 +277,8 @@ class LaunchSequence:
         ]
         allocations = [f"{name} = empty_{name}()" for name in self._allocated]
         allocations += ["workspace = empty_workspace()"] if self._size else []
-        starts = [f"a{i}" for i in range(len(self._frame_words) - 1)]
-        counts = [len(arguments) for _, _, arguments in self._capture.launches]
-        calls = [f"launch(function{i}, a{i}, {count}, result)" for i, count in enumerate(counts)]
+        if any(isinstance(launch, GraphLaunch) for launch in self._capture.launches):
+            conditions.append("current_device() != index")  # a graph runs on the current device
         return _TEMPLATE.format(
             tensors=", ".join(f"t{i}" for i in range(len(tensors))),
             conditions=" or ".join(conditions),
@@ -273,9 +286,9 @@ class LaunchSequence:
             pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in present),
             all_pointers=" | ".join(f"p_{name}" for name in present),
             allocations="\n    ".join(allocations or ["pass"]),
-            frame=", ".join(["words", *starts, "result"]),
+            frame=", ".join(["words", "result", *(f"a{i}" for i in range(1, len(self._frame_words)))]),
             writes="\n    ".join(writes),
-            launches=" or ".join(calls),
+            launches="\n    ".join(steps),
             returned="".join(f"{name}, " for name in returned),
         )
 
@@ -291,6 +304,23 @@ class LaunchSequence:
         self._arguments[id(origin)] = self._arguments[id(x)] = name
         self._allocated[name] = x
         return name
+
+    def _add_launch(self, i: int, launch: KernelLaunch | GraphLaunch, scope: dict[str, Any]) -> str:
+        """The code of a launch, whose names are put into ``scope``."""
+        if isinstance(launch, KernelLaunch):
+            scope[f"kernel{i}"], scope[f"handle{i}"] = launch.function, _handle(launch.function)
+            self._frame_words.append(self._add_arguments(launch.slots, launch.arguments))
+            arguments = f"a{len(self._frame_words) - 1}, {len(launch.arguments)}"
+            return f"if launch(handle{i}, {arguments}, result):\n        return None  # the function raises the error"
+        data = []
+        for j, (key, x) in enumerate(launch.data.items()):
+            name = self._arguments.get(id(x))
+            if name is None:
+                raise _NotRepeatableError
+            scope[f"key{i}_{j}"] = key
+            data.append(f"key{i}_{j}: {name}")
+        scope[f"graph{i}"], scope[f"empty_workspace{i}"] = launch.graph, _allocation(launch.workspace)
+        return f"graph{i}.execute({{{', '.join(data)}}}, empty_workspace{i}())"
 
     def _add_arguments(self, slots: Sequence[Any], arguments: Sequence[Any]) -> int:
         """Appends a launch's arguments, each a TVMFFIAny; the first word."""
@@ -393,3 +423,7 @@ def _launch() -> Callable[[int, int, int, int], int]:
 
 def _null_stream(index: int | None) -> int:
     return 0
+
+
+def _no_device() -> None:
+    pass

@@ -92,7 +92,8 @@ class _Operator(CustomOpDef):
         self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
         self._places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
-        self._parameters = [(p.name, p.default) for p in inspect.signature(self._init_fn).parameters.values()]
+        parameters = inspect.signature(self._init_fn).parameters.values()
+        self._parameters = [(p.name, p.default, _classes(a.type)) for p, a in zip(parameters, arguments, strict=True)]
         self._function, self._rule = None, None
         has_lists = any("List" in str(a.type) for a in arguments)
         self._run = repeated(self._init_fn, self._places) if repeats and not has_lists else self._init_fn
@@ -164,12 +165,16 @@ class _Operator(CustomOpDef):
             raise better from error
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """All arguments in order, with the defaults; None if some are missing, unknown or given twice."""
-        rest = [kwargs.get(name, default) for name, default in self._parameters[len(args) :]]
-        taken = sum(name in kwargs for name, _ in self._parameters[len(args) :])
-        if any(x is inspect.Parameter.empty for x in rest) or taken != len(kwargs) or len(args) > self._count:
+        """All arguments in order, with the defaults.
+
+        None if some are missing, unknown or given twice, or one is of a type that the schema has not.
+        """
+        rest = self._parameters[len(args) :]
+        complete = (*args, *[kwargs.get(name, default) for name, default, _ in rest])
+        if len(args) > self._count or sum(name in kwargs for name, _, _ in rest) != len(kwargs):
             return None
-        return (*args, *rest)
+        fits = all(isinstance(x, classes) for x, (_, _, classes) in zip(complete, self._parameters, strict=True))
+        return complete if fits else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -200,6 +205,23 @@ class _Operator(CustomOpDef):
         for position in self._mutated:
             torch.autograd.graph.increment_version(args[position])
         return self._run(*args)
+
+
+_CLASSES: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor,),
+    "float": (float, int, torch.SymFloat, torch.SymInt),
+    "int": (int, torch.SymInt, torch.dtype),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def _classes(schema_type: Any) -> tuple[type, ...]:
+    """The Python classes of an argument by its type in a schema, where "int" is a dtype too."""
+    name = str(schema_type)
+    inner = name.removeprefix("Optional[").removesuffix("]") if name.startswith("Optional[") else name
+    classes = (list, tuple) if inner.startswith("List[") else _CLASSES[inner]
+    return classes if inner == name else (*classes, type(None))
 
 
 def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
