@@ -505,18 +505,17 @@ def _image(name: str, title: str, page: Path) -> str:
 
 
 def host(page: Path) -> str:
-    """The table of host times: the call, its time, and that of `torch.add` in the same rounds."""
+    """The table of host times: the call, its time, and that of `torch.add` in the same rounds, if timed there."""
     path, command = RESULTS / f"{HOST}.csv", "cudnn bench host --save benchmarks/results"
     if not path.is_file():
         return f"Not measured yet: `{command}`."
     lines = [line for line in read(path) if line.metric == "time"]
     base = {line.case: line.value for line in lines if line.peer == "torch.add(out=)"}
-    rows = ["| task | call | us | `torch.add(out=)`, us |", "|---|---|---:|---:|"]
-    rows += [
-        f"| {line.case} | `{line.peer}` | {line.value:.1f} | {base[line.case]:.1f} |"
-        for line in lines
-        if line.peer != "torch.add(out=)"
-    ]
+    rows = ["| task | call | time | `torch.add(out=)` |", "|---|---|---:|---:|"]
+    for line in lines:
+        if line.peer != "torch.add(out=)":
+            yardstick = f"{base[line.case]:.1f} us" if line.case in base else ""
+            rows.append(f"| {line.case} | `{line.peer}` | {_host_time(line.value)} | {yardstick} |")
     first = lines[0]
     commit = f", commit {first.commit}" if first.commit else ""
     run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
@@ -543,6 +542,10 @@ def scale(page: Path) -> str:
     commit = f", commit {first.commit}" if first.commit else ""
     run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
     return "\n".join([*rows, "", f"{run}, `{command}`."])
+
+
+def _host_time(microseconds: float) -> str:
+    return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds * 1e-6:.2f} s"
 
 
 GENERATORS: dict[str, Callable[[Path], str]] = {

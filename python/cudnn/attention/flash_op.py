@@ -182,7 +182,7 @@ def _run(api: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) ->
             reference.backward(tensors, window, scale, packed, softcap)
 
 
-@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention)
+@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention, repeats=True)
 def flash_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -247,7 +247,7 @@ def _gradients(
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward)
+@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward, repeats=True)
 def flash_attn_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -317,7 +317,7 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
 flash_attn.register_autograd(_backward, setup_context=_setup)
 
 
-@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached)
+@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached, repeats=True)
 def flash_attn_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

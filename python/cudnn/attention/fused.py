@@ -178,7 +178,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention)
+@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention, repeats=True)
 def fused_sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -213,7 +213,7 @@ def _gradients(
     return q, k, v
 
 
-@custom_op("fused_sdpa_bwd", flops=flops.attention_backward)
+@custom_op("fused_sdpa_bwd", flops=flops.attention_backward, repeats=True)
 def fused_sdpa_bwd(
     do: torch.Tensor,
     q: torch.Tensor,

@@ -16,7 +16,7 @@ from cudnn.moe.combining import permute, permute_weights, unpermute_weights
 from cudnn.runtime.kernels import CompileAhead
 from cudnn.runtime.pointer_arrays import pointers
 from cudnn.runtime.recording import Key
-from cudnn.runtime.run import architecture, persistent
+from cudnn.runtime.run import architecture, constant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -235,7 +235,7 @@ def _addresses(x: Tensor, parts: int) -> range:
     return range(first, first + parts * step, step)
 
 
-_ONES: dict[Any, Tensor] = {}  # never freed: any stream may still read them
+_ONES: dict[Any, Tensor] = {}
 
 
 def ones(count: int, device: Any) -> Tensor:
@@ -244,7 +244,7 @@ def ones(count: int, device: Any) -> Tensor:
     if cached is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.ones(count, dtype=torch.float32, device=device)
-        cached = _ONES[count, device] = persistent(lambda: torch.ones(count, dtype=torch.float32, device=device))
+        cached = _ONES[count, device] = constant(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return cached

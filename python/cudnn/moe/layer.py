@@ -94,12 +94,9 @@ class RouterBackward(Protocol):
 
         Returns:
             The gradient of each row's logit (R, 1, 1) and the router's weight (E, H), whose product
-            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient.
+            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient:
+            then the caller adds the router's contribution to dx.
         """
-        ...
-
-    def add_dx(self, dx: Tensor) -> None:
-        """Adds the router's contribution to dx, if :meth:`backward_weights` returned None."""
         ...
 
 
@@ -205,7 +202,7 @@ def backward(
         weights: The router's weights (T, K); of sorted rows (R, 1) or None.
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
         combine: False: x's gradient is each row's, (R, H).
-        router: Whose contribution to x's gradient is added.
+        router: Gets the gradient of ``weights`` before x's, to which it may add.
         delayed: Gets functions that compute the weight gradients of down and of up, whose results are then None.
     """
     needs, router_dx = NeedsGrad(*needs_grad), None
@@ -214,8 +211,6 @@ def backward(
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
     dx, dw_up = backward_up(ops, x, dpreact, permutation, e, needs, main_grad[0], combine, router_dx, delayed)
-    if router is not None and grads.weights is not None and dx is not None and router_dx is None:
-        router.add_dx(dx)
     return grads._replace(x=dx, up=dw_up)
 
 
