@@ -20,6 +20,7 @@ from cudnn_kernels.sm90.heuristics.attention import (
     BACKWARD_TILES,
     configure_backward,
     schedules_backward_dynamically,
+    sorts_backward_blocks,
 )
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class SdpaBackward(Gradients, Attention):
         """Options of a configuration for Hopper, without split."""
         softcap, right = self.softcap > 0, self.window.right is not None
         options = {"softcap": softcap, "deterministic": self.ordered_dq, **self.row_options()}
+        options["longest_first"] = sorts_backward_blocks(heads, self.packed, right)
         return self.ends() | options | {"dynamic_scheduler": schedules_backward_dynamically(heads, right, softcap)}
 
     def row_options(self) -> dict[str, bool]:
