@@ -178,6 +178,8 @@ class BackwardConfiguration(AttentionConfiguration):
     "stores" it. ``dynamic_scheduler``: persistent CTAs take n_blocks from an atomic counter; not with ``pair`` or
     ``dq_swap_ab``. ``dlse``: there is a gradient of the LSE. ``sink``: the forward pass had a sink; dsink is its
     gradient. ``longest_first``: n_blocks of a varlen batch start in the order of their steps; not with ``split``.
+    ``one_direction``: all sections of heads have the order of the first, so that the order of additions does not
+    depend on the number of heads.
     """
 
     pair: bool = False
@@ -189,6 +191,7 @@ class BackwardConfiguration(AttentionConfiguration):
     dlse: bool = False
     sink: bool = False
     longest_first: bool = False
+    one_direction: bool = False
 
     @property
     def cluster_tile_n(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, select_
+from cutlass import Boolean, Int32, const_expr, select_
 
 from cudnn_kernels.attention import BackwardConfiguration, seqlen_info
 from cudnn_kernels.attention.mask import Mask, make_mask
@@ -163,19 +163,21 @@ def block_info(
 
     ``reversed_order``: a head's last blocks come first. If rows are keys, the last section is the other way round:
     there the first n_blocks, which see most m_blocks, come first and begin with the last m_block, so that no long CTA
-    ends alone. So do all sections if blocks are sorted.
+    ends alone. So do all sections if blocks are sorted, and none with ``one_direction``.
     """
     block_and_section, head_in_section = divmod(index, scheduler.heads_per_section)
     section_idx, block_idx = divmod(block_and_section, scheduler.blocks_per_head)
-    direction: Any = Int32(-1) if const_expr(c.longest_first and reversed_order) else 1
-    if const_expr(reversed_order and not of_queries and not c.longest_first):
-        direction = Int32(
-            select_(
-                (section_idx + 1) * scheduler.heads_per_section.divisor < scheduler.total_heads, Int32(1), Int32(-1)
-            )
-        )
-        block_idx = Int32(select_(direction > 0, scheduler.blocks_per_head.divisor - 1 - block_idx, block_idx))
-    elif const_expr(reversed_order and of_queries):
+    direction: Any = 1
+    if const_expr(reversed_order and not of_queries):
+        is_last = (section_idx + 1) * scheduler.heads_per_section.divisor >= scheduler.total_heads
+        if const_expr(c.longest_first):
+            is_last = Boolean(True)
+        elif const_expr(c.one_direction):
+            is_last = Boolean(False)
+        direction = Int32(select_(is_last, Int32(-1), Int32(1)))
+        if const_expr(not c.longest_first):
+            block_idx = Int32(select_(is_last, block_idx, scheduler.blocks_per_head.divisor - 1 - block_idx))
+    elif const_expr(reversed_order):
         block_idx = scheduler.blocks_per_head.divisor - 1 - block_idx
     head = section_idx * scheduler.heads_per_section.divisor + head_in_section
     exists = head < scheduler.total_heads
