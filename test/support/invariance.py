@@ -13,10 +13,13 @@ Lengths = tuple[int, int]
 """Queries and keys."""
 
 
-def drawn(lengths: Lengths, heads: tuple[int, int], head: tuple[int, int], seed: int, device: Any) -> list[Any]:
-    """q, k, v and the gradient of O of a sequence, (s, h, d) in bfloat16, that follow from the seed."""
-    generator, (queries, keys), (hq, hk), (d, dv) = torch.Generator().manual_seed(seed), lengths, heads, head
+def drawn(lengths: Lengths, heads: tuple[int, int], head: tuple[int, int], own: bool, device: Any) -> list[Any]:
+    """q, k, v and the gradient of O of a sequence, (s, h, d) in bfloat16: its ``own``, always the same, or any."""
+    (queries, keys), (hq, hk), (d, dv) = lengths, heads, head
     shapes = (queries, hq, d), (keys, hk, d), (keys, hk, dv), (queries, hq, dv)
+    if not own:
+        return [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
 
 
@@ -25,8 +28,8 @@ def packed(
 ) -> list[torch.Tensor]:
     """O, LSE and the gradients of a sequence that has others before and behind it, by ``flash_attn_varlen_func``."""
     device = options.pop("device", None)
-    sequences = [drawn(x, heads, head, 1 + i, device) for i, x in enumerate(others)]
-    sequences.insert(place, drawn(own, heads, head, 0, device))
+    sequences = [drawn(x, heads, head, False, device) for x in others]
+    sequences.insert(place, drawn(own, heads, head, True, device))
     q, k, v, do = (torch.cat(x) for x in zip(*sequences, strict=True))
     counts = [*others[:place], own, *others[place:]]
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in zip(*counts, strict=True)]
@@ -44,7 +47,7 @@ def batched(
 ) -> list[torch.Tensor]:
     """The same of an entry of a batch, by ``flash_attn_func``."""
     device = options.pop("device", None)
-    entries = [drawn(own, heads, head, 0 if i == place else 1 + i, device) for i in range(batch)]
+    entries = [drawn(own, heads, head, i == place, device) for i in range(batch)]
     q, k, v, do = (torch.stack(x) for x in zip(*entries, strict=True))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = flash_attn_func(*leaves, return_lse=True, **options)
@@ -57,8 +60,7 @@ def decoded(own: int, others: list[int], place: int, rows: int, page: int = 0, *
     lengths = [*others[:place], own, *others[place:]]
     room = max(lengths) + rows + 7
     room += -room % max(page, 1)
-    seeds = [*range(1, place + 1), 0, *range(place + 1, len(lengths))]
-    entries = [drawn((rows, n + rows), heads, head, s, device) for s, n in zip(seeds, lengths, strict=True)]
+    entries = [drawn((rows, n + rows), heads, head, i == place, device) for i, n in enumerate(lengths)]
     caches = [torch.full((len(lengths), room, heads[1], 64), 3.0, dtype=torch.bfloat16, device=device) for _ in "kv"]
     for i, (_, k, v, _) in enumerate(entries):
         for cache, x in zip(caches, (k, v), strict=True):
