@@ -1,4 +1,4 @@
-"""Launches that are recorded and repeated: the kernel here is a Python function with the C interface of compiled ones."""
+"""Launches that are recorded and repeated: the kernel is a Python function with the C interface of compiled ones."""
 
 import copy
 import ctypes
