@@ -24,10 +24,12 @@ class Series(NamedTuple):
     ours: bool
 
 
-def bars(
-    title: str, caption: str, unit: str, series: Sequence[Series], groups: Mapping[str, Sequence[float | None]]
-) -> str:
-    """A group of bars for each problem, with a bar for each series; ``None``: not measured. ``caption``: of labels."""
+def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, Sequence[float | None]]) -> str:
+    """A group of bars for each problem, with a bar for each series; ``None``: not measured.
+
+    What the title has after a colon stands below the names of the problems.
+    """
+    title, _, caption = title.partition(": ")
     step = (_WIDTH - _LEFT - 10) / len(groups)
     width = min(46.0, step * 0.84 / len(series))
     limit, ticks = axis(max(value for values in groups.values() for value in values if value is not None))

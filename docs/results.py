@@ -204,8 +204,8 @@ def figure(section: Section) -> str:
         label(*problem): [bars[problem, peer].value if (problem, peer) in bars else None for peer in peers]
         for problem in _problems(lines)
     }
-    title, _, caption = section.title.partition(": ")
-    return plots.bars(title, caption or section.problem, lines[0].unit, series, groups)
+    title = section.title if ": " in section.title else f"{section.title}: {section.problem}"
+    return plots.bars(title, lines[0].unit, series, groups)
 
 
 def _of(pattern: str) -> Callable[[Result], bool]:

@@ -153,6 +153,27 @@ def test_plots_are_those_of_the_result_files(generate: ModuleType) -> None:
         ElementTree.fromstring(text)
 
 
+SIZES = {"head": 15, "title": 15, "small": 12.5, "code": 12.5, "tick": 12, "value": 11}  # of fonts, by class; else 14
+
+FIGURES = sorted({*(ROOT / "docs" / "figures").rglob("*.svg")} - {ROOT / "docs" / "figures" / "explain.svg"})
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_texts_of_a_figure_lie_inside(path: Path) -> None:
+    """By the mean width of a letter: 0.54 of the font's size, 0.62 in bold titles."""
+    figure = ElementTree.parse(path).getroot()
+    _, _, width, height = map(float, figure.attrib["viewBox"].split())
+    outside = []
+    for text in figure.iter("{http://www.w3.org/2000/svg}text"):
+        if "transform" not in text.attrib:
+            style, words = text.get("class", ""), "".join(text.itertext())
+            length = len(words) * SIZES.get(style, 14) * (0.62 if style in ("head", "title") else 0.54)
+            left = float(text.attrib["x"]) - {"middle": length / 2, "end": length}.get(text.get("text-anchor", ""), 0)
+            if left < -1 or left + length > width + 1 or float(text.attrib["y"]) > height:
+                outside.append(words)
+    assert outside == []
+
+
 FIGURE = re.compile(r"\d[\d.,]*(?:\s|&nbsp;)?(?:TFLOP/s|TF|TB/s|GB/s|tokens/s|us|ms|times)\b")
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 
