@@ -339,20 +339,24 @@ SECTIONS = {
     ),
     **{
         f"moe_in_{page}{suffix}": Section(
-            "moe_in_stacks",
-            f"Experts of Qwen3-30B-A3B's sizes in {stack}, forward and backward, bf16{title}",
+            file,
+            f"{what} of Qwen3-30B-A3B's sizes in {stack}, forward and backward, bf16",
             "tokens",
             {"cudnn-fused": "cudnn-fused", **{peer: peer for peer in peers}},
             metrics,
-            keep=_of(f" {stack}{'' if not suffix else ', host'}$"),
+            keep=_of(f" {stack}{', host' * (suffix == '_host')}$"),
             label=_tokens_label,
-            command="python benchmarks/moe_in_stacks.py --wheels WHEELS --save benchmarks/results",
+            command=f"python benchmarks/{file}.py --wheels WHEELS --save benchmarks/results",
         )
         for page, stack, peers in (
             ("torchtitan", "torchtitan", ("GroupedExperts",)),
             ("megatron", "megatron-core", ("GroupedMLP", "SequentialMLP")),
         )
-        for suffix, title, metrics in (("", "", ("rate", "memory")), ("_host", ", host time", ("time",)))
+        for suffix, file, what, metrics in (
+            ("", "moe_in_stacks", "Experts", ("rate", "memory")),
+            ("_host", "moe_in_stacks", "Host time: experts", ("time",)),
+            ("_ep", "moe_in_stacks_ep", "Layers over two GPUs", ("rate",)),
+        )
     },
     **{
         f"sdpa_{which}": Section(
