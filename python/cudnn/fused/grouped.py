@@ -29,6 +29,8 @@ from cudnn.fused.layouts import (
     TensorSpec,
     TokenColumn,
     Weights,
+    fp4_pairs,
+    is_unpacked_fp4,
 )
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BITS, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, SCALES, name_of
@@ -167,26 +169,6 @@ def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: i
         got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
         raise make_error(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
     return scales.view(batch, rows, groups, 32, 4, 4)
-
-
-def is_unpacked_fp4(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:
-    """Whether bytes (m, k, 1) count one FP4 element each, not two, by the number of scale factors. ``otherwise`` if
-    both fit.
-
-    Such elements lie where the strides say, two to a byte: in the first half of the memory.
-    """
-    if a.ndim != 3 or sfa.ndim != 6:
-        return False
-    groups = sfa.shape[2] if tuple(sfa.shape[3:]) == (32, 4, 4) else sfa.shape[4]
-    packed, raw = (ceil_div(ceil_div(k, vector), 4) for k in (2 * a.shape[1], a.shape[1]))
-    return groups == raw and (raw != packed or otherwise)
-
-
-def fp4_pairs(x: Any) -> Any:
-    """A view of bytes (rows, k, l), one per FP4 element, as packed FP4 pairs (rows, k / 2, l)."""
-    rows, k, batch = x.shape
-    pairs = x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
-    return pairs.view(torch.float4_e2m1fn_x2)
 
 
 class ExpertsGemm(FusedGemm):
@@ -464,13 +446,11 @@ class ExpertsGemm(FusedGemm):
             every = dequantize(tensors["b"], tensors.get("sfb"), vector)
             return list(every.unbind(2))
         n, k = self.b_shape or (0, 0)
-        rows = self.interleaves_glu()  # whether halves are those of rows, or of k
-        halves = self.halves_of(vars(self))
-        shape = (n // halves, k) if rows else (n, k // halves)
-        matrices = pointer_arrays.matrices(tensors["b_ptrs"], *shape, self.b_dtype, self.b_major == "n")
-        if halves == 2:
-            first, second = matrices[: len(matrices) // 2], matrices[len(matrices) // 2 :]
-            matrices = [torch.cat(pair, 0 if rows else 1) for pair in zip(first, second, strict=True)]
+        layout, dim = (self.b_dtype, self.b_major == "n"), 0 if self.interleaves_glu() else 1
+        if self.halves_of(vars(self)) == 2:
+            matrices = pointer_arrays.joined(tensors["b_ptrs"], (n, k), dim, *layout)
+        else:
+            matrices = pointer_arrays.matrices(tensors["b_ptrs"], n, k, *layout)
         scales: list[Any] = [None] * len(matrices)
         if self.scaled:
             scales = pointer_arrays.scales(tensors["sfb_ptrs"], n, k, vector, tensors["sfa"].dtype)
@@ -567,8 +547,6 @@ class ExpertsGemm(FusedGemm):
             for name in ("b_dtype", "b_shape"):
                 if getattr(self, name) is not None:
                     raise self.error(name, getattr(self, name), "None, where b is a tensor")
-            if self.b_halves:
-                raise self.error("b_halves", True, "False, where b is a tensor")
             return
         if self.b_shape is None or self.b_dtype is None:
             raise self.error("b_shape and b_dtype", f"{self.b_shape} and {self.b_dtype}", "both, with num_experts")

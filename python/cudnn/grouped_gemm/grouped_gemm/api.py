@@ -120,6 +120,8 @@ class GroupedGemm(ExpertsGemm):
         if self.has("c") != bool(self.generate_c):
             got = "a tensor" if self.has("c") else "None"
             raise self.error("c tensor", got, "a tensor with generate_c=True, else None")
+        if self.b_halves and self.has("b"):
+            raise self.error("b_halves", True, "False, where b is a tensor")
         if self.b_halves and self.dtype_name("b") not in NARROW:
             raise self.unsupported("b_dtype, with b_halves", self.dtype_name("b"), " or ".join(NARROW))
         if self.b_halves and sizes["k"] % HALVES:
