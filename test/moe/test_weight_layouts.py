@@ -4,11 +4,13 @@ results and gradients have the bits of the same weights in one concatenated tens
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -171,6 +173,21 @@ def test_compiled_checkpointed_and_in_autocast() -> None:
         (y, *_), grads = run({**wide, "dy": t["dy"]}, dispatched, pair(wide["up"]), glu_layout="separate")
     assert torch.equal(y, right[0])
     assert {g.dtype for g in grads} == {F32}
+
+
+@pytest.mark.parametrize("main", [False, True])
+def test_expert_parallelism(main: bool, tmp_path: pathlib.Path) -> None:
+    """The rank's experts of a group have the layouts too."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        t = tensors()
+        for layout, (glu_layout, convert) in LAYOUTS.items():
+            right, dw = run(t, routed, convert(t["up"]), main, glu_layout=glu_layout)
+            left, dw_left = run(t, routed, convert(t["up"]), main, glu_layout=glu_layout, group=dist.group.WORLD)
+            for a, b in zip([*left, *dw_left], [*right, *dw], strict=True):
+                torch.testing.assert_close(a, b, rtol=0.02, atol=0.02, msg=layout)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_some_gradients() -> None:

@@ -51,8 +51,8 @@ def matrices(addresses: Any, rows: int, columns: int, dtype: Any, column_major: 
 
 def joined(addresses: Any, shape: tuple[int, int], dim: int, dtype: Any, column_major: bool) -> list[Any]:
     """Matrices (rows, columns, 1) whose halves along ``dim`` are at separate pointers: first all first halves."""
-    half = [size // 2 if each == dim else size for each, size in enumerate(shape)]
-    halves = matrices(addresses, *half, dtype, column_major)
+    rows, columns = (size // 2 if each == dim else size for each, size in enumerate(shape))
+    halves = matrices(addresses, rows, columns, dtype, column_major)
     pairs = zip(halves[: len(halves) // 2], halves[len(halves) // 2 :], strict=True)
     return [torch.cat(pair, dim) for pair in pairs]
 
