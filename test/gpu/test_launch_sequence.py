@@ -91,13 +91,14 @@ def test_graphs_and_streams_take_repeated_launches() -> None:
         assert torch.equal(later, expected)
 
 
-def offsets() -> torch.Tensor:
-    return torch.tensor([0, 100, 101, 256], dtype=torch.int32, device="cuda")
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor([0, 100, 101, 256], dtype=torch.int32, device="cuda")
+    return flash_attn_varlen_func(q, k, v, ends, ends, 155, 155, causal=True)
 
 
 FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[..., torch.Tensor]]] = {
     "flash": ((2, 128, 4, 64), lambda q, k, v: flash_attn_func(q, k, v, causal=True)),
-    "packed": ((256, 4, 128), lambda q, k, v: flash_attn_varlen_func(q, k, v, *[offsets()] * 2, 155, 155, causal=True)),
+    "packed": ((256, 4, 128), packed),
     "cuDNN": ((2, 4, 128, 64), lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)),
     "fused": ((2, 4, 128, 64), lambda *x: scaled_dot_product_attention(*x, is_causal=True, backend="fused")),
 }

@@ -62,9 +62,8 @@ def forward(
         tensors = (aligned(tokens), linear(tokens, router), *rest)
         results = layer._sequences((saves, return_routing, *key), function, tensors)
     y, *others = results
-    saved: Any = Saved(*others[:8]) if saves else None  # pyright: ignore[reportArgumentType]
-    output: Any = RouterOutput(*others[8:]) if return_routing else None  # pyright: ignore[reportArgumentType]
-    assert y is not None
+    saved = Saved(*others[:8]) if saves else None
+    output = RouterOutput(*others[8:]) if return_routing else None
     return y, saved, output
 
 
@@ -92,7 +91,7 @@ def _forward(
     logits: Tensor,
     shared: Tensor | None,
     correction: Tensor | None,
-    *parameters: Tensor | None,
+    *parameters: Any,
 ) -> Tensors:
     """The pass after the router's GEMM: y, the fields of ``Saved``, and those of a ``RouterOutput`` if wanted."""
     # (1) Top-k, weights, and the sort by expert.
@@ -168,17 +167,16 @@ def _backward(
     needs_shared: bool,
     by_row: bool,
     dy: Tensor,
-    *tensors: Tensor | None,
+    *tensors: Any,
 ) -> Tensors:
     """The gradients of the logits, the shared experts' weights and the tokens, then those of the parameters.
 
     The gradient of the tokens is without the router's contribution unless ``by_row``. ``tensors``: the fields of
     ``Saved``, the router's weight, four parameters, ``main_grad`` of up and down, and the gradients of losses.
     """
-    saved: Any = Saved(*tensors[:8])  # pyright: ignore[reportArgumentType]
+    saved: Any = Saved(*tensors[:8])
     router, *rest = tensors[8:]
     parameters, main_grad, of_losses = rest[:4], rest[4:6], rest[6:]
-    assert router is not None
     e = layer._experts(parameters)
     rows = (saved.offsets, saved.gather_idx, saved.scatter_idx)
     permutation = Permutation(*rows, batch_invariant=layer.batch_invariant)
@@ -229,17 +227,18 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        layer, main_grad, tensors = ctx.layer, ctx.main_grad or (None, None), ctx.saved_tensors
+        layer, tensors = ctx.layer, ctx.saved_tensors
         tokens, router, parameters = tensors[0], tensors[8], tensors[9:]
         _, _, needs_tokens, needs_shared, needs_router, *needs_parameters = ctx.needs_input_grad
         dy, *of_losses = gradients[0], *(gradients[1:3] or (None, None))
         dy = tokens.new_zeros(tokens.shape) if dy is None else aligned(dy)
         if ctx.main_grad is not None:
-            torch.autograd.graph.increment_version(main_grad)
+            torch.autograd.graph.increment_version(ctx.main_grad)
         needs_weights = needs_tokens or needs_shared or needs_router
         needs = expert_layer.NeedsGrad(needs_tokens, needs_weights, *needs_parameters)
         by_row = of_losses[0] is None and not rule_of(layer.top_k, *layer._rule[:3]).is_dense
         function = functools.partial(_backward, layer, needs, needs_shared, by_row)
+        main_grad = ctx.main_grad or (None, None)
         arguments, key = (dy, *tensors, *main_grad, *of_losses), _sequence_key(layer, tokens)
         results: Any = (
             function(*arguments)

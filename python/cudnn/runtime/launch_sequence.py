@@ -49,7 +49,8 @@ _DTYPES = {  # DLDataTypeCode and bits
     torch.bfloat16: (4, 16),
 }
 
-Tensors = tuple[torch.Tensor | None, ...]
+Tensors = tuple[Any, ...]
+"""Tensors or None."""
 
 
 class LaunchSequences:
