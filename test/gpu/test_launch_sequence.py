@@ -27,14 +27,14 @@ LAYERS: list[dict[str, Any]] = [
 def passes(layer: MoE, x: torch.Tensor, dy: torch.Tensor, routing: bool) -> list[torch.Tensor]:
     """All results of both passes, with the router's loss if it has one."""
     x = x.clone().requires_grad_()
-    for weight in (layer.up, layer.down):
-        if layer.into_main_grad:
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weights: list[Any] = [layer.up, layer.down] if layer.into_main_grad else []
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     result = layer(x, return_routing=routing)
     y, output = result if routing else (result, None)
     inputs = [x, *layer.parameters()]
     grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-    sums = [weight.main_grad for weight in (layer.up, layer.down) if layer.into_main_grad]
+    sums = [weight.main_grad for weight in weights]
     with torch.no_grad():
         inferred = layer(x)
     return [each for each in (y, *(output or ()), *grads, *sums, inferred) if each is not None]

@@ -21,8 +21,8 @@ from cudnn import settings
 from cudnn.bench import Call, Candidate, Clock
 from cudnn.lazy import torch
 
-SIZES = {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
-"""Of a layer of Qwen3-30B-A3B."""
+SIZES = (2048, 768, 128, 8)
+"""Hidden and intermediate size, experts and top_k of a layer of Qwen3-30B-A3B."""
 TOKENS, MAX_TOKENS = 8192, 65536
 COLD, SECOND = "cudnn.nn.MoE, empty kernel cache", "cudnn.nn.MoE, second process"
 
@@ -59,10 +59,10 @@ def main(others: int) -> None:
     """Takes the steps and prints their figures."""
     from cudnn.nn import MoE
 
-    layer = MoE(**SIZES, renormalize=True, device="cuda")
+    layer = MoE(*SIZES, renormalize=True, device="cuda")
 
     def step(tokens: int) -> tuple[float, float]:
-        x = torch.randn(tokens, SIZES["hidden"], dtype=torch.bfloat16, device="cuda").requires_grad_()
+        x = torch.randn(tokens, SIZES[0], dtype=torch.bfloat16, device="cuda").requires_grad_()
         torch.cuda.synchronize()
         start = time.perf_counter()
         y = layer(x)

@@ -124,7 +124,8 @@ def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
 
         key = (*[x.shape if type(x) in plain else x for x in args], arch, settings.texts())
         results = sequences(key, call, tuple([args[place] for place in places]))
-        return results if len(results) > 1 else results[0]
+        result, *others = results
+        return results if others else result
 
     return run
 
