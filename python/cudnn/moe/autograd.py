@@ -54,12 +54,18 @@ def forward(
 ) -> tuple[Tensor, Saved | None, RouterOutput | None]:
     """y (T, hidden), the tensors for backward if ``saves``, and the router's output if wanted."""
     linear = moe_router_linear if layer.batch_invariant else torch.nn.functional.linear
-    rest, key = (shared, layer.correction, *parameters), _sequence_key(layer, tokens)
+    key = _sequence_key(layer, tokens)
     if key is None:  # the logits have no name here: if they are not saved, the experts reuse their memory
-        results = _forward(layer, saves, return_routing, aligned(tokens), linear(tokens, router), *rest)
+        correction = layer.correction
+        results = _forward(
+            layer, saves, return_routing, aligned(tokens), linear(tokens, router), shared, correction, parameters
+        )
     else:
-        function = functools.partial(_forward, layer, saves, return_routing)
-        tensors = (aligned(tokens), linear(tokens, router), *rest)
+
+        def function(tokens: Tensor, logits: Tensor, shared: Any, correction: Any, *parameters: Any) -> Tensors:
+            return _forward(layer, saves, return_routing, tokens, logits, shared, correction, parameters)
+
+        tensors = (aligned(tokens), linear(tokens, router), shared, layer.correction, *parameters)
         results = layer._sequences((saves, return_routing, *key), function, tensors)
     y, *others = results
     saved = Saved(*others[:8]) if saves else None
@@ -91,7 +97,7 @@ def _forward(
     logits: Tensor,
     shared: Tensor | None,
     correction: Tensor | None,
-    *parameters: Any,
+    parameters: Sequence[Tensor | None],
 ) -> Tensors:
     """The pass after the router's GEMM: y, the fields of ``Saved``, and those of a ``RouterOutput`` if wanted."""
     # (1) Top-k, weights, and the sort by expert.
