@@ -81,8 +81,8 @@ def _sequence_key(layer: MoE, tokens: Tensor) -> tuple[Any, ...] | None:
     count, hidden = tokens.shape
     if count * layer.top_k * hidden > REPEATED_ELEMENTS or layer.fp8 or tokens.is_meta:
         return None
-    arch = "" if tokens.is_cuda else architecture(tokens)
-    if arch is None:
+    arch = "cuda" if tokens.is_cuda else architecture(tokens)
+    if not arch:  # the reference
         return None
     rule = (layer.top_k, *layer._rule, layer._scaling_factor)
     experts = (layer.activation, layer.glu_layout, layer.batch_invariant, *layer._act_params.values())

@@ -111,8 +111,8 @@ def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
         first = args[places[0]]
         if first.is_meta or first.numel() > MAX_ELEMENTS:
             return function(*args)
-        arch = "" if first.is_cuda else architecture(first)
-        if arch is None:
+        arch = "cuda" if first.is_cuda else architecture(first)
+        if not arch:  # the reference
             return function(*args)
 
         def call(*tensors: torch.Tensor | None) -> Tensors:
