@@ -253,7 +253,7 @@ class LaunchSequence:
         scope |= {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
         device = present[0][1].device
         scope |= {
-            "empty_workspace": functools.partial(torch.empty, (self._size,), dtype=torch.uint8, device=device),
+            "empty_workspace": lambda: torch.empty((self._size,), dtype=torch.uint8, device=device),
             "matches": guard([x for _, x in present]),
             "frames": [],
             "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
@@ -403,8 +403,7 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 def _allocation(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that allocates tensors with the metadata of x."""
     shape, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-    empty = torch.empty_strided
-    return lambda: empty(shape, stride, dtype=dtype, device=device)
+    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _handle(function: Any) -> int:
