@@ -67,7 +67,7 @@ class Activated(ExpertsGemm):
             raise self.error("glu_layout", repr(self.glu_layout), " or ".join(map(repr, LAYOUTS)))
         if self.concat_glu and (self.scaled or self.quantizes()):
             allowed = f"None, for glu_layout={self.glu_layout!r}"
-            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
+            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantizing them"
             raise self.unsupported("scale factors", "tensors", allowed, hint)
 
     def check_activation(self, allowed: Sequence[str]) -> None:
@@ -118,6 +118,10 @@ class GatedExperts(Activated):
         return self.concat_glu
 
     @classmethod
+    def halves_of(cls, options: Mapping[str, Any]) -> int:
+        return 1 + (options.get("glu_layout") == LAYOUTS[1])
+
+    @classmethod
     def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         c_dtype, d_dtype = cls.dtype_or_default(arguments["c_dtype"]), cls.dtype_or_default(arguments["d_dtype"])
         scaled = arguments["sfa"] is not None
@@ -136,10 +140,13 @@ class GatedExperts(Activated):
         self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if self.concat_glu and (self.has("b_ptrs") or self.major("b") != "k"):
-            got = "b_ptrs" if self.has("b_ptrs") else f"major {self.major('b')}"
+        if self.concat_glu and self.major("b") != "k":
             hint = "interleave the weights once, by cudnn.interleave_glu_weights"
-            raise self.unsupported("b", got, f"a tensor, k-major, for glu_layout={self.glu_layout!r}", hint)
+            allowed = f"k, for glu_layout={self.glu_layout!r}"
+            raise self.unsupported("b tensor major", self.major("b"), allowed, hint)
+        if self.concat_glu and self.has("b_ptrs") and self.dtype_name("b") not in NARROW:
+            allowed = f"{' or '.join(NARROW)}, for b_ptrs and glu_layout={self.glu_layout!r}"
+            raise self.unsupported("b_dtype", self.dtype_name("b"), allowed)
 
 
 class GatedExpertsBackward(Activated):

@@ -58,7 +58,7 @@ class Layout(ABC):
         return unpad(tensor, self.rank)
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
-        """A tensor of this layout, not initialised."""
+        """A tensor of this layout, not initialized."""
         return torch.empty_strided(self.shape(sizes), self.strides(sizes)[0], dtype=dtype, device=device)
 
 
@@ -444,3 +444,23 @@ class TensorSpec:
 def strides_of(tensor: Any) -> tuple[int, ...]:
     """The strides of a tensor or of a description."""
     return tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
+
+
+def is_unpacked_fp4(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:
+    """Whether bytes (m, k, 1) count one FP4 element each, not two, by the number of scale factors. ``otherwise`` if
+    both fit.
+
+    Such elements lie where the strides say, two to a byte: in the first half of the memory.
+    """
+    if a.ndim != 3 or sfa.ndim != 6:
+        return False
+    groups = sfa.shape[2] if tuple(sfa.shape[3:]) == (32, 4, 4) else sfa.shape[4]
+    packed, raw = (ceil_div(ceil_div(k, vector), 4) for k in (2 * a.shape[1], a.shape[1]))
+    return groups == raw and (raw != packed or otherwise)
+
+
+def fp4_pairs(x: Any) -> Any:
+    """A view of bytes (rows, k, l), one per FP4 element, as packed FP4 pairs (rows, k / 2, l)."""
+    rows, k, batch = x.shape
+    pairs = x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
+    return pairs.view(torch.float4_e2m1fn_x2)

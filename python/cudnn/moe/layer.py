@@ -47,6 +47,7 @@ from cudnn.moe.experts import (
     pointers,
     shape_of,
     transposed,
+    up_operand,
     weight_operand,
 )
 from cudnn.moe.quantizing import empty_quantized, gemm_quantizes, quantized, quantized_weights
@@ -73,7 +74,8 @@ class NeedsGrad(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients that are needed, else None.
 
-    Those of up and down are (E, rows, columns), or None if they were accumulated into ``main_grad``.
+    Those of up and down are (E, rows, columns), or None if they were accumulated into ``main_grad``. Of separate gate
+    and up weights: (2, E, I, H).
     """
 
     x: Tensor | None
@@ -92,12 +94,9 @@ class RouterBackward(Protocol):
 
         Returns:
             The gradient of each row's logit (R, 1, 1) and the router's weight (E, H), whose product
-            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient.
+            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient:
+            then the caller adds the router's contribution to dx.
         """
-        ...
-
-    def add_dx(self, dx: Tensor) -> None:
-        """Adds the router's contribution to dx, if :meth:`backward_weights` returned None."""
         ...
 
 
@@ -125,7 +124,7 @@ def forward(
     Returns:
         y (T, H), and preact (R, N), without elements unless ``save_preact``.
     """
-    (experts, n, _), (_, h, intermediate), count = shape_of(e.up), shape_of(e.down), permutation.rows
+    (experts, n, _), (_, h, intermediate), count = e.up_shape, shape_of(e.down), permutation.rows
     gated = e.activation in GATED
     preact = x.new_empty(count, n) if save_preact or not gated else None
     quantize_act = e.fp8 and gemm_quantizes(x)
@@ -133,7 +132,8 @@ def forward(
         empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
     )
     common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
-    up, down = (_fp8_weight(w, save_preact) if e.fp8 else weight_operand(w) for w in (e.up, e.down))
+    up = _fp8_weight(e.up, save_preact) if e.fp8 else up_operand(e)
+    down = _fp8_weight(e.down, save_preact) if e.fp8 else weight_operand(e.down)
 
     # (1) Permute: the up GEMM gathers rows of x by ``a_index``, or reads a copy that is sorted by expert.
     tensors = {**common, **up[0], "bias": _bias(e.up_bias)}
@@ -202,7 +202,7 @@ def backward(
         weights: The router's weights (T, K); of sorted rows (R, 1) or None.
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
         combine: False: x's gradient is each row's, (R, H).
-        router: Whose contribution to x's gradient is added.
+        router: Gets the gradient of ``weights`` before x's, to which it may add.
         delayed: Gets functions that compute the weight gradients of down and of up, whose results are then None.
     """
     needs, router_dx = NeedsGrad(*needs_grad), None
@@ -210,9 +210,7 @@ def backward(
     grads, dpreact = backward_down(ops, dy, x, preact, *arguments)
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
-    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx, delayed)
-    if router is not None and grads.weights is not None and dx is not None and router_dx is None:
-        router.add_dx(dx)
+    dx, dw_up = backward_up(ops, x, dpreact, permutation, e, needs, main_grad[0], combine, router_dx, delayed)
     return grads._replace(x=dx, up=dw_up)
 
 
@@ -258,7 +256,7 @@ def backward_down(
             "a_index": gather_idx,
             "b": transposed(act),
         }
-        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad, 0, delayed)
+        dw_down = _wgrad(ops, "down", tensors, shape_of(e.down), main_grad, delayed=delayed)
     dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
     ddown_bias = None
     if e.down_bias is not None:  # the router's weight multiplies down_bias too
@@ -302,7 +300,7 @@ def backward_up(
     x: Tensor,
     dpreact: Tensor,
     permutation: Permutation | SortedRows,
-    up: Sequence[Tensor],
+    e: Experts,
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
     combine: bool = True,
@@ -316,7 +314,7 @@ def backward_up(
     A weight gradient that gathers rows of x leaves memory bandwidth unused: the combine of dx_row then runs
     concurrently, on a second stream.
     """
-    experts, n, h = shape_of(up)
+    experts, n, h = e.up_shape
 
     # (5) Weight gradient of up.
     def wgrad_up(margin: int = 0) -> Tensor | None:
@@ -329,13 +327,13 @@ def backward_up(
             "b": transposed(x_rows),
             "b_index": gather_idx,
         }
-        return _wgrad(ops, "up", tensors, up, main_grad, margin, delayed)
+        return _wgrad(ops, "up", tensors, e.up_shape, main_grad, margin, delayed, e.halves)
 
     if not needs.x:
         return None, wgrad_up()
     # (4) up GEMM^T.
     dx_rows = x.new_empty(permutation.rows, h)
-    tensors, options = weight_operand(up, transpose=True)
+    tensors, options = up_operand(e, transpose=True)
     tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
     tensors |= {"a": matrix(dpreact), "d": matrix(dx_rows)}
     if router_dx is not None:
@@ -377,27 +375,46 @@ def _wgrad(
     ops: GroupedGemmOps,
     name: str,
     tensors: dict[str, Any],
-    like: Sequence[Tensor],
+    shape: tuple[int, int, int],
     main_grad: Sequence[Tensor],
     margin: int = 0,
     delayed: list[Callable[[], Tensor | None]] | None = None,
+    halves: int = 1,
 ) -> Tensor | None:
-    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed."""
+    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed.
+
+    With 2 ``halves``, the gradients of two separate weights, one GEMM each: (2, E, m / 2, n).
+    """
     if delayed is not None:
-        delayed.append(functools.partial(_wgrad, ops, name, tensors, like, main_grad))
+        delayed.append(functools.partial(_wgrad, ops, name, tensors, shape, main_grad, halves=halves))
         return None
-    dw, options = None, {}
-    experts, m, n = shape_of(like)
-    if not main_grad:
-        dw = like[0].new_empty(experts, m, n)
+    (experts, m, n), count = shape, len(main_grad) // halves
+    dw = None if main_grad else tensors["a"].new_empty(halves, experts, m // halves, n)
+    for half, a in enumerate(tensors["a"].chunk(halves)):
+        buffers = main_grad[half * count : (half + 1) * count]
+        _wgrad_into(ops, name, {**tensors, "a": a}, None if dw is None else dw[half], buffers, margin)
+    return dw if dw is None or halves > 1 else dw.view(shape)
+
+
+def _wgrad_into(
+    ops: GroupedGemmOps,
+    name: str,
+    tensors: dict[str, Any],
+    dw: Tensor | None,
+    main_grad: Sequence[Tensor],
+    margin: int,
+) -> None:
+    """The K-grouped GEMM that writes ``dw`` (E, m, n), or accumulates into ``main_grad``."""
+    experts, options = tensors["offsets"].shape[0], {}
+    if dw is not None:
         tensors["wgrad"] = dw.permute(1, 2, 0)
     elif is_list(main_grad):
         tensors["wgrad_ptrs"] = pointers(main_grad)
-        options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": main_grad[0].dtype}
+        shape, dtype = tuple(main_grad[0].shape), main_grad[0].dtype
+        options = {"num_experts": experts, "wgrad_shape": shape, "wgrad_dtype": dtype}
     else:
         (tensors["wgrad"],) = main_grad
     rows, gathered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
     # Rows per expert, on average, rounded to a power of two: the tile heuristic depends on it.
     key = (name, *gathered, "wgrad" in tensors, bool(main_grad), margin, (rows // experts).bit_length())
     ops.run(key, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(main_grad)}, margin=margin)
-    return dw

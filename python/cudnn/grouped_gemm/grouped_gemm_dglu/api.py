@@ -23,7 +23,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a gated activation.
 
         x     = alpha[e]^2 * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
-        d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantised
+        d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantized
         dprob = dprob + sum over n of x * y
         dbias = sum over the rows of each expert of d_row, before rounding
         amax  = max(amax, max |d_row|) of each expert, of gates and of others, before rounding
@@ -31,7 +31,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu and dsituglu of beta[e] * c; dgeglu of c,
     times beta[e] for operands without scale factors. With ``semantics="1.23"``, dgeglu knows neither alpha nor beta.
     The sums of dprob are added up in no fixed order, unless ``_deterministic`` is True. With ``sfd_row``, ``sfd_col``
-    and ``norm_const``, ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`.
+    and ``norm_const``, ``d_row`` and ``d_col`` are quantized, as those of :class:`cudnn.GroupedGemmQuant`.
     ``a_index`` as of :class:`cudnn.GroupedGemmGlu`.
 
     For fp8 training with float32 scale factors of 128 elements, the results are those that later GEMMs read: ``d_row``
