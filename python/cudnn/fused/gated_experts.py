@@ -20,7 +20,7 @@ from cudnn.fused.grouped import (
     output,
     quantized,
 )
-from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
+from cudnn.fused.layouts import Contiguous, Each, OneMatrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -32,6 +32,27 @@ GATES = {
 }
 """What becomes of a pair of columns; the numbers of geglu and situglu are those of a call."""
 SITU = ("situ_beta1", "situ_beta2")
+
+
+def token_blocks(name: str, columns: str, about: str) -> tuple[TensorSpec, ...]:
+    """A result quantized by 128 tokens of a column, as weight gradients read it, and its scale factors."""
+    return (
+        TensorSpec(
+            f"{name}_blocks",
+            Contiguous("blocks", columns, BLOCKWISE_SIZE),
+            FLOAT8,
+            optional=True,
+            written=True,
+            about=f"{about}, by 128 tokens of an expert: block start // 128 + expert + j has its tokens from 128 j on",
+        ),
+        TensorSpec(
+            f"sf{name}_blocks",
+            Contiguous("blocks", columns, alignment=4),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            written=True,
+        ),
+    )
 
 
 class Activated(ExpertsGemm):

@@ -30,12 +30,13 @@ from cudnn.fused.layouts import (
     TokenColumn,
     Weights,
     fp4_pairs,
+    in_atoms,
     is_unpacked_fp4,
 )
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BITS, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate, interleave_glu
-from cudnn.gemm.scales import dequantize, scale_shape, token_block_count
+from cudnn.gemm.scales import dequantize, token_block_count
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.gemm.problem import Operand
@@ -142,27 +143,6 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
     )
 
 
-def token_blocks(name: str, columns: str, about: str) -> tuple[TensorSpec, ...]:
-    """A result quantized by 128 tokens of a column, as weight gradients read it, and its scale factors."""
-    return (
-        TensorSpec(
-            f"{name}_blocks",
-            Contiguous("blocks", columns, BLOCKWISE_SIZE),
-            FLOAT8,
-            optional=True,
-            written=True,
-            about=f"{about}, by 128 tokens of an expert: block start // 128 + expert + j has its tokens from 128 j on",
-        ),
-        TensorSpec(
-            f"sf{name}_blocks",
-            Contiguous("blocks", columns, alignment=4),
-            (BLOCKWISE_DTYPE,),
-            optional=True,
-            written=True,
-        ),
-    )
-
-
 def largest(name: str, fill: float, roles: int = 1) -> TensorSpec:
     """The amax of each expert, and of each column role (up, gate)."""
     layout = Contiguous("experts", *(roles,) * (roles > 1), alignment=4)
@@ -176,20 +156,6 @@ def amax_scratch(device: Any) -> Any:
     it.
     """
     return torch.zeros(2, MOST_EXPERTS, 1, dtype=torch.float32, device=device)
-
-
-def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
-    """A view of a flat, contiguous buffer of scale factors of an operand (mn, k, l) in atoms.
-
-    Raises:
-        ValueError: it has another number of elements, or gaps.
-    """
-    _, _, rows, _, groups, batch = scale_shape(shape[0], shape[1], shape[2], vector)
-    count = 512 * rows * groups * batch
-    if scales.numel() != count or not scales.is_contiguous():
-        got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
-        raise make_error(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
-    return scales.view(batch, rows, groups, 32, 4, 4)
 
 
 class ExpertsGemm(FusedGemm):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudnn.api_base import TensorDesc, ceil_div, is_non_overlapping, same_stride, unpad
+from cudnn.errors import make_error
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, name_of
 from cudnn.gemm.scales import (
     ATOM_ROWS,
@@ -444,6 +445,20 @@ class TensorSpec:
 def strides_of(tensor: Any) -> tuple[int, ...]:
     """The strides of a tensor or of a description."""
     return tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
+
+
+def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
+    """A view of a flat, contiguous buffer of scale factors of an operand (mn, k, l) in atoms.
+
+    Raises:
+        ValueError: it has another number of elements, or gaps.
+    """
+    _, _, rows, _, groups, batch = scale_shape(shape[0], shape[1], shape[2], vector)
+    count = 512 * rows * groups * batch
+    if scales.numel() != count or not scales.is_contiguous():
+        got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
+        raise make_error(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
+    return scales.view(batch, rows, groups, 32, 4, 4)
 
 
 def is_unpacked_fp4(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:

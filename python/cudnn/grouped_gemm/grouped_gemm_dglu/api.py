@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
-from cudnn.fused.grouped import FLOATS, bias_gradient, indexed, token_blocks
+from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward, token_blocks
+from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
