@@ -31,7 +31,7 @@ TRAINING_TOLERANCE = 0.05  # of the norm, after all layers
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences of one length, or packed ones of ``lengths``; ``causal``, and so with a ``window`` of keys."""
+    """``batch`` sequences of one length, or packed ones of ``lengths``; ``causal``, maybe with a ``window`` of keys."""
 
     heads: int
     kv_heads: int
