@@ -136,8 +136,9 @@ def attend_with(
         inputs, longest = [x.flatten(0, 1) for x in inputs], (batch * rows, batch * keys)
         ends = _offsets(q, k, lengths)
     window = left - 1 if left != -1 else -1, 0 if is_causal and right == -1 else right
-    arguments: tuple[Any, ...] = (*inputs, *ends, sinks, *longest, scale, False, *window, 0.0, False, alignment == 0)
-    o, _ = flash_attn(*arguments, batch_invariant)
+    switches = False, alignment == 0, batch_invariant
+    arguments: tuple[Any, ...] = (*inputs, *ends, sinks, *longest, scale, False, *window, 0.0, *switches)
+    o, _ = flash_attn(*arguments)
     return ((o if o.ndim == 4 else o.unflatten(0, (batch, rows))).transpose(1, 2),)
 
 
