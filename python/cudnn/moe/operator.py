@@ -406,7 +406,7 @@ def checked(
     e: Experts,
     main_grad: Sequence[Sequence[torch.Tensor]],
 ) -> GroupedGemmOps:
-    """Checks a layer's arguments and returns its GEMMs. Arguments like earlier ones, except lists, skip the check.
+    """Checks a layer's arguments and returns its GEMMs. Calls like earlier ones skip the check, but for longer lists.
 
     Raises:
         ValueError: as :func:`moe_mlp`.
@@ -415,7 +415,7 @@ def checked(
     firsts = [
         (t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT)
         for tensors in lists
-        for t in tensors[:1]
+        for t in tensors[:2]
     ]
     biases = [None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in (e.up_bias, e.down_bias)]
     lengths = tuple(map(len, lists))
@@ -431,7 +431,7 @@ def checked(
     options = (e.activation, *e.act_params, e.glu_layout, e.fp8, None if x.is_cuda else architecture(x))
     key = (*firsts, *biases, lengths, routed, tokens, options, environment())
     ops = _CHECKED.get(key)
-    if ops is None or max(lengths) > 1:
+    if ops is None or max(lengths) > 2:
         _check(x, indices, weights, e, main_grad)
         check_addresses(_WHERE, e, main_grad)
         ops = _CHECKED[key] = layer_ops(x, e, bool(main_grad[0]), indices.shape[1])
