@@ -77,7 +77,10 @@ def test_an_mlp_counts_what_pytorch_counts() -> None:
 def test_compiled_code_counts_the_same() -> None:
     q = torch.randn(1, 2, 16, 8)
     compiled = torch.compile(lambda q: scaled_dot_product_attention(q, q, q), backend="aot_eager")
-    assert counted(lambda: compiled(q)) == 2 * 2 * 16 * 16 * 16
+    try:
+        assert counted(lambda: compiled(q)) == 2 * 2 * 16 * 16 * 16
+    finally:
+        torch.compiler.reset()  # code compiled within the mode is not for calls without it
 
 
 def test_convolution() -> None:
