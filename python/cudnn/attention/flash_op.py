@@ -16,7 +16,7 @@ from cudnn.fused.object_cache import run
 from cudnn.gemm.formats import name_of
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
 from cudnn.runtime.run import has_kernel
 from cudnn.runtime.run import run as run_kernel
 from cudnn.runtime.vmap import in_front, one_by_one
@@ -197,7 +197,7 @@ def _run(api: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) ->
             reference.backward(tensors, window, scale, packed, softcap)
 
 
-@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention, repeats=True)
+@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention, repeats=SMALL)
 def flash_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -265,7 +265,7 @@ def _gradients(
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward, repeats=True)
+@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward, repeats=SMALL)
 def flash_attn_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -376,7 +376,7 @@ def flash_attn_append(
 flash_attn_append.register_fake(lambda k_cache, v_cache, k, v, lengths, table: torch.empty_like(lengths))
 
 
-@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached, repeats=True)
+@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached, repeats=SMALL)
 def flash_attn_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -11,7 +11,7 @@ from cudnn.attention.graphs import check, layouts, over_batches
 from cudnn.fused.object_cache import run
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, heuristics
 from cudnn.sdpa.base import MOST_SUMS
 
@@ -180,7 +180,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention, repeats=True)
+@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention, repeats=SMALL)
 def fused_sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -215,7 +215,7 @@ def _gradients(
     return q, k, v
 
 
-@custom_op("fused_sdpa_bwd", flops=flops.attention_backward, repeats=True)
+@custom_op("fused_sdpa_bwd", flops=flops.attention_backward, repeats=SMALL)
 def fused_sdpa_bwd(
     do: torch.Tensor,
     q: torch.Tensor,

@@ -22,7 +22,7 @@ from cudnn.moe.operator import Weights, check_addresses, check_experts, gemm_flo
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
 from cudnn.moe.routing import check_tensors
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import FEW, custom_op
 from cudnn.runtime.run import architecture, has_kernel, kernel
 from cudnn.runtime.vmap import one_by_one
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, RowOffsetsConfiguration
@@ -232,7 +232,9 @@ def _flops_backward(
     return up_gemm * (dx + dw_up) + down_gemm * ((dx or dprobs or dw_up or dup_bias) + dw_down)
 
 
-@custom_op("moe_experts_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward)
+@custom_op(
+    "moe_experts_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward, repeats=FEW
+)
 def moe_experts_fwd_primitive(
     x: torch.Tensor,
     counts: torch.Tensor,
@@ -300,7 +302,7 @@ def _(
     return _empty(rows, experts, save_preact)
 
 
-@custom_op("moe_experts_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward)
+@custom_op("moe_experts_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward, repeats=FEW)
 def moe_experts_bwd_primitive(
     gradient: torch.Tensor,
     x: torch.Tensor,

@@ -38,7 +38,7 @@ from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import autocast_type, custom_op, in_type
+from cudnn.runtime.registration import FEW, autocast_type, custom_op, in_type
 from cudnn.runtime.run import architecture
 from cudnn.runtime.vmap import one_by_one
 
@@ -467,7 +467,9 @@ def _flops_backward(
     return up_gemm * (dx + dw_up) + down_gemm * (dpreact + dw_down)
 
 
-@custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward)
+@custom_op(
+    "moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward, repeats=FEW
+)
 def moe_mlp_fwd_primitive(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -532,7 +534,7 @@ def _(
     return _empty(x, gather_idx, experts, save_preact)
 
 
-@custom_op("moe_mlp_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward)
+@custom_op("moe_mlp_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward, repeats=FEW)
 def moe_mlp_bwd_primitive(
     gradient: torch.Tensor,
     x: torch.Tensor,

@@ -31,8 +31,6 @@ MAX_SEQUENCES = 256
 """Keys of one :class:`LaunchSequences`, the oldest of which are dropped."""
 MAX_VARIANTS = 4
 """Recorded sequences of a key, for tensors of different metadata."""
-MAX_ELEMENTS = 2**23
-"""Of the first tensor of a :func:`repeated` function: with more, a GPU takes longer than the host."""
 MAX_TEMPORARY_BYTES = 2**25
 """Of temporary tensors in a sequence."""
 _ALIGNMENT = 256
@@ -79,7 +77,7 @@ class LaunchSequences:
             results = run(*tensors)
             if results is not None:
                 return results
-        if len(known) == MAX_VARIANTS:
+        if len(known) >= MAX_VARIANTS:
             return function(*tensors)
         with Capture() as capture:
             results = function(*tensors)
@@ -96,34 +94,46 @@ class LaunchSequences:
 _lock = threading.Lock()
 
 
-def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: int) -> Callable[..., Any]:
     """An operator's function whose launches are repeated where its first tensor is small.
 
     Args:
         function: Its results depend on its arguments and on the library's settings alone.
-        places: The positions of its tensors, of which the first is never None.
+        places: The positions of its tensors and lists of tensors. The first is a tensor.
+        max_elements: Of the first tensor: with more, a GPU takes longer than the host.
     """
     sequences = LaunchSequences()
-    plain = frozenset((torch.Tensor, torch.nn.Parameter))
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         first = args[places[0]]
-        if first.is_meta or first.numel() > MAX_ELEMENTS:
+        if first.is_meta or first.numel() > max_elements:
             return function(*args)
         arch = "cuda" if first.is_cuda else architecture(first)
         if not arch:  # the reference
             return function(*args)
+        arguments = [tuple(x) if isinstance(x, (list, tuple)) else x for x in args]
+        tensors: list[torch.Tensor | None] = []
+        for place in places:
+            x = arguments[place]
+            if type(x) is not tuple:
+                tensors.append(x)
+                arguments[place] = None if x is None else x.shape
+            elif len(x) > 1:  # passed as addresses, which are not an argument of a launch
+                return function(*args)
+            else:
+                tensors += x
+                arguments[place] = (len(x), *[each.shape for each in x])
 
         def call(*tensors: torch.Tensor | None) -> Tensors:
-            arguments = list(args)
-            for place, x in zip(places, tensors, strict=True):
-                arguments[place] = x
-            results = function(*arguments)
+            given, rest = list(args), iter(tensors)
+            for place in places:
+                is_list = isinstance(given[place], (list, tuple))
+                given[place] = [next(rest) for _ in given[place]] if is_list else next(rest)
+            results = function(*given)
             return results if isinstance(results, tuple) else (results,)
 
-        key = (*[x.shape if type(x) in plain else x for x in args], arch, settings.texts())
-        results = sequences(key, call, tuple([args[place] for place in places]))
+        results = sequences((*arguments, arch, settings.texts()), call, tuple(tensors))
         result, *others = results
         return results if others else result
 
