@@ -112,7 +112,7 @@ def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: 
         arch = "cuda" if first.is_cuda else architecture(first)
         if not arch:  # the reference
             return function(*args)
-        arguments = [tuple(x) if isinstance(x, (list, tuple)) else x for x in args]
+        arguments: list[Any] = [tuple(x) if isinstance(x, (list, tuple)) else x for x in args]
         tensors: list[torch.Tensor | None] = []
         for place in places:
             x = arguments[place]
@@ -263,7 +263,7 @@ class LaunchSequence:
         scope |= {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
         device = present[0][1].device
         scope |= {
-            "empty_workspace": lambda: torch.empty((self._size,), dtype=torch.uint8, device=device),
+            "empty_workspace": _workspace(self._size, device),
             "matches": guard([x for _, x in present]),
             "frames": [],
             "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
@@ -414,6 +414,11 @@ def _allocation(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that allocates tensors with the metadata of x."""
     shape, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _workspace(size: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function that allocates bytes."""
+    return lambda: torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _handle(function: Any) -> int:
