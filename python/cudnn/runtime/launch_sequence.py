@@ -37,7 +37,6 @@ _ALIGNMENT = 256
 _ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
 _NONE, _INT, _FLOAT, _DL_TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
 _CPU, _CUDA = 1, 2  # DLDeviceType
-_DL_TENSOR_WORDS = 6  # of 8 bytes: data, device, dimensions and type, shape, strides, byte offset
 _DTYPES = {  # DLDataTypeCode and bits
     torch.int32: (0, 32),
     torch.int64: (0, 64),
@@ -133,7 +132,7 @@ def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: 
             results = function(*given)
             return results if isinstance(results, tuple) else (results,)
 
-        results = sequences((*arguments, arch, settings.texts()), call, tuple(tensors))
+        results = sequences((*arguments, first.dtype, arch, settings.texts()), call, tuple(tensors))
         result, *others = results
         return results if others else result
 
@@ -366,6 +365,7 @@ class LaunchSequence:
         device = (_CUDA if x.device.type == "cuda" else _CPU) | (x.device.index or 0) << 32
         address, name, offset = self._locate(x)
         sizes = self._append(*(size % 2**64 for size in (*x.shape, *x.stride())))
+        # Words of a DLTensor: data, device, dimensions and type, shape, strides, byte offset.
         first = self._append(address, device, x.ndim | code << 32 | bits << 40 | 1 << 48, 0, 0, offset)
         self._pointers += [(first + 3, sizes), (first + 4, sizes + x.ndim)]
         if name:
