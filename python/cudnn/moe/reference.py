@@ -135,9 +135,37 @@ def combine_gradients(
     return d_rows, d_weights
 
 
-def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, rows: int, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128."""
     blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
     limit = QUANTIZED_LIMIT["float8_e4m3fn"]
-    scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
+    scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32, power_of_two=power_of_two)
     return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales
+
+
+def dequantize(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 (R, n) from e4m3 and the scales of its blocks, whose sizes follow from the number of scales."""
+    rows, columns = x.shape[0] // scales.shape[0], x.shape[1] // scales.shape[1]
+    blocks = x.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return (blocks * scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+
+
+def padded_rows(offsets: torch.Tensor, padded_offsets: torch.Tensor) -> torch.Tensor:
+    """Which padded token each row of experts is, int64 (offsets[-1],): experts begin at multiples of 128."""
+    row = torch.arange(int(offsets[-1]), dtype=torch.int64, device=offsets.device)
+    expert = torch.searchsorted(offsets.long(), row, right=True)
+    starts = [torch.nn.functional.pad(ends[:-1].long(), (1, 0)) for ends in (offsets, padded_offsets)]
+    return row - starts[0][expert] + starts[1][expert]
+
+
+def quantize_columns(
+    x: torch.Tensor, offsets: torch.Tensor, padded_offsets: torch.Tensor, padded: int, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (R, n) of experts by token columns: e4m3 (n, padded), and the scales of 128 tokens (padded / 128, n).
+
+    Tokens that pad an expert's last block are zeros.
+    """
+    target = padded_rows(offsets, padded_offsets)
+    tokens = x.new_zeros(padded, x.shape[1]).index_copy(0, target, x[: len(target)])
+    quantized, scales = quantize(tokens.T.contiguous(), 1, power_of_two)
+    return quantized, scales.T.contiguous()

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cudnn.errors import make_error
 from cudnn.moe.exchange import Exchange
 from cudnn.moe.parallel import ranks_of
+from cudnn.moe.quantizing import owned_by
 
 _WHERE = "MoE"
 
@@ -137,9 +138,8 @@ def local_shard(name: str, weight: Tensor | None, experts: ExpertMesh | None) ->
         raise make_error(RuntimeError, _WHERE, name, got, allowed, hint)
     sharded: Any = weight
     local = sharded.to_local()
-    # A new tensor in each call: the version of a local tensor, by which e4m3 copies are cached, does not count changes
-    # of the DTensor.
-    return local.view_as(local) if local is sharded._local_tensor else local
+    # The version of a local tensor, by which e4m3 copies are cached, does not count changes of the DTensor.
+    return owned_by(local.view_as(local) if local is sharded._local_tensor else local, weight)
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
