@@ -124,9 +124,7 @@ class QuantizeTokens(Kernel):
         tile = TransposedTile(thread)
         scales, inverses = cute.make_rmem_tensor(VALUES, Float32), []
         for j, amax in enumerate(tile.columns_max(values)):
-            scales[j], inverse = compute_block_scale(
-                amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two
-            )
+            scales[j], inverse = compute_block_scale(amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two)
             inverses.append(inverse)
         self.store_column_scales(column_scales[token_block, None], vec_idx, thread < LANES, scales)
         of_columns = [[a * b for a, b in zip(vector, inverses, strict=True)] for vector in values]

@@ -59,7 +59,9 @@ class TransposedTile:
         dtype = DTYPES[FP8_DTYPE]
         for j in range(VALUES):
             column = rounded([row[j] for row in values], dtype)
-            cute.autovec_copy(column, cute.local_tile(self.bytes[j * LANES + self.lane, None], (VALUES,), (self.group,)))
+            cute.autovec_copy(
+                column, cute.local_tile(self.bytes[j * LANES + self.lane, None], (VALUES,), (self.group,))
+            )
         cute.arch.sync_threads()
         for i in range(VALUES):
             position = self.group + i * (THREADS // LANES)

@@ -47,7 +47,7 @@ class CudnnGroupedExperts(GroupedExperts):
         ``fp8`` is that of :func:`cudnn.ops.moe_experts`.
         """
 
-        fp8: bool = False
+        fp8: bool | str = False
 
         def build(self, **kwargs: Any) -> Any:
             """The module; ``w13`` gets the sharding of ``w1_EFD``."""
@@ -131,7 +131,7 @@ def _with_one_sharding(cfg: Any) -> Any:
 
 
 @override(target=GroupedExperts.Config, exact=True, description="Routed experts on cuDNN's grouped GEMM kernels")
-def cudnn_experts(cfg: Any, *, fp8: bool = False) -> Any:
+def cudnn_experts(cfg: Any, *, fp8: bool | str = False) -> Any:
     """torchtitan's override of ``GroupedExperts.Config``, for ``--override.imports``.
 
     Args:

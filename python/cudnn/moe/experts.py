@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cudnn import settings
+from cudnn.errors import make_error
 from cudnn.fused import registry
 from cudnn.lazy import torch
 from cudnn.moe.combining import permute, permute_weights, unpermute_weights
@@ -27,6 +28,7 @@ WIDE = (torch.float32, torch.float64)  # types that only the reference takes
 PERMUTE_COLUMNS = 896  # in the backward pass, if the GEMM has at least this many columns per expert,
 PERMUTE_COLUMNS_DW_UP = 2048  # in the weight gradient of up, which may run concurrently with a combine,
 GATHER_ROWS = 1024  # and always if experts have fewer rows than this on average.
+RECIPES = ("forward", "blockwise", "blockwise_save16")
 ACT_PARAMS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
@@ -141,8 +143,8 @@ class Experts(NamedTuple):
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one tensor per expert.
 
     N is I or, for a gated activation, 2 I. ``glu_layout`` "interleaved": of every 64 rows the first 32 are gates;
-    "concatenated": the first I rows are gates. With ``fp8`` the forward GEMMs take e4m3 operands. ``batch_invariant``
-    as in :class:`Permutation`.
+    "concatenated": the first I rows are gates. ``fp8``: a name in :data:`RECIPES` or "", as :func:`recipe_of` returns.
+    ``batch_invariant`` as in :class:`Permutation`.
     """
 
     up: Sequence[Tensor]
@@ -152,8 +154,31 @@ class Experts(NamedTuple):
     activation: str
     act_params: Sequence[float]
     glu_layout: str
-    fp8: bool = False
+    fp8: str = ""
     batch_invariant: bool = False
+
+    @property
+    def trains_fp8(self) -> bool:
+        """Whether the backward GEMMs take e4m3 operands too."""
+        return self.fp8.startswith("blockwise")
+
+    @property
+    def saves_fp8(self) -> bool:
+        """Whether the pre-activation is saved in e4m3."""
+        return self.fp8 == "blockwise"
+
+
+def recipe_of(where: str, fp8: bool | str) -> str:
+    """The name in :data:`RECIPES` of an operator's argument ``fp8``; "" for False.
+
+    Raises:
+        ValueError: it is none.
+    """
+    recipe = {False: "", True: RECIPES[0]}.get(fp8, fp8) if isinstance(fp8, bool) else fp8
+    if recipe not in ("", *RECIPES):
+        allowed = "False, True or 'forward', 'blockwise', 'blockwise_save16'"
+        raise make_error(ValueError, where, "fp8", repr(fp8), allowed)
+    return recipe
 
 
 def is_list(weights: Sequence[Tensor]) -> bool:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cudnn.lazy import torch
+from cudnn.moe import blockwise
 from cudnn.moe.combining import combine_into, combine_rows
 from cudnn.moe.experts import (
     GATED,
@@ -49,7 +50,13 @@ from cudnn.moe.experts import (
     transposed,
     weight_operand,
 )
-from cudnn.moe.quantizing import empty_quantized, gemm_quantizes, quantized, quantized_weights
+from cudnn.moe.quantizing import (
+    empty_quantized,
+    gemm_quantizes,
+    quantized,
+    quantized_both_ways,
+    quantized_weights,
+)
 from cudnn.runtime.streams import forked
 
 if TYPE_CHECKING:
@@ -133,14 +140,14 @@ def forward(
         empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
     )
     common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
-    up, down = (_fp8_weight(w, save_preact) if e.fp8 else weight_operand(w) for w in (e.up, e.down))
+    up, down = (_fp8_weight(w, e, save_preact) if e.fp8 else weight_operand(w) for w in (e.up, e.down))
 
     # (1) Permute: the up GEMM gathers rows of x by ``a_index``, or reads a copy that is sorted by expert.
     tensors = {**common, **up[0], "bias": _bias(e.up_bias)}
     if e.fp8:
         gathers = permutation.gathers(x)
         tensors["a_index"] = permutation.gather_idx if gathers else None
-        tensors |= _fp8_rows(*(quantized(x) if gathers else quantized(x, permutation.scatter_idx, count)))
+        tensors |= blockwise.rows_operand(*(quantized(x) if gathers else quantized(x, permutation.scatter_idx, count)))
     else:
         a, tensors["a_index"] = permutation.operand(x)
         tensors["a"] = matrix(a)
@@ -162,10 +169,10 @@ def forward(
     weighs_bias = permutation.is_sorted and prob is not None and e.down_bias is not None
     tensors["prob"] = prob if weighs_bias else None
     if e.fp8:
-        tensors |= _fp8_rows(*(quantized(act) if act_scales is None else (act, act_scales)))
+        tensors |= blockwise.rows_operand(*(quantized(act) if act_scales is None else (act, act_scales)))
     ops.run(
         "down, weighted bias" if weighs_bias else "down",
-        "grouped_gemm_quant" if e.fp8 else "grouped_gemm",
+        _gemm_of(e.fp8),
         tensors,
         down[1],
     )
@@ -210,7 +217,7 @@ def backward(
     grads, dpreact = backward_down(ops, dy, x, preact, *arguments)
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
-    dx, dw_up = backward_up(ops, x, dpreact, permutation, e.up, needs, main_grad[0], combine, router_dx, delayed)
+    dx, dw_up = backward_up(ops, x, dpreact, permutation, e, needs, main_grad[0], combine, router_dx, delayed)
     if router is not None and grads.weights is not None and dx is not None and router_dx is None:
         router.add_dx(dx)
     return grads._replace(x=dx, up=dw_up)
@@ -228,10 +235,43 @@ def backward_down(
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
     delayed: list[Callable[[], Tensor | None]] | None = None,
-) -> tuple[Gradients, Tensor]:
-    """The first half of :func:`backward`: all gradients but those of x and up, and dpreact (R, N).
+) -> tuple[Gradients, Any]:
+    """The first half of :func:`backward`: all gradients but those of x and up, and dpreact, for :func:`backward_up`.
 
     ``main_grad``: that of down. ``delayed`` as there.
+    """
+    run = blockwise.backward_down if e.trains_fp8 else _backward_down
+    wgrad = functools.partial(_wgrad, ops, "down", like=e.down, main_grad=main_grad, delayed=delayed)
+    gemms = run(ops, dy, preact, weights, permutation, e, needs.up_bias, wgrad if needs.down else None)
+    dpreact, dprob, dw_down, dup_bias = gemms
+    dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
+    ddown_bias = None
+    if e.down_bias is not None:  # the router's weight multiplies down_bias too
+        slots = _weighted_slots(indices, weights, permutation, shape_of(e.down)[0])
+        ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
+        if dweights is not None and of_weights is not None:
+            dweights = dweights + of_weights
+    dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
+    return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
+
+
+def _backward_down(
+    ops: GroupedGemmOps,
+    dy: Tensor,
+    preact: Tensor,
+    weights: Tensor | None,
+    permutation: Permutation | SortedRows,
+    e: Experts,
+    needs_up_bias: bool,
+    wgrad: Callable[[Callable[[], dict[str, Any]]], Tensor | None] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Steps (1) to (3).
+
+    Args:
+        wgrad: :func:`_wgrad` of down, or None if its gradient is not needed.
+
+    Returns:
+        dpreact (R, N); the gradients of the rows' weights, of down, and of up_bias, or None.
     """
     (experts, _, intermediate), count = shape_of(e.down), permutation.rows
     dpreact, act = torch.empty_like(preact), preact.new_empty(count, intermediate)
@@ -239,35 +279,19 @@ def backward_down(
     dy_rows, gather_idx = permutation.operand(dy, 2 * intermediate >= PERMUTE_COLUMNS)
     # (2) down GEMM^T; the epilogue applies the router's weight and the activation's derivative at preact.
     prob, dprob = permutation.weights_of_rows(weights)
-    bias_dtype = x.dtype if x.dtype in WIDE else torch.bfloat16
-    dup_bias = preact.new_empty(experts, preact.shape[1], dtype=bias_dtype) if needs.up_bias else None
+    bias_dtype = dy.dtype if dy.dtype in WIDE else torch.bfloat16
+    dup_bias = preact.new_empty(experts, preact.shape[1], dtype=bias_dtype) if needs_up_bias else None
     gated = e.activation in GATED
     tensors, options = weight_operand(e.down, transpose=True)
-    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "a": matrix(dy_rows)}
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, dy.device), "a": matrix(dy_rows)}
     gemm_prob = permutation.gemm_weights(None, True) if prob is None and not gated else prob
     tensors |= {"a_index": gather_idx, "c": matrix(preact), "prob": gemm_prob, "dprob": dprob}
     tensors |= {"d_row": matrix(dpreact), "dbias": dup_bias, "activation" if gated else "d_srelu": matrix(act)}
-    key = ("dact", needs.up_bias, gather_idx is None, prob is None)
+    key = ("dact", needs_up_bias, gather_idx is None, prob is None)
     ops.run(key, "grouped_gemm_dglu" if gated else "grouped_gemm_dsrelu", tensors, options, ops.dact_options)
     # (3) Weight gradient of down.
-    dw_down = None
-    if needs.down:
-        tensors = {
-            "offsets": permutation.offsets,
-            "a": transposed(dy_rows),
-            "a_index": gather_idx,
-            "b": transposed(act),
-        }
-        dw_down = _wgrad(ops, "down", tensors, e.down, main_grad, 0, delayed)
-    dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
-    ddown_bias = None
-    if e.down_bias is not None:  # the router's weight multiplies down_bias too
-        slots = _weighted_slots(indices, weights, permutation, experts)
-        ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
-        if dweights is not None and of_weights is not None:
-            dweights = dweights + of_weights
-    dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
-    return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
+    operands = {"offsets": permutation.offsets, "a": transposed(dy_rows), "a_index": gather_idx, "b": transposed(act)}
+    return dpreact, dprob, None if wgrad is None else wgrad(lambda: operands), dup_bias
 
 
 def _weighted_slots(
@@ -300,52 +324,54 @@ def _down_bias_gradients(
 def backward_up(
     ops: GroupedGemmOps,
     x: Tensor,
-    dpreact: Tensor,
+    dpreact: Any,
     permutation: Permutation | SortedRows,
-    up: Sequence[Tensor],
+    e: Experts,
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
     combine: bool = True,
     router_dx: tuple[Tensor, Tensor] | None = None,
     delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The second half of :func:`backward`: the gradients of x and up, from dpreact (R, N).
+    """The second half of :func:`backward`: the gradients of x and up, from dpreact of :func:`backward_down`.
 
     ``router_dx``: a row's dlogit, float32 (R, 1, 1), and the router's weight (E, H): dx_row gets dlogit[r] router[e].
 
     A weight gradient that gathers rows of x leaves memory bandwidth unused: the combine of dx_row then runs
     concurrently, on a second stream.
     """
-    experts, n, h = shape_of(up)
+    experts, n, h = shape_of(e.up)
+    large = n >= PERMUTE_COLUMNS_DW_UP
 
     # (5) Weight gradient of up.
+    def operands() -> dict[str, Any]:
+        if e.trains_fp8:
+            return blockwise.wgrad_up_operands(x, dpreact, permutation)
+        x_rows, gather_idx = permutation.operand(x, large)
+        rows = {"a": transposed(dpreact), "b": transposed(x_rows), "b_index": gather_idx}
+        return {"offsets": permutation.offsets, **rows}
+
     def wgrad_up(margin: int = 0) -> Tensor | None:
-        if not needs.up:
-            return None
-        x_rows, gather_idx = permutation.operand(x, n >= PERMUTE_COLUMNS_DW_UP)
-        tensors = {
-            "offsets": permutation.offsets,
-            "a": transposed(dpreact),
-            "b": transposed(x_rows),
-            "b_index": gather_idx,
-        }
-        return _wgrad(ops, "up", tensors, up, main_grad, margin, delayed)
+        return _wgrad(ops, "up", operands, e.up, main_grad, margin, delayed) if needs.up else None
 
     if not needs.x:
         return None, wgrad_up()
     # (4) up GEMM^T.
     dx_rows = x.new_empty(permutation.rows, h)
-    tensors, options = weight_operand(up, transpose=True)
-    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
-    tensors |= {"a": matrix(dpreact), "d": matrix(dx_rows)}
+    if e.trains_fp8:
+        tensors, options = blockwise.dx_operands(e.up, dpreact)
+    else:
+        tensors, options = weight_operand(e.up, transpose=True)
+        tensors["a"] = matrix(dpreact)
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "d": matrix(dx_rows)}
     if router_dx is not None:
         tensors |= {"prob": router_dx[0], "bias": _bias(router_dx[1])}
-    ops.run(("dx", router_dx is None), "grouped_gemm", tensors, options)
+    ops.run(("dx", router_dx is None), _gemm_of(e.trains_fp8), tensors, options)
     if not combine or not isinstance(permutation, Permutation):
         return dx_rows, wgrad_up()
     # (6) Combine, before the weight gradient or concurrently.
-    overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS
-    if not (overlaps and permutation.gathers(x, n >= PERMUTE_COLUMNS_DW_UP)):
+    overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS and not e.trains_fp8
+    if not (overlaps and permutation.gathers(x, large)):
         dx = combine_rows(dx_rows, permutation.scatter_idx)
         del dx_rows, tensors  # before x is permuted into a copy
         return dx, wgrad_up()
@@ -357,15 +383,16 @@ def backward_up(
     return dx, dw_up
 
 
-def _fp8_rows(rows: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The A operand in e4m3, (R, n), and its scales (R, n / 128)."""
-    return {"a": matrix(rows), "sfa": scales.unsqueeze(2)}
+def _gemm_of(fp8: Any) -> str:
+    """The grouped GEMM without an activation."""
+    return "grouped_gemm_quant" if fp8 else "grouped_gemm"
 
 
-def _fp8_weight(weights: Sequence[Tensor], trains: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _fp8_weight(weights: Sequence[Tensor], e: Experts, trains: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The B operand in e4m3 with its scales, and the GEMM's options. ``trains``: a backward pass follows."""
-    narrow, scales = quantized_weights(weights, trains)
-    return {"b": narrow.permute(1, 2, 0), "sfb": scales.permute(1, 2, 0)}, {"sf_vec_size": 128}
+    if trains and e.trains_fp8:
+        return blockwise.weight_operand(*quantized_both_ways(weights)[:2])
+    return blockwise.weight_operand(*quantized_weights(weights, trains))
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:
@@ -376,7 +403,7 @@ def _bias(bias: Tensor | None) -> Tensor | None:
 def _wgrad(
     ops: GroupedGemmOps,
     name: str,
-    tensors: dict[str, Any],
+    operands: Callable[[], dict[str, Any]],
     like: Sequence[Tensor],
     main_grad: Sequence[Tensor],
     margin: int = 0,
@@ -384,16 +411,16 @@ def _wgrad(
 ) -> Tensor | None:
     """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed."""
     if delayed is not None:
-        delayed.append(functools.partial(_wgrad, ops, name, tensors, like, main_grad))
+        delayed.append(functools.partial(_wgrad, ops, name, operands, like, main_grad))
         return None
-    dw, options = None, {}
-    experts, m, n = shape_of(like)
+    dw, tensors, (experts, m, n) = None, operands(), shape_of(like)
+    options = {"sf_vec_size": 128} if "sfa" in tensors else {}
     if not main_grad:
         dw = like[0].new_empty(experts, m, n)
         tensors["wgrad"] = dw.permute(1, 2, 0)
     elif is_list(main_grad):
         tensors["wgrad_ptrs"] = pointers(main_grad)
-        options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": main_grad[0].dtype}
+        options |= {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": main_grad[0].dtype}
     else:
         (tensors["wgrad"],) = main_grad
     rows, gathered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
@@ -401,3 +428,8 @@ def _wgrad(
     key = (name, *gathered, "wgrad" in tensors, bool(main_grad), margin, (rows // experts).bit_length())
     ops.run(key, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(main_grad)}, margin=margin)
     return dw
+
+
+def empty_preact(x: Tensor, rows: int, e: Experts, saves: bool) -> Tensor:
+    """Memory for the pre-activation (R, N) that is saved for :func:`backward`; no elements unless ``saves``."""
+    return x.new_empty((rows, shape_of(e.up)[1]) if saves else (0,))

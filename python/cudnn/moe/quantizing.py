@@ -119,7 +119,9 @@ def quantized_tokens(
         of_rows = x.new_empty(rows, n, dtype=torch.float8_e4m3fn), scales
     columns = empty_columns(x, rows, experts, n)
     if has_kernel(x, "quantize"):
-        run = kernel(_QUANTIZE_TOKENS, QuantizeTokensConfiguration, x.dtype, n, experts, gather_idx is not None, by_rows)
+        run = kernel(
+            _QUANTIZE_TOKENS, QuantizeTokensConfiguration, x.dtype, n, experts, gather_idx is not None, by_rows
+        )
         inputs = (x, *(() if gather_idx is None else (gather_idx,)), offsets, padded)
         run(*inputs, *(of_rows or ()), *columns)
         return of_rows, columns
@@ -159,6 +161,10 @@ class _Cached:
             self.stream, self.done = self.current_stream(), self.done or torch.cuda.Event()
             self.done.record(self.streams[self.stream])
         self.versions, self.steps = versions, _steps.count
+
+    def is_valid(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether the copies are of weights with these versions."""
+        return self.versions is not None and self.versions == versions and self.steps == _steps.count
 
     def current_stream(self) -> int:
         """The current stream, which is added to ``streams``."""
@@ -243,7 +249,7 @@ def quantized_both_ways(weights: Sequence[torch.Tensor]) -> TwoWays:
 
 
 def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: bool) -> tuple[torch.Tensor, ...]:
-    first, captures = weights[0], _captures(weights[0])
+    captures = _captures(weights[0])
     owners = [_owners.get(w, w) for w in weights]
     addresses, cached = tuple(w.data_ptr() for w in weights), _cache.get(owners[0])
     if cached is not None and cached.addresses != addresses:
@@ -254,9 +260,8 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: b
             _replayed[owners[0]] = True
         if cached is not None:
             cached.versions = None
-    elif cached is not None and cached.versions is not None and len(cached.tensors) >= (4 if by_step else 2):
-        if cached.versions == versions and cached.steps == _steps.count:
-            return cached.read(captures)
+    elif cached is not None and len(cached.tensors) >= (4 if by_step else 2) and cached.is_valid(versions):
+        return cached.read(captures)
     caches = not ((trains and not by_step) or captures or versions is None)
     if cached is not None and not captures:
         if by_step and len(cached.tensors) == 2:

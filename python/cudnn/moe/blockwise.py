@@ -1,0 +1,117 @@
+"""The backward pass of experts whose GEMMs take e4m3, with the scales of DeepSeek-V3's recipe.
+
+Steps as in :mod:`cudnn.moe.layer`. A 16-bit or float32 value is rounded to e4m3 once for each GEMM that reads it, with
+scales of 1 x 128 along the dimension that the GEMM sums over: hidden or intermediate size for the gradients of rows,
+tokens for the gradients of weights (:class:`cudnn.moe.quantizing.TokenColumns`).
+
+    (1) quantize dy        g[r] = dy[t], by rows and by token columns, in one read
+    (2) down GEMM^T + dGLU dh by rows and by token columns; act times weights by token columns
+    (3) down wgrad         token columns of g and act
+    (4) up GEMM^T          rows of dh
+    (5) up wgrad           token columns of dh, and of x, which are made here: in e4m3 they take K/2 times x's memory
+    (6) combine            dx[t] = sum over k of dx_row[scatter_idx[t, k]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cudnn.lazy import torch
+from cudnn.moe.experts import (
+    Experts,
+    GroupedGemmOps,
+    Permutation,
+    SortedRows,
+    matrix,
+    ones,
+    shape_of,
+)
+from cudnn.moe.quantizing import (
+    Pair,
+    TokenColumns,
+    padded_offsets,
+    quantized_both_ways,
+    quantized_tokens,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK = {"sf_vec_size": 128}
+
+
+class DPreact(NamedTuple):
+    """The gradient of the pre-activation, by rows (R, N) and by token columns (N, P), and the padded offsets."""
+
+    rows: Pair
+    columns: TokenColumns
+    padded: Tensor
+
+
+def rows_operand(rows: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """The A operand in e4m3, (R, n), and its scales (R, n / 128)."""
+    return {"a": matrix(rows), "sfa": scales.unsqueeze(2)}
+
+
+def weight_operand(values: Tensor, scales: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The B operand in e4m3, (E, n, k), with its scales, and the GEMM's options."""
+    return {"b": values.permute(1, 2, 0), "sfb": scales.permute(1, 2, 0)}, _BLOCK
+
+
+def backward_down(
+    ops: GroupedGemmOps,
+    dy: Tensor,
+    preact: Tensor,
+    weights: Tensor | None,
+    permutation: Permutation | SortedRows,
+    e: Experts,
+    needs_up_bias: bool,
+    wgrad: Callable[[Callable[[], dict[str, Any]]], Tensor | None] | None,
+) -> tuple[DPreact, Tensor | None, Tensor | None, Tensor | None]:
+    """Steps (1) to (3): see :func:`cudnn.moe.layer._backward_down`."""
+    (experts, _, intermediate), count, offsets = shape_of(e.down), permutation.rows, permutation.offsets
+    padded = padded_offsets(offsets)
+    # (1) Quantize dy.
+    (rows, scales), dy_columns = quantized_tokens(dy, permutation.gather_idx, offsets, padded, count, True)
+    # (2) Down GEMM^T, the activation's derivative, and the activation.
+    prob, dprob = permutation.weights_of_rows(weights)
+    dh, act = dy.new_empty(count, 2 * intermediate), dy.new_empty(count, intermediate)
+    dup_bias = dh.new_empty(experts, dh.shape[1], dtype=torch.bfloat16) if needs_up_bias else None
+    copies = quantized_both_ways(e.down)
+    tensors, options = weight_operand(copies.transposed, copies.transposed_scales)
+    tensors |= {**rows_operand(rows, scales), "padded_offsets": offsets, "alpha": ones(experts, dy.device)}
+    tensors |= {"c": matrix(preact), "prob": prob, "dprob": dprob, "dbias": dup_bias}
+    tensors |= {"d_row": matrix(dh), "activation": matrix(act)}
+    key = ("fp8 dact", needs_up_bias, prob is None)
+    ops.run(key, "grouped_gemm_dglu", tensors, options, ops.dact_options)
+    del tensors, rows, scales
+    _, act_columns = quantized_tokens(act, None, offsets, padded, count, False)
+    del act
+    dh_rows, dh_columns = quantized_tokens(dh, None, offsets, padded, count, True)
+    # (3) Weight gradient of down.
+    operands = _wgrad_operands(dy_columns, act_columns, padded)
+    dw_down = None if wgrad is None else wgrad(lambda: operands)
+    return DPreact(dh_rows, dh_columns, padded), dprob, dw_down, dup_bias
+
+
+def dx_operands(up: Sequence[Tensor], dpreact: DPreact) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Step (4): the operands of the up GEMM^T, and its options."""
+    copies = quantized_both_ways(up)
+    tensors, options = weight_operand(copies.transposed, copies.transposed_scales)
+    return {**tensors, **rows_operand(*dpreact.rows)}, options
+
+
+def wgrad_up_operands(x: Tensor, dpreact: DPreact, permutation: Permutation | SortedRows) -> dict[str, Tensor]:
+    """Step (5): the operands of the weight gradient of up."""
+    rows = (permutation.gather_idx, permutation.offsets, dpreact.padded, permutation.rows)
+    _, x_columns = quantized_tokens(x, *rows, False)
+    return _wgrad_operands(dpreact.columns, x_columns, dpreact.padded)
+
+
+def _wgrad_operands(a: TokenColumns, b: TokenColumns, padded: Tensor) -> dict[str, Tensor]:
+    """The operands of a weight gradient, K-major, with their scales (P / 128, n) as (n, P / 128, 1)."""
+    tensors = {"offsets": padded}
+    for name, columns in (("a", a), ("b", b)):
+        tensors |= {name: matrix(columns.values), f"sf{name}": columns.scales.T.unsqueeze(2)}
+    return tensors
