@@ -267,11 +267,10 @@ class QuantizeTokensConfiguration:
     """Quantizes tokens of ``columns`` elements, a multiple of BLOCK, to e4m3 by token columns, with ``by_rows`` by rows
     too. ``gathers``: row r of the experts' is token ``gather_idx[r]``; else x is the rows.
 
-    - ``offsets``: where the rows of each expert end. ``padded_offsets``: the same, with BLOCK times as many rows as an
-      expert has blocks.
+    - ``offsets``: where the rows of each expert end.
     - ``rows`` (rows, columns) and ``row_scales`` (rows, columns / BLOCK), MN-major.
-    - ``columns`` (columns, padded tokens) and ``column_scales`` (padded tokens / BLOCK, columns). Padding tokens of an
-      expert's last block are zeros; columns beyond the last expert's are not written.
+    - ``blocks`` (blocks, columns, BLOCK) and ``block_scales`` (blocks, columns): block start // BLOCK + e + j has the
+      expert's rows from start + BLOCK j on, transposed, and zeros behind its last row. Other blocks are not written.
     """
 
     dtype: str
@@ -288,15 +287,14 @@ class QuantizeTokensConfiguration:
             Tensor("x", self.dtype, ("tokens" if self.gathers else "rows", self.columns), (None, 1)),
             *((vector("gather_idx", "int32", "rows"),) if self.gathers else ()),
             Tensor("offsets", "int32", (self.experts,), (1,), align=4),
-            Tensor("padded_offsets", "int32", (self.experts,), (1,), align=4),
         )
         if self.by_rows:
             slots += (Tensor("rows", FP8_DTYPE, ("rows", self.columns), (None, 1)),)
             slots += (Tensor("row_scales", "float32", ("rows", across), (1, None), align=4),)
         return (
             *slots,
-            Tensor("columns", FP8_DTYPE, (self.columns, "padded"), (None, 1)),
-            Tensor("column_scales", "float32", ("padded / 128", self.columns), (self.columns, 1)),
+            Tensor("blocks", FP8_DTYPE, ("blocks", self.columns, BLOCK), (self.columns * BLOCK, BLOCK, 1)),
+            Tensor("block_scales", "float32", ("blocks", self.columns), (self.columns, 1)),
             Stream(),
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, select_
 
@@ -34,10 +35,9 @@ class QuantizeTokens(Kernel):
         super().__init__(configuration)
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
-        columns = arguments["columns"]
-        names = ("x", "gather_idx", "offsets", "padded_offsets", "rows", "row_scales", "columns", "column_scales")
+        names = ("x", "gather_idx", "offsets", "rows", "row_scales", "blocks", "block_scales")
         self.kernel(*map(arguments.get, names)).launch(
-            grid=[cute.ceil_div(columns.shape[1], BLOCK) * (self.c.columns // BLOCK), 1, 1],
+            grid=[arguments["blocks"].shape[0] * (self.c.columns // BLOCK), 1, 1],
             block=[THREADS, 1, 1],
             stream=arguments["stream"],
             min_blocks_per_mp=1,
@@ -49,45 +49,35 @@ class QuantizeTokens(Kernel):
         x: cute.Tensor,
         gather_idx: Any,
         offsets: cute.Tensor,
-        padded_offsets: cute.Tensor,
         rows: Any,
         row_scales: Any,
-        columns: cute.Tensor,
-        column_scales: cute.Tensor,
+        blocks: cute.Tensor,
+        block_scales: cute.Tensor,
     ) -> None:
-        thread, block = thread_block_idx()
-        blocks = cute.ceil_div(columns.shape[1], BLOCK)
-        token_block, column_block = block % blocks, block // blocks
-        expert = self.expert_of(padded_offsets, token_block * BLOCK, thread % WARP_SIZE)
-        if expert < self.c.experts:
-            start, padded_start = Int32(0), Int32(0)
-            if expert > 0:
-                start, padded_start = offsets[expert - 1], padded_offsets[expert - 1]
-            first = start + token_block * BLOCK - padded_start
-            self.tile(
-                x,
-                gather_idx,
-                rows,
-                row_scales,
-                columns,
-                column_scales,
-                thread,
-                (first, offsets[expert], token_block, column_block),
-            )
+        thread, index = thread_block_idx()
+        block, column_block = index % blocks.shape[0], index // blocks.shape[0]
+        expert = self.expert_of(offsets, block, thread % WARP_SIZE)
+        start = Int32(0)
+        if expert > 0:
+            start = offsets[expert - 1]
+        first, end = start + (block - start // BLOCK - expert) * BLOCK, offsets[expert]
+        if first < end:
+            self.tile(x, gather_idx, rows, row_scales, blocks, block_scales, thread, (first, end, block, column_block))
 
     set_kernel_name(kernel, "cudnn_moe_quantize_tokens")
 
-    def expert_of(self, padded_offsets: cute.Tensor, token: Int32, lane: Int32) -> Int32:
-        """The expert of a padded token: the number of experts that end at or before it."""
+    def expert_of(self, offsets: cute.Tensor, block: Int32, lane: Int32) -> Int32:
+        """The last expert whose first block, start // BLOCK + expert, is not behind ``block``."""
         count = Int32(0)
-        for first in range(0, self.c.experts, WARP_SIZE):
-            index = first + lane
-            in_bounds = index < self.c.experts
-            end = padded_offsets[Int32(select_(in_bounds, index, Int32(0)))]
-            count += Int32(select_(in_bounds & (end <= token), Int32(1), Int32(0)))
+        for base in range(0, self.c.experts, WARP_SIZE):
+            expert = base + lane
+            end = offsets[cutlass.min(cutlass.max(expert - 1, 0), self.c.experts - 1)]
+            start = Int32(select_(expert > 0, end, Int32(0)))
+            begins = (expert < self.c.experts) & (start // BLOCK + expert <= block)
+            count += Int32(select_(begins, Int32(1), Int32(0)))
         for distance in (1, 2, 4, 8, 16):
             count += cute.arch.shuffle_sync_bfly(count, distance)
-        return count
+        return count - 1
 
     def tile(
         self,
@@ -95,13 +85,13 @@ class QuantizeTokens(Kernel):
         gather_idx: Any,
         rows: Any,
         row_scales: Any,
-        columns: cute.Tensor,
-        column_scales: cute.Tensor,
+        blocks: cute.Tensor,
+        block_scales: cute.Tensor,
         thread: Int32,
         position: tuple[Int32, Int32, Int32, Int32],
     ) -> None:
-        """Stores the 128 rows from ``first`` on that end before ``end``, and zeros for the other columns' tokens."""
-        first, end, token_block, column_block = position
+        """Quantizes 128 columns of block ``block``: the rows from ``first`` to before ``end``, at most 128."""
+        first, end, block, column_block = position
         lane, vec_idx = thread % LANES, column_block * LANES + thread % LANES
         indices = [first + thread // LANES * VALUES + i for i in range(VALUES)]
         values = []
@@ -126,9 +116,9 @@ class QuantizeTokens(Kernel):
         for j, amax in enumerate(tile.columns_max(values)):
             scales[j], inverse = compute_block_scale(amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two)
             inverses.append(inverse)
-        self.store_column_scales(column_scales[token_block, None], vec_idx, thread < LANES, scales)
+        self.store_column_scales(block_scales[block, None], vec_idx, thread < LANES, scales)
         of_columns = [[a * b for a, b in zip(vector, inverses, strict=True)] for vector in values]
-        tile.store(of_columns, cute.local_tile(columns, (BLOCK, BLOCK), (column_block, token_block)))
+        tile.store(of_columns, cute.local_tile(blocks[block, None, None], (BLOCK, BLOCK), (column_block, 0)))
 
     @cute.jit
     def store_row(

@@ -30,7 +30,6 @@ from cudnn.moe.experts import (
 from cudnn.moe.quantizing import (
     Pair,
     TokenColumns,
-    padded_offsets,
     quantized_both_ways,
     quantized_tokens,
 )
@@ -42,11 +41,10 @@ _BLOCK = {"sf_vec_size": 128}
 
 
 class DPreact(NamedTuple):
-    """The gradient of the pre-activation, by rows (R, N) and by token columns (N, P), and the padded offsets."""
+    """The gradient of the pre-activation, by rows (R, N) and by token columns."""
 
     rows: Pair
     columns: TokenColumns
-    padded: Tensor
 
 
 def rows_operand(rows: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -71,9 +69,8 @@ def backward_down(
 ) -> tuple[DPreact, Tensor | None, Tensor | None, Tensor | None]:
     """Steps (1) to (3): see :func:`cudnn.moe.layer._backward_down`."""
     (experts, _, intermediate), count, offsets = shape_of(e.down), permutation.rows, permutation.offsets
-    padded = padded_offsets(offsets)
     # (1) Quantize dy.
-    (rows, scales), dy_columns = quantized_tokens(dy, permutation.gather_idx, offsets, padded, count, True)
+    (rows, scales), dy_columns = quantized_tokens(dy, permutation.gather_idx, offsets, count, True)
     # (2) Down GEMM^T, the activation's derivative, and the activation.
     prob, dprob = permutation.weights_of_rows(weights)
     dh, act = dy.new_empty(count, 2 * intermediate), dy.new_empty(count, intermediate)
@@ -86,13 +83,13 @@ def backward_down(
     key = ("fp8 dact", needs_up_bias, prob is None)
     ops.run(key, "grouped_gemm_dglu", tensors, options, ops.dact_options)
     del tensors, rows, scales
-    _, act_columns = quantized_tokens(act, None, offsets, padded, count, False)
+    _, act_columns = quantized_tokens(act, None, offsets, count, False)
     del act
-    dh_rows, dh_columns = quantized_tokens(dh, None, offsets, padded, count, True)
+    dh_rows, dh_columns = quantized_tokens(dh, None, offsets, count, True)
     # (3) Weight gradient of down.
-    operands = _wgrad_operands(dy_columns, act_columns, padded)
+    operands = _wgrad_operands(dy_columns, act_columns, offsets)
     dw_down = None if wgrad is None else wgrad(lambda: operands)
-    return DPreact(dh_rows, dh_columns, padded), dprob, dw_down, dup_bias
+    return DPreact(dh_rows, dh_columns), dprob, dw_down, dup_bias
 
 
 def dx_operands(up: Sequence[Tensor], dpreact: DPreact) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -104,14 +101,10 @@ def dx_operands(up: Sequence[Tensor], dpreact: DPreact) -> tuple[dict[str, Tenso
 
 def wgrad_up_operands(x: Tensor, dpreact: DPreact, permutation: Permutation | SortedRows) -> dict[str, Tensor]:
     """Step (5): the operands of the weight gradient of up."""
-    rows = (permutation.gather_idx, permutation.offsets, dpreact.padded, permutation.rows)
-    _, x_columns = quantized_tokens(x, *rows, False)
-    return _wgrad_operands(dpreact.columns, x_columns, dpreact.padded)
+    _, x_columns = quantized_tokens(x, permutation.gather_idx, permutation.offsets, permutation.rows, False)
+    return _wgrad_operands(dpreact.columns, x_columns, permutation.offsets)
 
 
-def _wgrad_operands(a: TokenColumns, b: TokenColumns, padded: Tensor) -> dict[str, Tensor]:
-    """The operands of a weight gradient, K-major, with their scales (P / 128, n) as (n, P / 128, 1)."""
-    tensors = {"offsets": padded}
-    for name, columns in (("a", a), ("b", b)):
-        tensors |= {name: matrix(columns.values), f"sf{name}": columns.scales.T.unsqueeze(2)}
-    return tensors
+def _wgrad_operands(a: TokenColumns, b: TokenColumns, offsets: Tensor) -> dict[str, Tensor]:
+    """The operands of a weight gradient."""
+    return {"offsets": offsets, "a": a.blocks, "sfa": a.scales, "b": b.blocks, "sfb": b.scales}

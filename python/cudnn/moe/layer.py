@@ -414,7 +414,8 @@ def _wgrad(
         delayed.append(functools.partial(_wgrad, ops, name, operands, like, main_grad))
         return None
     dw, tensors, (experts, m, n) = None, operands(), shape_of(like)
-    options = {"sf_vec_size": 128} if "sfa" in tensors else {}
+    fp8 = "sfa" in tensors
+    options = {"sf_vec_size": 128} if fp8 else {}
     if not main_grad:
         dw = like[0].new_empty(experts, m, n)
         tensors["wgrad"] = dw.permute(1, 2, 0)
@@ -423,7 +424,8 @@ def _wgrad(
         options |= {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": main_grad[0].dtype}
     else:
         (tensors["wgrad"],) = main_grad
-    rows, gathered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
+    rows = len(tensors["b"]) * 128 if fp8 else tensors["b"].shape[1]
+    gathered = [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
     # Rows per expert, on average, rounded to a power of two: the tile heuristic depends on it.
     key = (name, *gathered, "wgrad" in tensors, bool(main_grad), margin, (rows // experts).bit_length())
     ops.run(key, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(main_grad)}, margin=margin)

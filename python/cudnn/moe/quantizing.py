@@ -66,46 +66,30 @@ def empty_quantized(x: torch.Tensor, rows: int, columns: int) -> Pair:
 class TokenColumns(NamedTuple):
     """Rows of experts in e4m3 by token columns, as the GEMMs of weight gradients read them.
 
-    - ``values`` (n, P): each expert's tokens are consecutive, begin at a multiple of 128, and are padded with zeros to
-      one. ``scales`` float32 (P / 128, n): those of 128 tokens of a column.
+    - ``blocks`` (B, n, 128): 128 rows of one expert, transposed. Block start // 128 + e + j has the rows of expert e
+      from start + 128 j on, where start is its first row; zeros follow its last one. Other blocks are not initialized.
+    - ``scales`` float32 (B, n): those of the 128 tokens of a column.
     """
 
-    values: torch.Tensor
+    blocks: torch.Tensor
     scales: torch.Tensor
 
 
-def padded_offsets(offsets: torch.Tensor) -> torch.Tensor:
-    """Where the tokens of each expert end in :class:`TokenColumns`, int32 (E,), from ``offsets`` of rows."""
-    counts = offsets - torch.nn.functional.pad(offsets[:-1], (1, 0))
-    blocks = torch.div(counts + (BLOCK - 1), BLOCK, rounding_mode="floor")
-    return blocks.mul_(BLOCK).cumsum(0, dtype=torch.int32)
-
-
-def padded_tokens(rows: int, experts: int) -> int:
-    """P of :class:`TokenColumns`: the most that ``rows`` of so many experts can take."""
-    return (rows + (BLOCK - 1) * min(rows, experts)) // BLOCK * BLOCK
-
-
 def empty_columns(x: torch.Tensor, rows: int, experts: int, columns: int) -> TokenColumns:
-    """Memory for token columns of ``rows`` rows, on x's device."""
-    padded = padded_tokens(rows, experts)
-    values = x.new_empty(columns, padded, dtype=torch.float8_e4m3fn)
-    return TokenColumns(values, x.new_empty(padded // BLOCK, columns, dtype=torch.float32))
+    """Memory for the token columns of ``rows`` rows, on x's device."""
+    blocks = rows // BLOCK + experts
+    values = x.new_empty(blocks, columns, BLOCK, dtype=torch.float8_e4m3fn)
+    return TokenColumns(values, x.new_empty(blocks, columns, dtype=torch.float32))
 
 
 def quantized_tokens(
-    x: torch.Tensor,
-    gather_idx: torch.Tensor | None,
-    offsets: torch.Tensor,
-    padded: torch.Tensor,
-    rows: int,
-    by_rows: bool,
+    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: bool
 ) -> tuple[Pair | None, TokenColumns]:
     """Tokens in the order of experts by rows, with ``by_rows``, and by token columns, in one read of x.
 
     Args:
         x: (T, n), of which row r is token ``gather_idx[r]``; or (R, n), the rows.
-        offsets, padded: where the experts' rows end, and :func:`padded_offsets`.
+        offsets: Where the experts' rows end.
         rows: R.
 
     Returns:
@@ -117,19 +101,17 @@ def quantized_tokens(
     if by_rows:
         scales = x.new_empty(n // BLOCK, rows, dtype=torch.float32).T
         of_rows = x.new_empty(rows, n, dtype=torch.float8_e4m3fn), scales
-    columns = empty_columns(x, rows, experts, n)
     if has_kernel(x, "quantize"):
-        run = kernel(
-            _QUANTIZE_TOKENS, QuantizeTokensConfiguration, x.dtype, n, experts, gather_idx is not None, by_rows
-        )
-        inputs = (x, *(() if gather_idx is None else (gather_idx,)), offsets, padded)
-        run(*inputs, *(of_rows or ()), *columns)
+        columns = empty_columns(x, rows, experts, n)
+        gathers = gather_idx is not None
+        run = kernel(_QUANTIZE_TOKENS, QuantizeTokensConfiguration, x.dtype, n, experts, gathers, by_rows)
+        run(x, *(() if gather_idx is None else (gather_idx,)), offsets, *(of_rows or ()), *columns)
         return of_rows, columns
     tokens = x if gather_idx is None else x[gather_idx.long()]
     if of_rows is not None:
         for target, source in zip(of_rows, reference.quantize(tokens, 1), strict=True):
             target.copy_(source)
-    return of_rows, TokenColumns(*reference.quantize_columns(tokens, offsets, padded, columns.values.shape[1]))
+    return of_rows, TokenColumns(*reference.quantize_columns(tokens, offsets))
 
 
 def gemm_quantizes(x: torch.Tensor) -> bool:

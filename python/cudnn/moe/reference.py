@@ -150,22 +150,14 @@ def dequantize(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (blocks * scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
 
 
-def padded_rows(offsets: torch.Tensor, padded_offsets: torch.Tensor) -> torch.Tensor:
-    """Which padded token each row of experts is, int64 (offsets[-1],): experts begin at multiples of 128."""
-    row = torch.arange(int(offsets[-1]), dtype=torch.int64, device=offsets.device)
-    expert = torch.searchsorted(offsets.long(), row, right=True)
-    starts = [torch.nn.functional.pad(ends[:-1].long(), (1, 0)) for ends in (offsets, padded_offsets)]
-    return row - starts[0][expert] + starts[1][expert]
-
-
 def quantize_columns(
-    x: torch.Tensor, offsets: torch.Tensor, padded_offsets: torch.Tensor, padded: int, power_of_two: bool = False
+    x: torch.Tensor, offsets: torch.Tensor, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (R, n) of experts by token columns: e4m3 (n, padded), and the scales of 128 tokens (padded / 128, n).
-
-    Tokens that pad an expert's last block are zeros.
-    """
-    target = padded_rows(offsets, padded_offsets)
-    tokens = x.new_zeros(padded, x.shape[1]).index_copy(0, target, x[: len(target)])
-    quantized, scales = quantize(tokens.T.contiguous(), 1, power_of_two)
-    return quantized, scales.T.contiguous()
+    """Rows (R, n) of experts by token columns: blocks of 128 tokens, e4m3 (B, n, 128), and their scales (B, n)."""
+    ends, n = offsets.tolist(), x.shape[1]
+    blocks = x.new_zeros(x.shape[0] // 128 + len(ends), 128, n)
+    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        first, count = start // 128 + expert, end - start
+        blocks[first : first - -count // 128].flatten(0, 1)[:count] = x[start:end]
+    quantized, scales = quantize(blocks.mT.reshape(-1, 128), 1, power_of_two)
+    return quantized.view(-1, n, 128), scales.view(-1, n)
