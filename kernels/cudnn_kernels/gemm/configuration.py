@@ -50,11 +50,11 @@ def operand_slots(name: str, operand: Operand, rows: str, batch: str, varlen_k: 
         return tuple(addresses(f"{x}_ptrs", batch) for x in names)
     slots = [matrix(name, operand.dtype, (rows, "k", batch), 1 if operand.major == "k" else 0)]
     scale = operand.scale
-    if scale is not None and varlen_k:
-        slots.append(flat_scales(f"sf{name}", scale.dtype))
-    elif scale is not None and scale.scales_accumulator:
+    if scale is not None and scale.scales_accumulator:
         height = rows if scale.rows == 1 else f"{rows} / {scale.rows}"
         slots.append(accumulator_scales(f"sf{name}", height, f"k / {scale.vector}", batch))
+    elif scale is not None and varlen_k:
+        slots.append(flat_scales(f"sf{name}", scale.dtype))
     elif scale is not None:
         slots.append(block_scales(f"sf{name}", scale.dtype, rows, f"k / {scale.vector}", batch))
     return tuple(slots)
@@ -140,7 +140,7 @@ class GemmConfiguration:
     written to the workspace by a preceding kernel of the same call: ``a`` and ``b`` are the results.
 
     Raises: ValueError: groups that may end inside an atom of scale factors, or a block of rows; a dynamic schedule that
-        is not grouped; tiles of concatenated halves that the CTAs of a cluster cannot split; an ``index`` that is not
+        is not grouped; blocks of k other than k tiles of K-major operands; tiles of concatenated halves that the CTAs of a cluster cannot split; an ``index`` that is not
         of the rows of a K-major A of varlen_m, or of k of MN-major operands of varlen_k, or with block scale factors.
     """
 
@@ -182,6 +182,10 @@ class GemmConfiguration:
             raise ValueError(f"cluster: got {self.cluster}, {self.gathers}; allowed: {allowed}")
         if self.dynamic_scheduler and not self.schedule.searches:
             raise ValueError(f"dynamic_scheduler: got {self.schedule}; allowed: schedules with a scheduler warp")
+        k_block = self.schedule.k_block if self.schedule.varlen_k else 0
+        if k_block and (k_block != self.tile[2] or self.gathers or (self.a.major, self.b.major) != ("k", "k")):
+            got = f"{self.a}, {self.b}, a k tile of {self.tile[2]}"
+            raise ValueError(f"k_block: got {got}; allowed: K-major operands, not gathered, a k tile of {k_block}")
         if self.a.ragged or self.b.ragged:
             raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
 

@@ -102,7 +102,8 @@ class Mainloop(Kernel, ABC):
         fits = c.a.scale.vector % tile_k == 0 and (self.promotes_k_groups or c.a.scale.vector == tile_k)
         if not fits or c.pingpong or self.tile_map.ragged_k:
             raise ValueError(
-                f"{c}: fp32 scale factors need accumulators of {c.a.scale.vector} along k, of a shared tile"
+                f"{c}: fp32 scale factors need accumulators of {c.a.scale.vector} along k, of a shared tile, whose k "
+                "range is a group's blocks, if groups are ranges of k"
             )
         return (
             OperandScales(c.a.scale, self.cta_tile_m, gathered=bool(c.a.index)),

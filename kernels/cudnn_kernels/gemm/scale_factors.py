@@ -146,9 +146,14 @@ class ScaleFactorPipeline:
     def copy_gathered(self, i: int, index: Int32, row: Int32, k: Int32, batch: Any, stage: Int32) -> None:
         """Issues the copy of the scale factor of a gathered row, or of 0 if the row is out of range."""
         tensor, stages = self.tensors[i], self.stages[i]
-        source = tensor.iterator + cute.crd2idx((row, k // self.operands[i].vector, batch), tensor.layout)
+        source = tensor.iterator + cute.crd2idx(self.coord(i, row, k, batch), tensor.layout)
         target = stages.iterator + cute.crd2idx((index, stage), stages.layout)
         cp_async_zfill(target.toint(), source.toint(), (row < 0) | (row >= tensor.shape[0]), 4)
+
+    def coord(self, i: int, row: Any, k: Int32, batch: Any) -> tuple[Any, Any, Any]:
+        """The coordinate of a scale factor of operand i in its tensor."""
+        k, batch = self.scheduler.tile_map.operand_coord(k, batch)
+        return row, k // self.operands[i].vector, batch
 
     @cute.jit
     def copy_one(
@@ -161,7 +166,7 @@ class ScaleFactorPipeline:
             if const_expr(operand.concat_glu):
                 row = concat_glu_row(row, self.scheduler.problem().n, GLU_BLOCK)
             row = cutlass.min(row // operand.rows, tensor.shape[0] - 1)
-            source = tensor.iterator + cute.crd2idx((row, k // operand.vector, batch), tensor.layout)
+            source = tensor.iterator + cute.crd2idx(self.coord(i, row, k, batch), tensor.layout)
             target = stages.iterator + cute.crd2idx((index, stage), stages.layout)
             one = cute.make_layout(1)
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)

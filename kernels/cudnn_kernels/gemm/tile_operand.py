@@ -10,18 +10,19 @@ from cutlass import Float32, Int32, TFloat32
 
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.schedule.tile_maps import TileMap
 from cudnn_kernels.pipeline.tma import concat_glu_shape, concat_glu_view, ragged_coord, ragged_step
 
 
 class TileOperand(ABC):
     """An argument of the kernel that TMA loads: A (``operand_index`` 0) or B (1).
 
-    With ``ragged_k``, groups may end in the middle of a k tile. TMA rounds float32 to tf32 to nearest; the tensor cores
+    ``tile_map``: that of the schedule. With ragged k, groups may end in the middle of a k tile. TMA rounds float32 to tf32 to nearest; the tensor cores
     would truncate.
     """
 
-    def __init__(self, c: GemmConfiguration, operand_index: int, ragged_k: bool) -> None:
-        self.c, self.operand_index, self.ragged_k, self.tile_k = c, operand_index, ragged_k, c.tile[2]
+    def __init__(self, c: GemmConfiguration, operand_index: int, tile_map: TileMap) -> None:
+        self.c, self.operand_index, self.tile_map, self.tile_k = c, operand_index, tile_map, c.tile[2]
         self.operand, self.name = (c.a, c.b)[operand_index], "ab"[operand_index]
         self.element = DTYPES[self.operand.dtype]
         self.tma_dtype = TFloat32 if self.element == Float32 else None
@@ -38,7 +39,8 @@ class TileOperand(ABC):
 
     def tile_at(self, tensor: cute.Tensor, row: Int32, k: Int32, k_end: Int32, batch: Any) -> cute.Tensor:
         """The tile of the TMA coordinate tensor that begins at a row and a k, at the coordinate ``batch``."""
-        if self.ragged_k:
+        k, batch = self.tile_map.operand_coord(k, batch)
+        if self.tile_map.ragged_k:
             k, batch = ragged_coord(k, k_end, self.tile_k, ragged_step(self.element, self.operand.major == "k"))
         shifted = cute.domain_offset((row, k, 0), tensor)
         return cute.local_tile(shifted, (self.rows, self.tile_k), (0, 0, batch))

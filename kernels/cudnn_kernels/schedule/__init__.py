@@ -8,7 +8,7 @@ persistent tile scheduler of the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cudnn_kernels.signature import Tensor, vector
 
@@ -35,6 +35,15 @@ class Schedule:
     def slots(self) -> tuple[Tensor, ...]:
         """The schedule's arguments of the kernel."""
         return ()
+
+
+def first_block(start: Any, group: Any, size: int) -> Any:
+    """The number of a group's first block of ``size`` elements; ``start``: the elements of all groups before it.
+
+    Every group has room for its last, partial block, without a prefix sum: ceil((end - start) / size) is at most
+    end // size - start // size + 1. ``elements // size + groups`` blocks hold all groups; some of them are unused.
+    """
+    return start // size + group
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,12 @@ class VarlenK(Grouped):
 
     Scale factors are a tensor of bytes, (count,): those of one group after the other, in atoms of 128 rows x 4 blocks,
     each group's rows of atoms one after the other. All groups but the last have multiples of 4 blocks.
+
+    ``k_block``, the k tile: groups end at any k of K-major operands, because each begins a new block of ``k_block``
+    elements. A and B are batches (rows, k_block, blocks); block j of group e is number :func:`first_block` + j. The
+    last block of a group is filled up with zeros. fp32 scale factors are (rows, 1, blocks).
     """
 
+    k_block: int = 0
     d: ClassVar[str] = "experts"
     varlen_k: ClassVar[bool] = True

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, select_
 
-from cudnn_kernels.schedule import Dense, VarlenK, VarlenM
+from cudnn_kernels.schedule import Dense, VarlenK, VarlenM, first_block
 from cudnn_kernels.threads import WARP_SIZE
 
 TilesOf = Callable[[Any, Any], Any]
@@ -65,7 +65,8 @@ SIZES = len(fields(ProblemTiles))
 class TileMap(ABC):
     """The map of a declared schedule, for cluster tiles of ``rows`` x ``columns``."""
 
-    ragged_k = False  # whether groups may end in the middle of a k tile
+    ragged_k = False  # whether groups may end in the middle of a k tile of one matrix
+    may_lack_k = False  # whether a group may have no k tile
     ragged_m = False  # whether groups may end in the middle of a tile's rows
     row_offsets = ""  # the argument with the end of each group of rows
     counts = True  # whether the host knows the number of tiles
@@ -75,7 +76,7 @@ class TileMap(ABC):
 
     def prepare(self, a: Any, b: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: the kernel's parameters."""
-        batch = 1 if self.ragged_k else a.shape[2]  # groups along k are parts of one matrix
+        batch = 1 if self.may_lack_k else a.shape[2]  # groups along k are parts of one matrix, or entries of the batch
         m, n, k, batch = (Int32(size) for size in (a.shape[0], b.shape[0], a.shape[1], batch))
         tiles = (Int32(cute.ceil_div(m, self.rows)), Int32(cute.ceil_div(n, self.columns)))
         offsets = [arguments[slot.name] for slot in self.schedule.slots()]
@@ -113,6 +114,10 @@ class TileMap(ABC):
     def batch_coords(self, group: Any) -> tuple[Any, Any, Any]:
         """The batch coordinates of A, B and the outputs."""
         return group, group, group
+
+    def operand_coord(self, k: Any, batch: Any) -> tuple[Any, Any]:
+        """The coordinates of a k tile in the operands: along k, and in the batch."""
+        return k, batch
 
 
 class DenseTileMap(TileMap):
@@ -186,7 +191,11 @@ class VarlenMTileMap(TileMap):
 class VarlenKTileMap(TileMap):
     """varlen_k: tiles of each group's GEMM, all of the same size, in swizzled order."""
 
-    ragged_k = True
+    may_lack_k = True
+
+    def __init__(self, schedule: Any, rows: int, columns: int) -> None:
+        super().__init__(schedule, rows, columns)
+        self.ragged_k = not schedule.k_block
 
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return m * n * offsets.shape[0]
@@ -203,7 +212,19 @@ class VarlenKTileMap(TileMap):
         expert = index // (m * n)
         row, column = swizzled(index % (m * n), m, n, self.schedule.swizzle_size)
         k, k_end, valid = group_range(offsets, expert)
+        if self.schedule.k_block:
+            k, k_end = self.block_range(k, k_end, expert)
         return WorkTileInfo(row * self.rows, Int32(0), e.m, column, k, k_end, expert, valid), state
+
+
+    def operand_coord(self, k: Any, batch: Any) -> tuple[Any, Any]:
+        return (Int32(0), k // self.schedule.k_block) if self.schedule.k_block else (k, batch)
+
+    def block_range(self, start: Any, end: Any, expert: Any) -> tuple[Any, Any]:
+        """The range of k in whole blocks, counted through all blocks."""
+        size = self.schedule.k_block
+        first = first_block(start, expert, size) * size
+        return first, first + (end - start + (size - 1)) // size * size
 
 
 TILE_MAPS: Mapping[type, type[TileMap]] = {

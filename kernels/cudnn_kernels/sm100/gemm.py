@@ -116,7 +116,7 @@ class Gemm(Mainloop):
     def tma_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         c, views = self.c, dict(arguments)
         mma, cta_mma = self.tiled_mma(), self.tiled_mma(tcgen05.CtaGroup.ONE)
-        operands = tile_operands(c, mma, cta_mma, self.tile_map.ragged_k)
+        operands = tile_operands(c, mma, cta_mma, self.tile_map)
         for operand in operands:
             views[operand.name] = operand.mma_view(views)
         tiled = [operand for operand in operands if operand.name not in c.gathers]
@@ -138,7 +138,7 @@ class Gemm(Mainloop):
 
     def stage_bytes(self, without: Sequence[str] = ()) -> int:
         """Bytes of the operands' tiles in one CTA, except for those named in ``without``."""
-        return sum(x.bits() for x in tile_operands(self.c, None, None) if x.name not in without) // 8
+        return sum(x.bits() for x in tile_operands(self.c, None, None, self.tile_map) if x.name not in without) // 8
 
     def scale_factor_columns(self) -> int:
         """Columns of tensor memory for the SFA and SFB of a k tile: an atom, 128 rows x 4 scale factors, fills four
@@ -164,7 +164,7 @@ class Gemm(Mainloop):
         stages = const_expr(self.stages())
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        operands = tile_operands(self.c, mma, cta_mma, self.tile_map.ragged_k)
+        operands = tile_operands(self.c, mma, cta_mma, self.tile_map)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         is_leader = operands[0].cluster().get_flat_coord(rank)[0] == 0
 
@@ -440,7 +440,7 @@ class Gemm(Mainloop):
                 values = params.fragment(Float32, params.width)
                 if const_expr(self.operand_scales):
                     self.tmem_load(copy, source, self.chunks(subtile), self.acc_stages, values)
-                elif const_expr(self.tile_map.ragged_k):
+                elif const_expr(self.tile_map.may_lack_k):
                     values.fill(0.0)  # no MMA wrote the accumulator of an empty group
                     if work.k < work.k_end:
                         self.tmem_load(copy, source, self.chunks(subtile), acc_stage, values)

@@ -17,7 +17,7 @@ from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.gemm import tile_operand
 from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.pipeline.tma import address_space_view, ragged_coord, ragged_wrap
-from cudnn_kernels.schedule.tile_maps import ProblemTiles, WorkTileInfo
+from cudnn_kernels.schedule.tile_maps import ProblemTiles, TileMap, WorkTileInfo
 
 ROWS = 128  # rows of a CTA's tile: lanes of tensor memory, and threads of the epilogue
 ATOM = 512  # bytes of an atom: 128 rows x 4 scale factors of one byte
@@ -38,8 +38,8 @@ class KTileCoord:
 class TileOperand(tile_operand.TileOperand):
     """An operand or its scale factors. The CTA group of ``mma`` determines which slice each CTA of a pair loads."""
 
-    def __init__(self, c: GemmConfiguration, operand_index: int, mma: cute.TiledMma, ragged_k: bool) -> None:
-        super().__init__(c, operand_index, ragged_k)
+    def __init__(self, c: GemmConfiguration, operand_index: int, mma: cute.TiledMma, tile_map: TileMap) -> None:
+        super().__init__(c, operand_index, tile_map)
         self.mma = mma
 
     @abstractmethod
@@ -127,10 +127,10 @@ class ScaleFactors(TileOperand):
     """
 
     def __init__(
-        self, c: GemmConfiguration, operand_index: int, mma: cute.TiledMma, operation: cute.TiledMma, ragged_k: bool
+        self, c: GemmConfiguration, operand_index: int, mma: cute.TiledMma, operation: cute.TiledMma, tile_map: TileMap
     ) -> None:
         assert c.tensor_core_scale is not None
-        super().__init__(c, operand_index, mma, ragged_k)
+        super().__init__(c, operand_index, mma, tile_map)
         self.element, self.vector = DTYPES[c.tensor_core_scale.dtype], c.tensor_core_scale.vector
         self.name, self.operation, self.tma_dtype = f"sf{self.name}", operation, cutlass.Int16
         self.atom = 4 * self.vector  # elements along k whose scale factors are in one atom
@@ -138,7 +138,8 @@ class ScaleFactors(TileOperand):
 
     def mma_view(self, arguments: Any) -> cute.Tensor:
         tensor = arguments.get(self.name)
-        if self.ragged_k:  # a ragged view, as in ``ragged_view``: the last coordinate is the atom where a k tile ends
+        # A ragged view, as in ``ragged_view``: the last coordinate is the atom where a k tile ends.
+        if self.tile_map.ragged_k:
             assert tensor is not None
             steps, end = ragged_wrap(1)
             shape = (((32, 4), 1), ((self.vector, 4), end), (tensor.shape[0] // ATOM + 1, steps + 1))
@@ -159,11 +160,11 @@ class ScaleFactors(TileOperand):
         return cute.make_tensor(view.iterator, cute.make_layout(shape, stride=stride))
 
     def tiler(self) -> tuple[Any, ...]:
-        return (ROWS if self.operand_index or self.ragged_k else self.c.tile[0], *self.c.tile[1:])
+        return (ROWS if self.operand_index or self.tile_map.ragged_k else self.c.tile[0], *self.c.tile[1:])
 
     def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any) -> cute.Tensor:
         extent, depth = self.c.tile[self.operand_index], self.c.tile[2]
-        if not self.ragged_k:  # groups end at atoms
+        if not self.tile_map.ragged_k:  # groups end at atoms
             return cute.local_tile(
                 tensor, (extent, depth), (coord.pair_origin[self.operand_index] // extent, coord.k // depth, batch)
             )
@@ -198,11 +199,11 @@ class ScaleFactors(TileOperand):
 
 
 def tile_operands(
-    c: GemmConfiguration, mma: cute.TiledMma, cta_mma: cute.TiledMma, ragged_k: bool = False
+    c: GemmConfiguration, mma: cute.TiledMma, cta_mma: cute.TiledMma, tile_map: TileMap
 ) -> list[TileOperand]:
     """A, B and, for block-scaled MMAs, SFA and SFB. ``mma`` is the MMA of the pair, ``cta_mma`` that of one CTA."""
-    operands: list[TileOperand] = [Values(c, i, mma, ragged_k) for i in range(2)]
+    operands: list[TileOperand] = [Values(c, i, mma, tile_map) for i in range(2)]
     if c.tensor_core_scale:
-        operands.append(ScaleFactors(c, 0, cta_mma if ragged_k else mma, mma, ragged_k))
-        operands.append(ScaleFactors(c, 1, cta_mma, mma, ragged_k))
+        operands.append(ScaleFactors(c, 0, cta_mma if tile_map.ragged_k else mma, mma, tile_map))
+        operands.append(ScaleFactors(c, 1, cta_mma, mma, tile_map))
     return operands

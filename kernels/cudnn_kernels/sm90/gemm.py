@@ -78,10 +78,10 @@ class Gemm(Mainloop):
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
         super().__init__(c, self.tile_m)
-        ragged_k = self.tile_map.ragged_k
-        self.operands = [TileOperand(c, i, ragged_k, multicast_dim=i) for i in range(2)]
+        tile_map = self.tile_map
+        self.operands = [TileOperand(c, i, tile_map, multicast_dim=i) for i in range(2)]
         self.tail_operands = [
-            TileOperand(c, i, ragged_k, multicast_dim=1 - i) for i in range(2) if c.schedule.split_tail_n
+            TileOperand(c, i, tile_map, multicast_dim=1 - i) for i in range(2) if c.schedule.split_tail_n
         ]
         self.wg_rows = self.tile_m if c.pingpong else self.tile_m // MMA_WARPGROUPS
         self.may_lack_rows = self.tile_map.ragged_m and self.tile_map.rows > self.wg_rows  # of a tail tile
@@ -93,7 +93,7 @@ class Gemm(Mainloop):
             vector = c.a.scale.vector
             allowed = f"k tiles of {vector}, or at most 128 rows and {MAX_PARTIAL_N} columns, with such scale factors"
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
-        self.gathers_by_tma = bool(c.gathers) and not ragged_k
+        self.gathers_by_tma = bool(c.gathers) and not tile_map.ragged_k
         self.gathers_by_threads = bool(c.gathers) and not self.gathers_by_tma
         copies = self.operand_scales or self.gathers_by_threads or c.schedule.split_tail_n
         self.num_regs = NUM_REGS_COPY if copies else NUM_REGS
@@ -380,7 +380,7 @@ class Gemm(Mainloop):
         pipeline = self.pipeline
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
         previous_stage = stage
-        if const_expr(self.tile_map.ragged_k):
+        if const_expr(self.tile_map.may_lack_k):
             if k_tiles == 0:  # an empty group
                 acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -406,7 +406,7 @@ class Gemm(Mainloop):
     def wait_last_mma(self, position: Int32, k_tiles: Int32) -> None:
         """Waits for the MMAs of the last k tile and releases its stage."""
         warpgroup.wait_group(0)
-        if const_expr(self.tile_map.ragged_k or self.may_lack_rows):
+        if const_expr(self.tile_map.may_lack_k or self.may_lack_rows):
             if k_tiles > 0:
                 consumer_release(self.cluster, self.pipeline.empty + (position + k_tiles - 1) % self.pipeline.stages)
         else:
@@ -440,8 +440,8 @@ class Gemm(Mainloop):
         operands = [self.acc_tile_operands(mma, thr_mma, acc_tile) for acc_tile in acc_tiles]
         partial = self.fragment(Float32, self.partial_n, 64)
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
-        # The first k tile is peeled: it overwrites the accumulator. With ragged k, there may be no k tile.
-        peeled = const_expr(self.promotion_interval == 1 and not self.tile_map.ragged_k)
+        # The first k tile is peeled: it overwrites the accumulator. With varlen_k, there may be no k tile.
+        peeled = const_expr(self.promotion_interval == 1 and not self.tile_map.may_lack_k)
         if const_expr(peeled):
             first = (Int32(0), k_tiles, stage, phase, True)
             self.promote_k_tile(mma, acc, partial, acc_tiles, operands, position, thread, first)

@@ -14,6 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.gemm import tile_operand
 from cudnn_kernels.gemm.configuration import GemmConfiguration
+from cudnn_kernels.schedule.tile_maps import TileMap
 
 
 class TileOperand(tile_operand.TileOperand):
@@ -24,8 +25,8 @@ class TileOperand(tile_operand.TileOperand):
     share tiles of B. With ``split_tail_n``, tail tiles use the other dimension.
     """
 
-    def __init__(self, c: GemmConfiguration, operand_index: int, ragged_k: bool, multicast_dim: int) -> None:
-        super().__init__(c, operand_index, ragged_k)
+    def __init__(self, c: GemmConfiguration, operand_index: int, tile_map: TileMap, multicast_dim: int) -> None:
+        super().__init__(c, operand_index, tile_map)
         self.multicast_dim, self.num_multicast = multicast_dim, c.cluster[1 - multicast_dim]
         self.major = OperandMajorMode.K if self.operand.major == "k" else OperandMajorMode.MN
 

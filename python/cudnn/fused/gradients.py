@@ -18,15 +18,15 @@ from cudnn.fused.layouts import (
     FlatScales,
     Gradients,
     Matrix,
-    OneMatrix,
     Sizes,
     TensorSpec,
-    Transposed,
+    TokenBlocks,
+    TransposedTokenBlocks,
 )
 from cudnn.fused.wrapper import stream_of
-from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import BITS, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, SCALES, name_of, wide
 from cudnn.gemm.reference import evaluate
-from cudnn.gemm.scales import dequantize
+from cudnn.gemm.scales import dequantize, token_block_ranges
 from cudnn.lazy import torch
 from cudnn.runtime.call import on_stream
 from cudnn_kernels import epilogue
@@ -49,10 +49,10 @@ class ExpertGradients(ExpertsGemm):
     """Weight gradients of each expert: a GEMM over its range of tokens, the GEMM's k (varlen_k)."""
 
     tensors = (
-        TensorSpec("a", OneMatrix("m", "tokens of a", "mk"), TYPES, about="hidden = m, tokens = k"),
-        TensorSpec("b", Transposed("n", "tokens of b", "nk"), TYPES, same_dtype="a"),
-        TensorSpec("sfa", FlatScales("atoms of m", "scales of k"), SCALES, optional=True),
-        TensorSpec("sfb", FlatScales("atoms of n", "scales of k"), SCALES, optional=True, same_dtype="sfa"),
+        TensorSpec("a", TokenBlocks("m", "tokens of a", "mk"), TYPES, about="hidden = m, tokens = k"),
+        TensorSpec("b", TransposedTokenBlocks("n", "tokens of b", "nk"), TYPES, same_dtype="a"),
+        TensorSpec("sfa", FlatScales("m", "scales of k"), (*SCALES, BLOCKWISE_DTYPE), optional=True),
+        TensorSpec("sfb", FlatScales("n", "scales of k"), (*SCALES, BLOCKWISE_DTYPE), optional=True, same_dtype="sfa"),
         TensorSpec("offsets", OF_EXPERTS, ("int32",), init="ends", about="the token where each expert ends"),
         TensorSpec("wgrad", Gradients("m", "n", "mn", "experts"), FLOATS, optional=True, written=True),
         TensorSpec("wgrad_ptrs", Contiguous("experts", alignment=8), ("int64",), optional=True, sampled=False),
@@ -79,7 +79,7 @@ class ExpertGradients(ExpertsGemm):
     shapes = ((28672, 4096, 32768, 8), (2816, 2048, 32768, 64), (1536, 2048, 65536, 128))
     steps = (8, 8, 64, 1)
     tile_n = (64, 128, 192, 256)
-    vectors = (16, 32)
+    vectors = (16, 32, BLOCKWISE_SIZE)
     hints = (*ExpertsGemm.hints, "wgrad_ptrs", "output_mode", "input_order", "descriptor_workspace")
     result = ("wgrad", "")
     pointer_arguments = ("wgrad_ptrs",)
@@ -93,12 +93,17 @@ class ExpertGradients(ExpertsGemm):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
-        self.schedule = VarlenK()
+        self.schedule = VarlenK(k_block=BLOCKWISE_SIZE if self.in_blocks else 0)
         self.expert = self._describe(arguments["sample_wgrad_expert"], "sample_wgrad_expert")
         offsets = arguments["sample_offsets"]
         read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it
         if self.scaled and read and offsets.dtype == torch.int32:
             self.check_ends(offsets, self.sizes(self.descs))
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether operands are blocks of 128 tokens of an expert, with float32 scale factors for each."""
+        return self.dtype_name("sfa") == BLOCKWISE_DTYPE
 
     def operations(self) -> tuple[Any, ...]:
         names = ("global_scale_a", "global_scale_b")
@@ -112,10 +117,11 @@ class ExpertGradients(ExpertsGemm):
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
-        """Sizes by name: those of a (m, k), b (k, n) and offsets (experts,).
+        """Sizes by name: those of a (m, k), b (k, n) and offsets (experts,). Blocks of tokens: k is 128, ``l`` their
+        number.
 
         Raises:
-            ValueError: other dimensions, another size than the tokens is 0, or more than 1024 experts.
+            ValueError: other dimensions, another size than the tokens is 0, more than 1024 experts, or fewer blocks.
         """
         for name, rank, dims in (("a", 3, "(hidden, tokens)"), ("b", 3, "(tokens, hidden)"), ("offsets", 1, "(e,)")):
             if len(shapes[name]) != rank:
@@ -124,14 +130,18 @@ class ExpertGradients(ExpertsGemm):
         if min(m, n, experts) < 1 or experts > MOST_EXPERTS:
             got, allowed = f"{m} x {n}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
             raise make_error(ValueError, cls._title(), "sizes", got, allowed)
-        tokens = {"tokens of a": k, "tokens of b": shapes["b"][1]}
+        tokens, blocks = {"tokens of a": k, "tokens of b": shapes["b"][1]}, shapes["a"][2]
         (k,) = shapes.get("a_index", (k,))
         tokens |= {f"tokens of {name}": k for name in "ab" if f"{name}_index" not in shapes}
         vector = options.get("sf_vec_size", 16)
         cls.check_vector(vector)
+        if (k != BLOCKWISE_SIZE or blocks < experts) if vector == BLOCKWISE_SIZE else blocks != 1:
+            got = f"hidden = {m}, tokens = {k}, blocks = {blocks}, with sf_vec_size={vector}"
+            allowed = "(blocks, hidden, 128) with sf_vec_size=128, at least a block for each expert; else (hidden, tokens)"
+            raise make_error(ValueError, cls._title(), "a tensor", got, allowed)
         factors = 4 * ceil_div(ceil_div(k, vector), 4)
-        atoms = {f"atoms of {name}": 128 * ceil_div(size, 128) for name, size in (("m", m), ("n", n))}
-        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "scales of k": factors, **tokens, **atoms}
+        named = {"m": m, "n": n, "k": k, "l": blocks, "experts": experts, "scales of k": factors, "vector": vector}
+        return {**named, **tokens}
 
     @classmethod
     def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
@@ -217,10 +227,12 @@ class ExpertGradients(ExpertsGemm):
         """Adds the options of pointer arrays, and a zero ``wgrad`` to accumulate on, if none was passed."""
         where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
         cls.check_order(arguments["input_order"])
+        in_blocks = arguments["sf_vec_size"] == BLOCKWISE_SIZE
         for name, dims in (("a", "(hidden, tokens)"), ("b", "(tokens, hidden)")):
-            check_rank(where, name, arguments[f"{name}_tensor"], (2,), dims)
+            rank, dims = (3, "(blocks, hidden, 128)") if in_blocks else (2, dims)
+            check_rank(where, name, arguments[f"{name}_tensor"], (rank,), dims)
         wgrad, pointers = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
-        m, n = cls.shape_of(arguments["a_tensor"])[0], b.shape[1]  # packed elements lie along the tokens
+        m, n = cls.shape_of(arguments["a_tensor"])[int(in_blocks)], b.shape[1]  # packed elements lie along the tokens
         if (pointers is not None) != (arguments["output_mode"] == "discrete"):
             got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if pointers is None else 'given'}"
             raise make_error(ValueError, where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None")
@@ -271,8 +283,17 @@ class ExpertGradients(ExpertsGemm):
             if self.has(f"{name}_index") and self.major(name) == "k":
                 raise self.error(f"{name}_index tensor", f"a tensor, with contiguous tokens of {name}", "None, then")
 
+    def check_ends(self, offsets: Any, sizes: Sizes, step: int = 1, last: int = 1) -> None:
+        if self.in_blocks:  # as many tokens as the blocks of all experts hold
+            sizes = {**sizes, self.tokens: (sizes["l"] - sizes["experts"] + 1) * BLOCKWISE_SIZE - 1}
+        super().check_ends(offsets, sizes, step, last)
+
     def steps_of_ends(self) -> tuple[int, int]:
-        """16 bytes of operands whose tokens are contiguous; four blocks of those that have scale factors."""
+        """16 bytes of operands whose tokens are contiguous; four blocks of those that have scale factors. Any, of
+        blocks of tokens.
+        """
+        if self.in_blocks:
+            return 1, 1
         last = max(ALIGNMENT * 8 // BITS[self.dtype_name(name)] if self.major(name) == "k" else 1 for name in "ab")
         return (max(last, 4 * self.sf_vec_size) if self.scaled else last), last
 
@@ -310,7 +331,8 @@ class ExpertGradients(ExpertsGemm):
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         ends = tensors["offsets"].tolist()
-        a, b = (self.parts(tensors, name, ends) for name in "ab")
+        parts = self.expert_blocks if self.in_blocks else self.parts
+        a, b = (parts(tensors, name, ends) for name in "ab")
         product = torch.stack([x @ y.T for x, y in zip(a, b, strict=True)], -1)
         if not self.has("wgrad_ptrs"):
             evaluate(self.operations(), product, tensors)
@@ -321,6 +343,11 @@ class ExpertGradients(ExpertsGemm):
         evaluate(self.operations(), product, {**tensors, "wgrad_ptrs": packed})
         for expert, target in enumerate(targets):
             target.copy_(packed[..., expert : expert + 1])
+
+    def expert_blocks(self, tensors: Mapping[str, Any], name: str, ends: Sequence[int]) -> list[Any]:
+        """The dequantized operand of each expert (rows, tokens of its blocks)."""
+        blocks = wide(tensors[name]) * tensors[f"sf{name}"]  # (rows, 128, blocks)
+        return [blocks[..., x].transpose(1, 2).flatten(1) for _, x in token_block_ranges(tensors["offsets"])]
 
     def parts(self, tensors: Mapping[str, Any], name: str, ends: Sequence[int]) -> list[Any]:
         """The dequantized operand of each expert."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.api_base import TensorDesc, is_non_overlapping, same_stride, unpad
-from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT4, name_of
-from cudnn.gemm.scales import blockwise_scale_shape, blockwise_scale_stride, empty_scales, scale_shape, scale_stride
+from cudnn.api_base import TensorDesc, ceil_div, is_non_overlapping, same_stride, unpad
+from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, name_of
+from cudnn.gemm.scales import ATOM_ROWS, blockwise_scale_shape, blockwise_scale_stride, empty_scales, scale_shape, scale_stride
 from cudnn.lazy import torch
 
 Sizes = Mapping[str, int]
@@ -132,6 +132,37 @@ class Transposed(OneMatrix):
 
     def __str__(self) -> str:
         return f"({self.columns}, {self.rows})"
+
+
+class TokenBlocks(OneMatrix):
+    """An operand of weight gradients: one matrix, or a batch of blocks of 128 tokens, passed as (l, rows, 128)."""
+
+    def is_canonical(self, tensor: Any) -> bool:
+        return super().is_canonical(tensor) and not self.is_blocks(tensor)
+
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.permute(1, 2, 0) if self.is_blocks(tensor) else super().canonicalize(tensor)
+
+    @staticmethod
+    def is_blocks(tensor: Any) -> bool:
+        """Whether it is (blocks, rows, 128)."""
+        return tensor.ndim == 3 and tensor.shape[2] == BLOCKWISE_SIZE and strides_of(tensor)[2] == 1
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or (blocks, {self.rows}, 128)"
+
+
+class TransposedTokenBlocks(Transposed):
+    """The same, but one matrix is passed as (columns, rows)."""
+
+    def is_canonical(self, tensor: Any) -> bool:
+        return super().is_canonical(tensor) and not TokenBlocks.is_blocks(tensor)
+
+    def canonicalize(self, tensor: Any) -> Any:
+        return tensor.permute(1, 2, 0) if TokenBlocks.is_blocks(tensor) else super().canonicalize(tensor)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or (blocks, {self.rows}, 128)"
 
 
 class Weights(Matrix):
@@ -335,8 +366,10 @@ class Each(Contiguous):
 
 @dataclass(frozen=True)
 class FlatScales(Layout):
-    """The scale factors of a varlen_k operand: those of one expert after the other, each in atoms of 128 x 4. There are
-    rows x scales of them.
+    """The scale factors of a varlen_k operand: those of one expert after the other, each in atoms of 128 x 4, for
+    ``scales`` blocks of all experts.
+
+    Blockwise scales (float32) are (rows, 1, l), passed as (l, rows): one for each row of each block of 128 tokens.
     """
 
     rows: str
@@ -344,16 +377,27 @@ class FlatScales(Layout):
     rank = 1
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return (sizes[self.rows] * sizes[self.scales],)
+        rows = sizes[self.rows]
+        if sizes["vector"] == BLOCKWISE_SIZE:
+            return (rows, 1, sizes["l"])
+        return (ATOM_ROWS * ceil_div(rows, ATOM_ROWS) * sizes[self.scales],)
 
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
-        return [(1,)]
+        return [(1, 1, sizes[self.rows])] if sizes["vector"] == BLOCKWISE_SIZE else [(1,)]
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        return (len(shape) == 3 and not written) or super().accepts(shape, stride, sizes, bits, written)
+
+    def is_canonical(self, tensor: Any) -> bool:
+        return tensor.ndim == (3 if name_of(tensor.dtype) == BLOCKWISE_DTYPE else 1)
 
     def canonicalize(self, tensor: Any) -> Any:
+        if name_of(tensor.dtype) == BLOCKWISE_DTYPE:
+            return tensor.unsqueeze(0).permute(2, 0, 1) if tensor.ndim == 2 else tensor
         return tensor.view(-1)
 
     def __str__(self) -> str:
-        return f"({self.rows}, {self.scales}), contiguous, or with one dimension"
+        return f"({self.rows} rounded up to 128, {self.scales}), contiguous, or (blocks, {self.rows})"
 
 
 class Rows(Contiguous):

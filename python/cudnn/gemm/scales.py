@@ -9,7 +9,8 @@ and whose memory is that of a contiguous (l, ceil(mn / 128), ceil(blocks / 4), 3
 block fills the atoms.
 
 Blockwise scales, one per 128 elements, are a float32 matrix: (mn, blocks, l), or (ceil(mn / 128), blocks, l) if 128
-rows share one.
+rows share one. Weight gradients read
+blocks of 128 tokens with a scale for each block and feature: elements (blocks, n, 128), scales (blocks, n).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from cudnn.api_base import ceil_div
 from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT4, FLOAT8, LARGEST, QUANTIZED_LIMIT, name_of, wide
 from cudnn.lazy import torch
+from cudnn_kernels.schedule import first_block
 
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
 _ORDER = (3, 4, 1, 5, 2, 0)  # dimensions of the contiguous memory, as the tensor has them
@@ -236,6 +238,58 @@ def quantize_rows(
         matrix = torch.empty_strided(shape, blockwise_scale_stride(shape, rows), dtype=torch.float32, device=x.device)
         return elements, matrix.copy_(scales.permute(1, 2, 0))
     return elements, pack_scales(scales.permute(1, 2, 0).contiguous())
+
+
+def token_block_count(rows: int, experts: int) -> int:
+    """The number of blocks of 128 tokens that hold ``rows`` tokens of ``experts`` experts, each in separate blocks."""
+    return rows // BLOCKWISE_SIZE + experts
+
+
+def token_block_ranges(offsets: Any) -> list[tuple[slice, slice]]:
+    """The tokens and the blocks of each expert, from their end offsets, int32 (experts,): block j of expert e is number
+    start // 128 + e + j. Waits for the GPU.
+    """
+    ends = offsets.tolist()
+    starts = [0, *ends[:-1]]
+    firsts = [first_block(start, expert, BLOCKWISE_SIZE) for expert, start in enumerate(starts)]
+    return [
+        (slice(start, end), slice(first, first + ceil_div(end - start, BLOCKWISE_SIZE)))
+        for start, end, first in zip(starts, ends, firsts, strict=True)
+    ]
+
+
+def token_blocks(x: Any, offsets: Any) -> Any:
+    """Tokens (rows, n), sorted by expert, as blocks (blocks, n, 128) of an expert's tokens, filled up with zeros."""
+    rows, n = x.shape
+    blocks = x.new_zeros(token_block_count(rows, len(offsets)), n, BLOCKWISE_SIZE)
+    for tokens, numbers in token_block_ranges(offsets):
+        padding = -(tokens.stop - tokens.start) % BLOCKWISE_SIZE
+        padded = torch.nn.functional.pad(x[tokens], (0, 0, 0, padding))
+        blocks[numbers] = padded.unflatten(0, (-1, BLOCKWISE_SIZE)).transpose(1, 2)
+    return blocks
+
+
+def quantize_token_blocks(
+    x: Any, offsets: Any, dtype: Any = None, power_of_two: bool = False
+) -> tuple[Any, Any]:
+    """Quantises tokens (rows, n), sorted by expert, with a float32 scale factor for every 128 tokens of an expert.
+
+    Returns:
+        Elements (blocks, n, 128) of ``dtype``, e4m3 by default, see :func:`token_blocks`, and their scale factors
+        (blocks, n): operands of :class:`cudnn.GroupedGemmWgrad`. In float32; scales as those of :func:`quantize_rows`.
+    """
+    dtype = dtype or torch.float8_e4m3fn
+    blocks = token_blocks(x.float(), offsets)
+    limit = QUANTIZED_LIMIT[name_of(dtype)]
+    scales, factor = compute_block_scales(blocks.abs().amax(-1), limit, torch.float32, 1.0, power_of_two)
+    return round_to(blocks * factor.unsqueeze(-1), dtype), scales
+
+
+def dequantize_token_blocks(x: Any, scales: Any, offsets: Any) -> Any:
+    """The values (rows, n) of tokens in blocks, float32; the inverse of :func:`quantize_token_blocks`."""
+    values = (x.float() * scales.unsqueeze(-1)).transpose(1, 2)
+    parts = [values[numbers].flatten(0, 1)[: tokens.stop - tokens.start] for tokens, numbers in token_block_ranges(offsets)]
+    return torch.cat(parts)
 
 
 def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:
