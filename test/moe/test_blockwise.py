@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cudnn
 from cudnn import moe
+from cudnn.gemm.scales import dequantize_token_blocks, token_block_ranges
 from cudnn.moe import experts as operands
 from cudnn.moe import quantizing, reference
 from cudnn.moe.quantizing import quantized_both_ways, quantized_tokens, quantized_weights
@@ -49,6 +50,10 @@ def sixteen(x: torch.Tensor) -> torch.Tensor:
     return x.to(BF16).double()
 
 
+def exact(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def gates(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     g, u = h.unflatten(1, (-1, 2, 32)).unbind(2)
     return g.flatten(1), u.flatten(1)
@@ -83,9 +88,8 @@ class Case:
         grads = {n: torch.stack([w.grad for w in v]) if isinstance(v, list) else v.grad for n, v in t.items()}
         return {"y": y.detach(), **grads}
 
-    def model(self, saves16: bool, separately: bool = False) -> dict[str, torch.Tensor]:
-        """The recipe in float64. ``separately``: a kernel quantizes what the dGLU GEMM has rounded to 16 bits."""
-        between = sixteen if separately else lambda x: x
+    def model(self, saves16: bool, forward: Any = exact, backward: Any = exact) -> dict[str, torch.Tensor]:
+        """The recipe in float64. ``forward`` and ``backward``: how results of a GEMM are rounded that are quantized."""
         t = {n: x.double().cpu() for n, x in self.tensors.items()}
         x, weights, dy, indices = t["x"], t["weights"], self.dy.double().cpu(), self.indices.cpu()
         result = {"y": torch.zeros_like(x), **{n: torch.zeros_like(v) for n, v in t.items()}}
@@ -94,16 +98,16 @@ class Case:
             prob, up8, down8 = weights[token, slot, None], rounded(up, 128), rounded(down, 128)
             h = rounded(x[token]) @ up8.T + t["up_bias"][e]
             g, u = gates(h)
-            out = sixteen(rounded(u * g * g.sigmoid()) @ down8.T + t["down_bias"][e])
+            out = sixteen(rounded(forward(u * g * g.sigmoid())) @ down8.T + t["down_bias"][e])
             result["y"].index_add_(0, token, out * prob)
             g, u = gates(sixteen(h) if saves16 else rounded(h))
             s, dact = g.sigmoid(), rounded(dy[token]) @ down8
             result["weights"][token, slot] = (dact * u * g * s).sum(1) + dy[token] @ t["down_bias"][e]
             dact = dact * prob
             blocks = [(dact * u * s * (1 + g * (1 - s))).unflatten(1, (-1, 32)), (dact * g * s).unflatten(1, (-1, 32))]
-            dh, act = torch.stack(blocks, 2).flatten(1), between(u * g * s * prob)
+            dh, act = torch.stack(blocks, 2).flatten(1), backward(u * g * s * prob)
             result["up_bias"][e], result["down_bias"][e] = dh.sum(0), (dy[token] * prob).sum(0)
-            dh = between(dh)
+            dh = backward(dh)
             result["x"].index_add_(0, token, sixteen(rounded(dh) @ up8))
             result["up"][e] = by_tokens(dh).T @ by_tokens(x[token])
             result["down"][e] = by_tokens(dy[token]).T @ by_tokens(act)
@@ -121,11 +125,11 @@ def test_the_recipe(where: str) -> None:
     c = Case(device="cuda" if where == "gpu" else "cpu")
     with within(where):
         actual = c.run("blockwise_save16")
-        check(actual, c.model(True, separately=True))
+        check(actual, c.model(True, sixteen if where == "sm_100a" else exact, sixteen))
         lists = c.run("blockwise_save16", lists=True)
         assert all(torch.equal(lists[name], each) for name, each in actual.items())
-    for name, exact in c.run(False).items():
-        cosine = torch.nn.functional.cosine_similarity(exact.double().flatten(), actual[name].double().flatten(), dim=0)
+    for name, right in c.run(False).items():
+        cosine = torch.nn.functional.cosine_similarity(right.double().flatten(), actual[name].double().flatten(), dim=0)
         assert float(cosine) > COSINE, name
         assert float(cosine) < 1 - 1e-4 or "bias" in name, f"{name}: not of e4m3"
 
@@ -172,7 +176,7 @@ def test_tokens_by_rows_and_by_token_columns(where: str) -> None:
     x[:, :128] *= torch.rand(150, 1).to(BF16)
     x[3], indices[indices == 2] = 0.0, 4
     offsets, gather_idx, _ = moe.sort(indices, 5)
-    used = [first + j for first, count in blocks_of(offsets) for j in range(count)]
+    used = [i for _, blocks in token_block_ranges(offsets) for i in range(blocks.start, blocks.stop)]
 
     def run(x: torch.Tensor, index: torch.Tensor | None, by_rows: bool) -> list[torch.Tensor]:
         rows, columns = quantized_tokens(x, index, offsets, 300, by_rows)
@@ -184,17 +188,10 @@ def test_tokens_by_rows_and_by_token_columns(where: str) -> None:
     with within(where):
         for case, right in zip(cases, expected, strict=True):
             assert all(map(torch.equal, run(*case), right))
-    blocks, scales = (t.float() for t in reference.quantize_columns(x[gather_idx.long()], offsets))
-    first, count = blocks_of(offsets)[1]
-    tokens = (blocks * scales[..., None])[first : first + count].mT.flatten(0, 1)[: offsets[1] - offsets[0]]
+    columns = quantized_tokens(x, gather_idx, offsets, 300, False)[1]
+    tokens = dequantize_token_blocks(*columns, offsets)[offsets[0] : offsets[1]]
     right = by_tokens(x[gather_idx.long()].double()[offsets[0] : offsets[1]])
     assert torch.allclose(tokens.double(), right, rtol=1e-6)
-
-
-def blocks_of(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    """The first block of each expert and how many it has."""
-    ends = offsets.tolist()
-    return [(s // 128 + e, -((s - t) // 128)) for e, (s, t) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
 
 
 @pytest.mark.parametrize("where", WHERE)

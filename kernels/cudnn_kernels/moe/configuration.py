@@ -236,7 +236,7 @@ class QuantizeConfiguration:
     """Quantizes rows of ``columns`` elements, a multiple of BLOCK, to e4m3. A scale factor is for BLOCK elements of a
     row or, with ``blocks``, for BLOCK x BLOCK. With ``top_k``, rows are tokens, stored to the rows of their slots
     (permuted). With ``matrix_rows``, blocks are of matrices (matrix_rows, columns), one after the other, which are also
-    stored transposed. Scale factors are powers of two with ``power_of_two``.
+    stored transposed.
     """
 
     dtype: str
@@ -244,7 +244,6 @@ class QuantizeConfiguration:
     blocks: bool = False
     top_k: int = 0
     matrix_rows: int = 0
-    power_of_two: bool = False
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
@@ -278,7 +277,6 @@ class QuantizeTokensConfiguration:
     experts: int
     gathers: bool
     by_rows: bool
-    power_of_two: bool = False
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""

@@ -81,7 +81,7 @@ class Quantize(Kernel):
             in_bounds = is_row & (vec_idx < self.c.columns // VALUES)
             vector = self.load(x, row, Int32(select_(in_bounds, vec_idx, Int32(0))), in_bounds)
             amax = lanes_max(magnitude(vector), self.lanes)
-            scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two)
+            scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
             quantized_vector = rounded([v * inverse for v in vector], DTYPES[FP8_DTYPE])
             for target in targets:
                 self.store(quantized, scales, target, vec_idx, in_bounds & (target >= 0), quantized_vector, scale)
@@ -107,7 +107,7 @@ class Quantize(Kernel):
         vec_idx = column_block * LANES + thread % LANES
         vectors = [self.load(x, row, vec_idx, row < x.shape[0]) for row in rows]
         amax = self.of_block([magnitude(vector) for vector in vectors], thread)
-        scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two)
+        scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
         values = [[v * inverse for v in vector] for vector in vectors]
         for row, vector in zip(rows, values, strict=True):
             self.store(quantized, scales, row, vec_idx, True, rounded(vector, DTYPES[FP8_DTYPE]), scale)

@@ -107,14 +107,14 @@ class QuantizeTokens(Kernel):
         if const_expr(rows is not None):
             for row, vector in zip(indices, values, strict=True):
                 amax = lanes_max(magnitude(vector), LANES)
-                scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two)
+                scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
                 quantized = rounded([value * inverse for value in vector], DTYPES[FP8_DTYPE])
                 self.store_row(rows, row_scales, row, row < end, vec_idx, lane == 0, column_block, quantized, scale)
         # (3) Quantize by token columns.
         tile = TransposedTile(thread)
         scales, inverses = cute.make_rmem_tensor(VALUES, Float32), []
         for j, amax in enumerate(tile.columns_max(values)):
-            scales[j], inverse = compute_block_scale(amax, FP8_DTYPE, "float32", power_of_two=self.c.power_of_two)
+            scales[j], inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
             inverses.append(inverse)
         self.store_column_scales(block_scales[block, None], vec_idx, thread < LANES, scales)
         of_columns = [[a * b for a, b in zip(vector, inverses, strict=True)] for vector in values]

@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cudnn.gemm.scales import quantize_token_blocks, token_block_count
 from cudnn.moe import reference
 from cudnn.runtime import launch
 from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, persistent
@@ -66,8 +67,8 @@ def empty_quantized(x: torch.Tensor, rows: int, columns: int) -> Pair:
 class TokenColumns(NamedTuple):
     """Rows of experts in e4m3 by token columns, as the GEMMs of weight gradients read them.
 
-    - ``blocks`` (B, n, 128): 128 rows of one expert, transposed. Block start // 128 + e + j has the rows of expert e
-      from start + 128 j on, where start is its first row; zeros follow its last one. Other blocks are not initialized.
+    - ``blocks`` (B, n, 128), see :func:`cudnn.gemm.scales.token_blocks`: 128 rows of one expert each, transposed.
+      Kernels do not initialize blocks without rows.
     - ``scales`` float32 (B, n): those of the 128 tokens of a column.
     """
 
@@ -77,7 +78,7 @@ class TokenColumns(NamedTuple):
 
 def empty_columns(x: torch.Tensor, rows: int, experts: int, columns: int) -> TokenColumns:
     """Memory for the token columns of ``rows`` rows, on x's device."""
-    blocks = rows // BLOCK + experts
+    blocks = token_block_count(rows, experts)
     values = x.new_empty(blocks, columns, BLOCK, dtype=torch.float8_e4m3fn)
     return TokenColumns(values, x.new_empty(blocks, columns, dtype=torch.float32))
 
@@ -111,7 +112,7 @@ def quantized_tokens(
     if of_rows is not None:
         for target, source in zip(of_rows, reference.quantize(tokens, 1), strict=True):
             target.copy_(source)
-    return of_rows, TokenColumns(*reference.quantize_columns(tokens, offsets))
+    return of_rows, TokenColumns(*quantize_token_blocks(tokens, offsets))
 
 
 def gemm_quantizes(x: torch.Tensor) -> bool:

@@ -135,29 +135,9 @@ def combine_gradients(
     return d_rows, d_weights
 
 
-def quantize(x: torch.Tensor, rows: int, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128."""
     blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
     limit = QUANTIZED_LIMIT["float8_e4m3fn"]
-    scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32, power_of_two=power_of_two)
+    scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
     return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales
-
-
-def dequantize(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 (R, n) from e4m3 and the scales of its blocks, whose sizes follow from the number of scales."""
-    rows, columns = x.shape[0] // scales.shape[0], x.shape[1] // scales.shape[1]
-    blocks = x.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    return (blocks * scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
-
-
-def quantize_columns(
-    x: torch.Tensor, offsets: torch.Tensor, power_of_two: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (R, n) of experts by token columns: blocks of 128 tokens, e4m3 (B, n, 128), and their scales (B, n)."""
-    ends, n = offsets.tolist(), x.shape[1]
-    blocks = x.new_zeros(x.shape[0] // 128 + len(ends), 128, n)
-    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        first, count = start // 128 + expert, end - start
-        blocks[first : first - -count // 128].flatten(0, 1)[:count] = x[start:end]
-    quantized, scales = quantize(blocks.mT.reshape(-1, 128), 1, power_of_two)
-    return quantized.view(-1, n, 128), scales.view(-1, n)
