@@ -88,7 +88,7 @@ class Case:
         grads = {n: torch.stack([w.grad for w in v]) if isinstance(v, list) else v.grad for n, v in t.items()}
         return {"y": y.detach(), **grads}
 
-    def model(self, saves16: bool, forward: Any = exact, backward: Any = exact) -> dict[str, torch.Tensor]:
+    def model(self, forward: Any = exact, backward: Any = exact) -> dict[str, torch.Tensor]:
         """The recipe in float64. ``forward`` and ``backward``: how results of a GEMM are rounded that are quantized."""
         t = {n: x.double().cpu() for n, x in self.tensors.items()}
         x, weights, dy, indices = t["x"], t["weights"], self.dy.double().cpu(), self.indices.cpu()
@@ -100,7 +100,7 @@ class Case:
             g, u = gates(h)
             out = sixteen(rounded(forward(u * g * g.sigmoid())) @ down8.T + t["down_bias"][e])
             result["y"].index_add_(0, token, out * prob)
-            g, u = gates(sixteen(h) if saves16 else rounded(h))
+            g, u = gates(sixteen(h))
             s, dact = g.sigmoid(), rounded(dy[token]) @ down8
             result["weights"][token, slot] = (dact * u * g * s).sum(1) + dy[token] @ t["down_bias"][e]
             dact = dact * prob
@@ -124,9 +124,9 @@ def check(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], li
 def test_the_recipe(where: str) -> None:
     c = Case(device="cuda" if where == "gpu" else "cpu")
     with within(where):
-        actual = c.run("blockwise_save16")
-        check(actual, c.model(True, sixteen if where == "sm_100a" else exact, sixteen))
-        lists = c.run("blockwise_save16", lists=True)
+        actual = c.run("blockwise")
+        check(actual, c.model(sixteen if where == "sm_100a" else exact, sixteen))
+        lists = c.run("blockwise", lists=True)
         assert all(torch.equal(lists[name], each) for name, each in actual.items())
     for name, right in c.run(False).items():
         cosine = torch.nn.functional.cosine_similarity(right.double().flatten(), actual[name].double().flatten(), dim=0)
