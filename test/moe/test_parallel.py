@@ -250,7 +250,7 @@ def test_weights_of_ranks_are_quantized_once_per_step() -> None:
         x = torch.randn(20, 128).bfloat16()
         copies = []
         for fused in (False, True):
-            optimizer = torch.optim.SGD([layer.up, layer.down], lr=1.0, fused=fused)
+            optimizer = torch.optim.AdamW([layer.up, layer.down], lr=0.1, fused=fused)
             for _ in range(2):
                 layer(x).backward(x)
                 cached = quantizing._cache[layer.up]
