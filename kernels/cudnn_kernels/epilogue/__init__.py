@@ -724,3 +724,40 @@ class StoreColumns(EpiOp):
         types = {self.tensor: "uint8", self.scales: "float8_e4m3fn"}
         flat = [Tensor(name, dtype, (f"{name} bytes",), (1,)) for name, dtype in types.items()]
         return (*flat, Scalar(self.norm_const, "float32"))
+
+
+TOKEN_BLOCK = 128
+"""Rows of a block of :class:`StoreTokenBlocks`."""
+
+
+@dataclass(frozen=True)
+class StoreTokenBlocks(EpiOp):
+    """Divides every 128 rows of a column of a value by a common scale factor, rounds and writes them transposed, as the
+    K-major operands that weight gradients read by ``VarlenK(k_block=128)``.
+
+        s = max |x| / limit, or the next ``power_of_two``;  d = x / s, or 0 where s is 0
+
+    Blocks begin where groups do: row 128 j + i of group e is token i of block :func:`first_block` + j of ``tensor``,
+    (blocks, n, 128), of 8 bits; the tokens after a group's last one are zeros. The scale factors are float32
+    (blocks, n). Other blocks stay.
+    """
+
+    tensor: str
+    scales: str
+    dtype: str
+    value: str = "x"
+    power_of_two: bool = False
+    major: ClassVar[str] = "m"
+    concat_glu: ClassVar[bool] = False
+    extra_registers: ClassVar[bool] = True
+
+    @property
+    def staged_bits(self) -> int:
+        return bits(self.dtype)
+
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        blocks = f"{names.rows} / {TOKEN_BLOCK}"
+        return (
+            Tensor(self.tensor, self.dtype, (blocks, names.columns, TOKEN_BLOCK), (None, None, 1)),
+            Tensor(self.scales, "float32", (blocks, names.columns), (None, 1), align=4),
+        )

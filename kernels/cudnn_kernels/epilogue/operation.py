@@ -98,6 +98,7 @@ class Tile:
     thread: Int32  # index in the warpgroup
     wg_idx: Int32  # index of the warpgroup among those of the epilogue
     barrier: Callable[[], None]  # synchronizes the warpgroup (named barrier)
+    barrier_all: Callable[[], None]  # synchronizes all warpgroups of the epilogue, if they share the CTA's tile
 
 
 class EpiOpImpl:

@@ -26,10 +26,15 @@ class ColumnBlocks:
     """Reduces each column of a subtile over blocks of ``rows`` rows, in two steps: each warp reduces its rows of a
     block and stores the results to shared memory; then one thread per column and block combines the results of the
     warps.
+
+    A block of more rows than a warpgroup has spans all warpgroups, which share the CTA's tile. Two buffers then replace
+    a second barrier: a warpgroup cannot pass the barrier of a use before the other one has read the use before.
     """
 
     def __init__(self, params: EpilogueParams, width: int, rows: int, combine: Callable[[Any, Any], Any]) -> None:
         layout = params.layout
+        self.spans_warpgroups = rows > params.rows
+        self.buffers = 1 + self.spans_warpgroups
         self.params, self.width, self.combine = params, width, combine
         self.slots_per_block = sum(layout.row(0, slot) < rows for slot in range(layout.slots))  # of a thread
         self.warp_rows = self.slots_per_block * WARP_SIZE // layout.lanes_per_row  # of a block, in one warp
@@ -37,16 +42,22 @@ class ColumnBlocks:
 
     def bytes(self) -> int:
         """Bytes of shared memory that ``setup_smem`` allocates."""
-        return self.params.num_warpgroups * self.params.rows // self.warp_rows * self.width * 4 + 16
+        return self.buffers * self.params.num_warpgroups * self.params.rows // self.warp_rows * self.width * 4 + 16
 
     def setup_smem(self, smem: Any) -> None:
         """At the start of the kernel: allocates shared memory."""
-        layout = cute.make_layout((self.width, self.params.rows // self.warp_rows, self.params.num_warpgroups))
+        warps = self.params.rows // self.warp_rows
+        layout = cute.make_layout((self.width, warps, self.params.num_warpgroups, self.buffers))
         self.warp_results = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
-    def reduce_warps(self, tile: Tile, x: Fragment, reduce: Callable[[list[Float32]], Float32]) -> cute.Tensor:
-        """The first step: the warps' results in shared memory; ``reduce`` combines a thread's values of a column."""
-        layout, warp_results = self.params.layout, self.warp_results[None, None, tile.wg_idx]
+    def reduce_warps(
+        self, tile: Tile, x: Fragment, reduce: Callable[[list[Float32]], Float32], use: Any = 0
+    ) -> cute.Tensor:
+        """The first step: the warps' results in shared memory; ``reduce`` combines a thread's values of a column.
+        ``use`` counts the calls, for blocks that span warpgroups.
+        """
+        layout, buffer = self.params.layout, self.warp_results[None, None, None, use % self.buffers]
+        warp_results = buffer[None, None, tile.wg_idx]
         orders = [x.layout.order(self.width, slot) for slot in range(layout.slots)]
         for slot in range(0, layout.slots, self.slots_per_block):
             columns = zip(*orders[slot : slot + self.slots_per_block], strict=True)
@@ -55,8 +66,11 @@ class ColumnBlocks:
             for i, value in enumerate(lane_results):
                 column = layout.column(tile.thread, first + i)
                 warp_results[column, layout.row(tile.thread, slot) // self.warp_rows] = value
-        tile.barrier()
-        return warp_results
+        if not self.spans_warpgroups:
+            tile.barrier()
+            return warp_results
+        tile.barrier_all()
+        return cute.group_modes(buffer, 1, 3)
 
     def result(self, warp_results: cute.Tensor, column: Int32, block: Any) -> Float32:
         """The second step, for a column and a block."""

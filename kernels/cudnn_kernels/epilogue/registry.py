@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cudnn_kernels import epilogue
-from cudnn_kernels.epilogue import arithmetic, hadamard, quantize, reductions, rotate, tiles
+from cudnn_kernels.epilogue import arithmetic, hadamard, quantize, reductions, rotate, tiles, token_blocks
 from cudnn_kernels.epilogue.operation import EpiOpImpl
 
 EPI_OPS: Mapping[type[epilogue.EpiOp], type[EpiOpImpl]] = {
@@ -29,4 +29,5 @@ EPI_OPS: Mapping[type[epilogue.EpiOp], type[EpiOpImpl]] = {
     epilogue.QuantizeRows: quantize.QuantizeRowsImpl,
     epilogue.QuantizeColumns: quantize.QuantizeColumnsImpl,
     epilogue.StoreColumns: quantize.StoreColumnsImpl,
+    epilogue.StoreTokenBlocks: token_blocks.StoreTokenBlocksImpl,
 }

@@ -21,7 +21,7 @@ from cudnn_kernels.pipeline.fragment import Fragment, ValueSubset, indices
 from cudnn_kernels.pipeline.tma import ptr_array_coord, ptr_array_view, ragged_coord, ragged_view
 
 
-class _StagedTile(EpiOpImpl):
+class StagedTile(EpiOpImpl):
     """A tensor (m, n, l) whose subtiles pass through stages in shared memory."""
 
     alignment = 1024  # of the widest swizzle
@@ -36,8 +36,6 @@ class _StagedTile(EpiOpImpl):
         self.element = Uint8 if self.packed else DTYPES[epi_op.dtype]
         if self.packed and epi_op.major != "n":
             raise ValueError(f"{epi_op.tensor}: {epi_op.dtype} is packed along n, so major must be n")
-        if params.ragged_m and epi_op.major != "n":
-            raise ValueError(f"{epi_op.tensor}: got major m; allowed: n, if groups may end in the middle of tiles")
         if epi_op.concat_glu and (params.num_segments > 1 or self.packed):
             allowed = "subtiles of one segment, types of 8 bits and more"
             raise ValueError(f"{epi_op.tensor}: got concatenated halves; allowed: none but of {allowed}")
@@ -121,13 +119,20 @@ class _StagedTile(EpiOpImpl):
         return atom, self.params.tiled_copy(atom, self.width).get_slice(tile.thread)
 
 
-class StoreTileImpl(_StagedTile):
+def check_rows(epi_op: Any, params: EpilogueParams) -> None:
+    """Raises unless TMA can leave out the rows of a tile that belong to the next group."""
+    if params.ragged_m and epi_op.major != "n":
+        raise ValueError(f"{epi_op.tensor}: got major m; allowed: n, if groups may end in the middle of tiles")
+
+
+class StoreTileImpl(StagedTile):
     """Stores a value: from registers to shared memory, then by a TMA store, or by a TMA reduction (add)."""
 
     read_only = True
 
     def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
         super().__init__(epi_op, params, width)
+        check_rows(epi_op, params)
         if params.ragged_m and epi_op.pointers:
             raise ValueError(
                 f"{epi_op.tensor}: got pointers; allowed: a tensor, if groups may end in the middle of a tile"
@@ -210,7 +215,7 @@ class StoreTileImpl(_StagedTile):
             cute.copy(self.parameters[0], source, target)
 
 
-class LoadTileImpl(_StagedTile):
+class LoadTileImpl(StagedTile):
     """Loads a tensor by TMA. The loads of the first subtiles overlap with the mainloop; ``issue_tma`` of a subtile
     issues the load of the subtile that uses the same stage next.
     """
@@ -220,6 +225,7 @@ class LoadTileImpl(_StagedTile):
 
     def __init__(self, epi_op: Any, params: EpilogueParams, width: int) -> None:
         super().__init__(epi_op, params, width)
+        check_rows(epi_op, params)
         if self.packed:
             raise ValueError(f"{epi_op.tensor}: {epi_op.dtype} can be stored, not loaded")
 

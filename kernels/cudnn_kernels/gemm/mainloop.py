@@ -159,6 +159,11 @@ class Mainloop(Kernel, ABC):
         column = work.column * self.c.cluster[1] + cta_coord[1]
         return column + cta_coord[0] * (work.valid - 1) if self.c.schedule.split_tail_n else column
 
+    def epilogue_barrier_all(self) -> None:
+        """Synchronizes all warpgroups of the epilogue, which share a tile."""
+        count = self.epilogue.params.num_warpgroups
+        barriers.sync(self.epilogue_barrier + count, self.epilogue.params.threads * count)
+
     def tile(
         self, work: WorkTileInfo, cta_coord: Any, wg_in_tile: Any, iteration: Int32, thread: Int32, wg_idx: Any
     ) -> Tile:
@@ -175,4 +180,5 @@ class Mainloop(Kernel, ABC):
             thread=thread,
             wg_idx=Int32(wg_idx),
             barrier=lambda: barriers.sync(self.epilogue_barrier + wg_idx, self.epilogue.params.threads),
+            barrier_all=self.epilogue_barrier_all,
         )

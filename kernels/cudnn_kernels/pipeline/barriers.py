@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32
 
 
 class HopperGemm(IntEnum):
-    """MMA warpgroup 1 uses barrier ID + 1."""
+    """MMA warpgroup 1 uses barrier ID + 1. ``EPILOGUE`` + 2: both, in the epilogue of a shared tile."""
 
     PINGPONG = 1
     EPILOGUE = 3

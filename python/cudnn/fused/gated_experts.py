@@ -21,7 +21,7 @@ from cudnn.fused.grouped import (
     quantized,
 )
 from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
-from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -153,7 +153,7 @@ class GatedExpertsBackward(Activated):
         TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, init="uniform", about="scales of c"),
         *(
             replace(spec, may_alias="c") if spec.name == "d_row" else spec
-            for spec in quantized("d_row", "columns", roles=2)
+            for spec in quantized("d_row", "columns", roles=2, sums=True)
         ),
         PROB,
         DPROB,
@@ -189,21 +189,33 @@ class GatedExpertsBackward(Activated):
             *factors,
             backward,
             *rest,
+            *self.stored_blocks("activation", "activation"),
+            *self.stored_blocks("d", "x"),
             *self.summed_columns(),
             *self.result_epilogue("d_row", self.concat_glu),
         )
 
+    def stored_blocks(self, name: str, value: str) -> tuple[Any, ...]:
+        """The store of a value quantized by 128 tokens of a column, if it is requested."""
+        if not self.has(f"{name}_blocks"):
+            return ()
+        names, dtype = (f"{name}_blocks", f"sf{name}_blocks"), self.dtype_name(f"{name}_blocks")
+        return (epilogue.StoreTokenBlocks(*names, dtype, value, bool(self.power_of_two_scales)),)
+
     def recomputed(self) -> tuple[Any, ...]:
         """What the forward pass made of c, weighted and stored."""
-        if not self.has("activation"):
+        if not (self.has("activation") or self.has("activation_blocks")):
             return ()
-        return (*self.multiplied_by("prob", "activation"), self.store("activation", "activation"))
+        stored = (self.store("activation", "activation"),) if self.has("activation") else ()
+        return (*self.multiplied_by("prob", "activation"), *stored)
 
     @classmethod
     def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         eight = arguments["sfa"] is not None and cls.has_block_scales(arguments)  # allow no other result
         d_dtype = cls.dtype_or_default(arguments["d_dtype"], torch.float8_e4m3fn if eight else None)
         dbias = {"dbias": (torch.bfloat16, "")} if arguments.get("generate_dbias") else {}
+        if arguments["sf_vec_size"] == BLOCKWISE_SIZE and name_of(d_dtype) in FLOAT8:
+            return {"d_row": (d_dtype, "n"), "sfd_row": (torch.float32, ""), **dbias}
         if arguments["sfa"] is None:
             return {"d_row": (d_dtype, "n"), **dbias}
         fp8 = eight and name_of(d_dtype) in FLOAT8
@@ -228,6 +240,16 @@ class GatedExpertsBackward(Activated):
             raise self.error(
                 "d_row tensor dtype", self.dtype_name("d_row"), f"{' or '.join(FLOAT8)}, for {self.dtype_name('a')}"
             )
+        blocks = [name for name in ("d", "activation") if self.has(f"{name}_blocks") or self.has(f"sf{name}_blocks")]
+        for name in blocks:
+            if not (self.has(f"{name}_blocks") and self.has(f"sf{name}_blocks")):
+                raise self.error(f"{name}_blocks and sf{name}_blocks tensors", "one of them", "both or none")
+            if self.concat_glu or not self.schedule.searches:
+                got = f"tensors, for glu_layout={self.glu_layout!r}, {type(self.schedule).__name__} rows"
+                raise self.unsupported(f"{name}_blocks tensor", got, "rows of experts, glu_layout='interleaved'")
+        if self.power_of_two_scales and not (blocks or self.dtype_name("sfd_row") == BLOCKWISE_DTYPE):
+            allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
+            raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
 
     def quantizes(self) -> bool:
         return super().quantizes() and self.dtype_name("d_row") in FLOAT8
@@ -239,6 +261,8 @@ class GatedExpertsBackward(Activated):
                 required = f"{', '.join(names)} are required for FP8 input/FP8 output"
                 raise self.error(required, "None", "tensors")
             super()._check_quantized()
+            if self.dtype_name("sfd_row") == BLOCKWISE_DTYPE:
+                return
         for name in names:
             if self.has(name) and not self.quantizes():
                 self._logger.warning("%s is not used: the result has the type %s", name, self.dtype_name("d_row"))

@@ -33,7 +33,7 @@ from cudnn.fused.layouts import (
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BITS, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate, interleave_glu
-from cudnn.gemm.scales import dequantize, scale_shape
+from cudnn.gemm.scales import dequantize, scale_shape, token_block_count
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.gemm.problem import Operand
@@ -137,6 +137,27 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
         ),
         TensorSpec("norm_const", ONE, ("float32",), optional=True, init=0.01, about=constant),
         largest("amax", -math.inf, roles),
+    )
+
+
+def token_blocks(name: str, columns: str, about: str) -> tuple[TensorSpec, ...]:
+    """A result quantized by 128 tokens of a column, as weight gradients read it, and its scale factors."""
+    return (
+        TensorSpec(
+            f"{name}_blocks",
+            Contiguous("blocks", columns, BLOCKWISE_SIZE),
+            FLOAT8,
+            optional=True,
+            written=True,
+            about=f"{about}, by 128 tokens of an expert: block start // 128 + expert + j has its tokens from 128 j on",
+        ),
+        TensorSpec(
+            f"sf{name}_blocks",
+            Contiguous("blocks", columns, alignment=4),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            written=True,
+        ),
     )
 
 
@@ -303,9 +324,10 @@ class ExpertsGemm(FusedGemm):
             ]
         elif self.dtype_name("sfd_row") == BLOCKWISE_DTYPE:
             constant = "norm_const" if self.has("norm_const") else ""
-            operations.append(
-                epilogue.QuantizeRows("sfd_row", self.dtype_name(name), BLOCKWISE_DTYPE, BLOCKWISE_SIZE, constant)
+            quantizer = epilogue.QuantizeRows(
+                "sfd_row", self.dtype_name(name), BLOCKWISE_DTYPE, BLOCKWISE_SIZE, constant
             )
+            operations.append(replace(quantizer, power_of_two=bool(self.power_of_two_scales)))
         return (*operations, self.store(name, concat_glu=concat_glu))
 
     def quantizes(self) -> bool:
@@ -374,6 +396,7 @@ class ExpertsGemm(FusedGemm):
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
         rows, (m, *_) = m, shapes.get("a_index", (m,))
         named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
+        named["blocks"] = token_block_count(m, experts)
         return {**named, "columns": columns, "vector": vector, "sfb_rows": options.get("sfb_rows", BLOCKWISE_SIZE)}
 
     @classmethod
@@ -647,7 +670,7 @@ class ExpertsGemm(FusedGemm):
             self.dtype_name("sfa") == BLOCKWISE_DTYPE,
             f"a block takes {2 * BLOCKWISE_SIZE} columns, too many registers",
         )
-        if arch == "sm_100a" and blockwise:
+        if arch == "sm_100a" and blockwise and self.pairs == 2:
             allowed = f"{BLOCKWISE_DTYPE} for the operands or for d: {reason}"
             raise self.unsupported("sfa and sfd_row tensors, on sm_100a", f"{BLOCKWISE_DTYPE} for both", allowed)
         if arch == "sm_90a" and self.dtype_name("a") in FLOAT8 and not blockwise:
@@ -706,7 +729,7 @@ class ExpertsGemm(FusedGemm):
             return tensor
         layout = cls.spec(name).layout
         if isinstance(layout, BlockScales):
-            return tensor.permute(5, 2, 4, 0, 1, 3)
+            return tensor.permute(5, 2, 4, 0, 1, 3) if tensor.ndim == layout.rank else tensor
         return tensor.squeeze(-1) if isinstance(layout, OneMatrix) else tensor
 
     @classmethod

@@ -8,9 +8,12 @@ from typing import Any
 
 from cudnn.gemm.formats import FLOAT4, LARGEST, name_of, wide
 from cudnn.gemm.scales import compute_block_scales, dequantize, reciprocal
+from cudnn.gemm.scales import round_to as rounded
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue as declared
+from cudnn_kernels.epilogue import TOKEN_BLOCK
 from cudnn_kernels.formats import FORMATS, GLU_BLOCK
+from cudnn_kernels.schedule import first_block
 
 GROUPS = "groups"
 Values = dict[str, Any]  # tensors (m, n, l), float32 or float64, by name; and the rows' groups
@@ -268,6 +271,21 @@ def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments
             target[start : start + len(expert_columns)] = expert_columns
 
 
+def store_token_blocks(o: declared.StoreTokenBlocks, values: Values, arguments: Arguments) -> None:
+    x, groups = values[o.value][:, :, 0], values[GROUPS]
+    numbers, counts = groups.unique_consecutive(return_counts=True)
+    start, limit = 0, FORMATS[o.dtype].block_limit
+    for group, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        padded = torch.nn.functional.pad(x[start : start + count], (0, 0, 0, -count % TOKEN_BLOCK))
+        blocks = padded.unflatten(0, (-1, TOKEN_BLOCK)).transpose(1, 2)
+        codes, multiplier = compute_block_scales(blocks.abs().amax(2), limit, torch.float32, 1.0, o.power_of_two)
+        first = first_block(start, group, TOKEN_BLOCK)
+        which = slice(first, first + len(blocks))
+        arguments[o.tensor][which] = rounded(blocks * multiplier.unsqueeze(2), arguments[o.tensor].dtype)
+        arguments[o.scales][which] = codes
+        start += count
+
+
 Quantizer = declared.QuantizeRows | declared.QuantizeColumns
 
 
@@ -324,4 +342,5 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.QuantizeRows: quantize_rows,
     declared.QuantizeColumns: quantize_columns,
     declared.StoreColumns: store_columns,
+    declared.StoreTokenBlocks: store_token_blocks,
 }

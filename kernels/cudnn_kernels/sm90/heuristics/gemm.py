@@ -136,8 +136,8 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
         }
     elif traits.width > 1:
         max_bits = PINGPONG_EXPERT_BITS if grouped else PINGPONG_BITS
-        pingpong = bits == 16 and traits.staged_bits_per_column <= max_bits and not traits.extra_registers and not scale
-        choice |= {"epi_tile_n": 32, "pingpong": pingpong}
+        pingpong = bits == 16 and traits.staged_bits_per_column <= max_bits and not traits.extra_registers
+        choice |= {"epi_tile_n": 32 if traits.accepts(32) else traits.column_multiple, "pingpong": pingpong}
         if grouped and pingpong:
             choice |= (
                 {"cluster": (1, 2), "swizzle_size": swizzle_size(problem)}

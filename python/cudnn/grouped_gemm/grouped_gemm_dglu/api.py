@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
-from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
+from cudnn.fused.grouped import FLOATS, bias_gradient, indexed, token_blocks
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
@@ -34,6 +34,11 @@ class GroupedGemmDglu(GatedExpertsBackward):
     and ``norm_const``, ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`.
     ``a_index`` as of :class:`cudnn.GroupedGemmGlu`.
 
+    For fp8 training with float32 scale factors of 128 elements, the results are those that later GEMMs read: ``d_row``
+    of 8 bits with float32 ``sfd_row``, by 128 columns; ``d_blocks`` and ``activation_blocks`` (y * prob[m]), by 128
+    tokens of a column, as operands of :class:`cudnn.GroupedGemmWgrad`. They need no ``norm_const``. Blocks that belong
+    to no expert are not written.
+
     Args:
         sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
         act_func: ``"dswiglu"``, ``"dgeglu"`` or, for operands with scale factors, ``"dsituglu"``. linear_offset (None:
@@ -43,6 +48,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         round_dgrad_to_input_dtype: x is rounded to the operands' type first, which has 16 bits and no scale factors.
         glu_layout: that of c, d_row and dbias, as of :class:`cudnn.GroupedGemmGlu`.
         sample_activation: (m, n), y * prob[m], which the weights' gradient needs; None: not stored.
+        power_of_two_scales: float32 scale factors of results are rounded up to powers of two.
         _deterministic: the sums of dprob are added up in an order that does not vary, by a second kernel.
         others: as those of :class:`cudnn.GroupedGemmGlu`.
     """
@@ -52,9 +58,15 @@ class GroupedGemmDglu(GatedExpertsBackward):
         *indexed(GatedExpertsBackward.tensors),
         bias_gradient("columns"),
         TensorSpec("activation", OneMatrix("m", "n", "mn"), FLOATS, optional=True, written=True, about="y * prob"),
+        *token_blocks("d", "columns", "d_row"),
+        *token_blocks("activation", "n", "activation"),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
-    buffers = (*GatedExpertsBackward.buffers, "activation_tensor")
+    buffers = (
+        *GatedExpertsBackward.buffers,
+        "activation_tensor",
+        *(f"{prefix}{name}_blocks_tensor" for name in ("d", "activation") for prefix in ("", "sf")),
+    )
     activations = tuple(GATES)
     scalars = (*GatedExpertsBackward.scalars, *SITU)
 
@@ -112,6 +124,11 @@ class GroupedGemmDglu(GatedExpertsBackward):
         semantics: str | None = None,
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
+        sample_d_blocks: Tensor | None = None,
+        sample_sfd_blocks: Tensor | None = None,
+        sample_activation_blocks: Tensor | None = None,
+        sample_sfactivation_blocks: Tensor | None = None,
+        power_of_two_scales: bool = False,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -143,6 +160,10 @@ class GroupedGemmDglu(GatedExpertsBackward):
         *,
         workspace: Tensor | None = None,
         a_index: Tensor | None = None,
+        d_blocks_tensor: Tensor | None = None,
+        sfd_blocks_tensor: Tensor | None = None,
+        activation_blocks_tensor: Tensor | None = None,
+        sfactivation_blocks_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
@@ -208,6 +229,11 @@ def grouped_gemm_dglu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    d_blocks_tensor: Tensor | None = None,
+    sfd_blocks_tensor: Tensor | None = None,
+    activation_blocks_tensor: Tensor | None = None,
+    sfactivation_blocks_tensor: Tensor | None = None,
+    power_of_two_scales: bool = False,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
@@ -215,7 +241,8 @@ def grouped_gemm_dglu_wrapper(
     ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For
     others: d_col; amax for a d of 16 bits; scale factors for operands of 8 bits, which need ``norm_const_tensor``.
     ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor``: written and returned, last,
-    where it is given. Other arguments and errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its
+    where it is given; likewise ``d_blocks_tensor``, ``activation_blocks_tensor`` and their scale factors, which are not
+    returned. Operands with float32 scale factors: d_row and, for a ``d_dtype`` of 8 bits, sfd_row. Other arguments and errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its
     ``_deterministic``.
     """
     _deterministic = deterministic
