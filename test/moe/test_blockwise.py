@@ -88,8 +88,8 @@ class Case:
         grads = {n: torch.stack([w.grad for w in v]) if isinstance(v, list) else v.grad for n, v in t.items()}
         return {"y": y.detach(), **grads}
 
-    def model(self, forward: Any = exact, backward: Any = exact) -> dict[str, torch.Tensor]:
-        """The recipe in float64. ``forward`` and ``backward``: how results of a GEMM are rounded that are quantized."""
+    def model(self, between: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The recipe in float64. ``between``: how a GEMM's result is rounded before it is quantized."""
         t = {n: x.double().cpu() for n, x in self.tensors.items()}
         x, weights, dy, indices = t["x"], t["weights"], self.dy.double().cpu(), self.indices.cpu()
         result = {"y": torch.zeros_like(x), **{n: torch.zeros_like(v) for n, v in t.items()}}
@@ -98,16 +98,16 @@ class Case:
             prob, up8, down8 = weights[token, slot, None], rounded(up, 128), rounded(down, 128)
             h = rounded(x[token]) @ up8.T + t["up_bias"][e]
             g, u = gates(h)
-            out = sixteen(rounded(forward(u * g * g.sigmoid())) @ down8.T + t["down_bias"][e])
+            out = sixteen(rounded(between(u * g * g.sigmoid())) @ down8.T + t["down_bias"][e])
             result["y"].index_add_(0, token, out * prob)
             g, u = gates(sixteen(h))
             s, dact = g.sigmoid(), rounded(dy[token]) @ down8
             result["weights"][token, slot] = (dact * u * g * s).sum(1) + dy[token] @ t["down_bias"][e]
             dact = dact * prob
             blocks = [(dact * u * s * (1 + g * (1 - s))).unflatten(1, (-1, 32)), (dact * g * s).unflatten(1, (-1, 32))]
-            dh, act = torch.stack(blocks, 2).flatten(1), backward(u * g * s * prob)
+            dh, act = torch.stack(blocks, 2).flatten(1), between(u * g * s * prob)
             result["up_bias"][e], result["down_bias"][e] = dh.sum(0), (dy[token] * prob).sum(0)
-            dh = backward(dh)
+            dh = between(dh)
             result["x"].index_add_(0, token, sixteen(rounded(dh) @ up8))
             result["up"][e] = by_tokens(dh).T @ by_tokens(x[token])
             result["down"][e] = by_tokens(dy[token]).T @ by_tokens(act)
@@ -125,7 +125,7 @@ def test_the_recipe(where: str) -> None:
     c = Case(device="cuda" if where == "gpu" else "cpu")
     with within(where):
         actual = c.run("blockwise")
-        check(actual, c.model(sixteen if where == "sm_100a" else exact, sixteen))
+        check(actual, c.model(sixteen if where == "sm_100a" else exact))
         lists = c.run("blockwise", lists=True)
         assert all(torch.equal(lists[name], each) for name, each in actual.items())
     for name, right in c.run(False).items():

@@ -40,7 +40,8 @@ class QuantizeTokens(Kernel):
             grid=[arguments["blocks"].shape[0] * (self.c.columns // BLOCK), 1, 1],
             block=[THREADS, 1, 1],
             stream=arguments["stream"],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel

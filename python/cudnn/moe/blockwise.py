@@ -30,6 +30,9 @@ from cudnn.moe.experts import (
 from cudnn.moe.quantizing import (
     Pair,
     TokenColumns,
+    empty_columns,
+    empty_quantized,
+    gemm_quantizes,
     quantized_both_ways,
     quantized_tokens,
 )
@@ -73,19 +76,29 @@ def backward_down(
     (rows, scales), dy_columns = quantized_tokens(dy, permutation.gather_idx, offsets, count, True)
     # (2) Down GEMM^T, the activation's derivative, and the activation.
     prob, dprob = permutation.weights_of_rows(weights)
-    dh, act = dy.new_empty(count, 2 * intermediate), dy.new_empty(count, intermediate)
-    dup_bias = dh.new_empty(experts, dh.shape[1], dtype=torch.bfloat16) if needs_up_bias else None
+    n = 2 * intermediate
+    dup_bias = dy.new_empty(experts, n, dtype=torch.bfloat16) if needs_up_bias else None
     copies = quantized_both_ways(e.down)
     tensors, options = weight_operand(copies.transposed, copies.transposed_scales)
     tensors |= {**rows_operand(rows, scales), "padded_offsets": offsets, "alpha": ones(experts, dy.device)}
     tensors |= {"c": matrix(preact), "prob": prob, "dprob": dprob, "dbias": dup_bias}
-    tensors |= {"d_row": matrix(dh), "activation": matrix(act)}
+    dh, act = dy.new_empty(0), dy.new_empty(0)
+    if fused := gemm_quantizes(dy):
+        dh_rows = empty_quantized(dy, count, n)
+        dh_columns, act_columns = (empty_columns(dy, count, experts, columns) for columns in (n, intermediate))
+        tensors |= {"d_row": matrix(dh_rows[0]), "sfd_row": dh_rows[1].unsqueeze(2)}
+        tensors |= {"d_blocks": dh_columns.blocks, "sfd_blocks": dh_columns.scales}
+        tensors |= {"activation_blocks": act_columns.blocks, "sfactivation_blocks": act_columns.scales}
+    else:
+        dh, act = dy.new_empty(count, n), dy.new_empty(count, intermediate)
+        tensors |= {"d_row": matrix(dh), "activation": matrix(act)}
     key = ("fp8 dact", needs_up_bias, prob is None)
     ops.run(key, "grouped_gemm_dglu", tensors, options, ops.dact_options)
     del tensors, rows, scales
-    _, act_columns = quantized_tokens(act, None, offsets, count, False)
-    del act
-    dh_rows, dh_columns = quantized_tokens(dh, None, offsets, count, True)
+    if not fused:
+        _, act_columns = quantized_tokens(act, None, offsets, count, False)
+        del act
+        dh_rows, dh_columns = quantized_tokens(dh, None, offsets, count, True)
     # (3) Weight gradient of down.
     operands = _wgrad_operands(dy_columns, act_columns, offsets)
     dw_down = None if wgrad is None else wgrad(lambda: operands)

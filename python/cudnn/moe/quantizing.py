@@ -116,7 +116,7 @@ def quantized_tokens(
 
 
 def gemm_quantizes(x: torch.Tensor) -> bool:
-    """Whether the up GEMM's epilogue quantizes its output: not on Blackwell, where accumulators fill the registers."""
+    """Whether epilogues quantize by 128 elements: not on Blackwell, where accumulators fill the registers."""
     return architecture(x) != "sm_100a"
 
 
