@@ -424,7 +424,7 @@ def test_candidates_of_a_training_step_in_fp8(monkeypatch: pytest.MonkeyPatch) -
     (problem,) = benchmark.problems(bench.Options("fp8", ((40, 128, 128, 4, 2),)))
     quantized, quantize = [], quantizing._quantize
     monkeypatch.setattr(quantizing, "_quantize", lambda *a: (quantized.append(len(a[1])), quantize(*a)))
-    _, forward, both = problem.candidates()
+    _, forward, both, _ = problem.candidates()
     for candidate, copies in ((forward, [2] * 8), (both, [4] * 2)):
         call = candidate.prepare()
         quantized.clear()

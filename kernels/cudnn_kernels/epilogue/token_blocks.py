@@ -17,7 +17,6 @@ from cudnn_kernels.epilogue.operation import EpilogueParams, Tile
 from cudnn_kernels.epilogue.quantize import compute_block_scale, magnitude
 from cudnn_kernels.epilogue.reductions import ColumnBlocks
 from cudnn_kernels.epilogue.tiles import StagedTile
-from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.pipeline.fragment import Fragment, upper_lane
 from cudnn_kernels.schedule import first_block
 

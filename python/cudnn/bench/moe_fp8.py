@@ -15,7 +15,12 @@ from cudnn.lazy import torch
 
 NAME = "moe_fp8"
 BF16 = "MoE, bf16"
-RECIPES = {BF16: False, "MoE, fp8 forward": True, "MoE, fp8": "blockwise"}
+RECIPES = {
+    BF16: False,
+    "MoE, fp8 forward": True,
+    "MoE, fp8": "blockwise",
+    "MoE, fp8, 16 bits saved": "blockwise_save16",
+}
 SHAPES = ((32768, 4096, 1024, 128, 8), (16384, 7168, 2048, 64, 8), (32768, 2048, 768, 128, 8))
 MICRO_BATCHES = 4
 DIMENSIONS = {"T": 1, "H": 128, "I": 128, "E": 1, "K": 1}

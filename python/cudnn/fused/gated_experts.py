@@ -20,7 +20,7 @@ from cudnn.fused.grouped import (
     output,
     quantized,
 )
-from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
+from cudnn.fused.layouts import BlockScales, Each, OneMatrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -92,6 +92,23 @@ def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
             raise make_error(ValueError, where, name, arguments[name], "finite positive numbers")
 
 
+def check_scales_of_c(api: Activated) -> None:
+    """Raises unless ``sfc`` comes with a c of 8 bits and operands with float32 scale factors."""
+    if not api.has("sfc"):
+        return
+    if not api.has("c") or api.dtype_name("c") not in FLOAT8:
+        raise api.error(
+            "sfc tensor", f"a tensor, for c of {api.dtype_name('c') or None}", f"c of {' or '.join(FLOAT8)}"
+        )
+    if api.dtype_name("sfa") != BLOCKWISE_DTYPE:
+        raise api.error("sfc tensor", "a tensor", f"None, but for operands with {BLOCKWISE_DTYPE} scale factors")
+
+
+SFC = TensorSpec(
+    "sfc", BlockScales("m", "n"), (BLOCKWISE_DTYPE,), optional=True, written=True, about="of 128 columns of a row of c"
+)
+
+
 class GatedExperts(Activated):
     """A grouped GEMM and a gated activation of its columns: of every 64, the first 32 are gates, the others up."""
 
@@ -111,11 +128,21 @@ class GatedExperts(Activated):
 
     def operations(self) -> tuple[Any, ...]:
         stored = (self.store("c", concat_glu=self.concat_glu),) if self.has("c") else ()
+        if self.has("sfc"):
+            quantizer = epilogue.QuantizeRows(
+                "sfc", self.dtype_name("c"), BLOCKWISE_DTYPE, BLOCKWISE_SIZE, "", value="c", source="x"
+            )
+            stored = (quantizer, self.store("c", "c"))
         activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
         return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
 
     def interleaves_glu(self) -> bool:
         return self.concat_glu
+
+    def _check_architecture(self, arch: str) -> None:
+        super()._check_architecture(arch)
+        if self.has("sfc") and arch != "sm_90a":
+            raise self.unsupported(f"sfc tensor, on {arch}", "a tensor", "None: leave c in 16 bits")
 
     @classmethod
     def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -136,6 +163,7 @@ class GatedExperts(Activated):
         self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
+        check_scales_of_c(self)
         if self.concat_glu and (self.has("b_ptrs") or self.major("b") != "k"):
             got = "b_ptrs" if self.has("b_ptrs") else f"major {self.major('b')}"
             hint = "interleave the weights once, by cudnn.interleave_glu_weights"
@@ -177,6 +205,7 @@ class GatedExpertsBackward(Activated):
         product = self.scaled_product(power=2) if newer or not geglu else ()
         rounded = (epilogue.Round(self.dtype_name("a")),) if self.round_dgrad_to_input_dtype else ()
         saved = epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)
+        scales_of_c = (epilogue.MultiplyBlocks("sfc", BLOCKWISE_SIZE),) if self.has("sfc") else ()
         betas = self.has("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.dtype_name("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
@@ -186,6 +215,7 @@ class GatedExpertsBackward(Activated):
             *product,
             *rounded,
             saved,
+            *scales_of_c,
             *factors,
             backward,
             *rest,
@@ -240,6 +270,7 @@ class GatedExpertsBackward(Activated):
             raise self.error(
                 "d_row tensor dtype", self.dtype_name("d_row"), f"{' or '.join(FLOAT8)}, for {self.dtype_name('a')}"
             )
+        check_scales_of_c(self)
         blocks = [name for name in ("d", "activation") if self.has(f"{name}_blocks") or self.has(f"sf{name}_blocks")]
         for name in blocks:
             if not (self.has(f"{name}_blocks") and self.has(f"sf{name}_blocks")):

@@ -233,7 +233,12 @@ def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> N
 
 
 def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
-    values[o.value] = quantize(o, values[o.value], o.vector, arguments[o.tensor], arguments)
+    values[o.value] = quantize(o, values[o.source or o.value], o.vector, arguments[o.tensor], arguments)
+
+
+def multiply_blocks(o: declared.MultiplyBlocks, values: Values, arguments: Arguments) -> None:
+    x = values[o.value]
+    values[o.value] = x * arguments[o.tensor].repeat_interleave(o.vector, 1)[:, : x.shape[1]]
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
@@ -340,6 +345,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.SumRow: sum_row,
     declared.SumColumn: sum_column,
     declared.QuantizeRows: quantize_rows,
+    declared.MultiplyBlocks: multiply_blocks,
     declared.QuantizeColumns: quantize_columns,
     declared.StoreColumns: store_columns,
     declared.StoreTokenBlocks: store_token_blocks,

@@ -50,6 +50,14 @@ class DPreact(NamedTuple):
     columns: TokenColumns
 
 
+def preact_of(saved: Tensor, rows: int, n: int) -> tuple[Tensor, Tensor | None]:
+    """The pre-activation (R, N) that was saved, and its scales (R, N / 128) if it is in e4m3."""
+    if saved.dtype is not torch.uint8:
+        return saved, None
+    values, scales = saved.split([rows * n, saved.numel() - rows * n])
+    return values.view(torch.float8_e4m3fn).view(rows, n), scales.view(torch.float32).view(rows, n // 128)
+
+
 def rows_operand(rows: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """The A operand in e4m3, (R, n), and its scales (R, n / 128)."""
     return {"a": matrix(rows), "sfa": scales.unsqueeze(2)}
@@ -81,7 +89,9 @@ def backward_down(
     copies = quantized_both_ways(e.down)
     tensors, options = weight_operand(copies.transposed, copies.transposed_scales)
     tensors |= {**rows_operand(rows, scales), "padded_offsets": offsets, "alpha": ones(experts, dy.device)}
+    preact, preact_scales = preact_of(preact, count, n)
     tensors |= {"c": matrix(preact), "prob": prob, "dprob": dprob, "dbias": dup_bias}
+    tensors["sfc"] = None if preact_scales is None else preact_scales.unsqueeze(2)
     dh, act = dy.new_empty(0), dy.new_empty(0)
     if fused := gemm_quantizes(dy):
         dh_rows = empty_quantized(dy, count, n)

@@ -28,7 +28,7 @@ WIDE = (torch.float32, torch.float64)  # types that only the reference takes
 PERMUTE_COLUMNS = 896  # in the backward pass, if the GEMM has at least this many columns per expert,
 PERMUTE_COLUMNS_DW_UP = 2048  # in the weight gradient of up, which may run concurrently with a combine,
 GATHER_ROWS = 1024  # and always if experts have fewer rows than this on average.
-RECIPES = ("forward", "blockwise")
+RECIPES = ("forward", "blockwise", "blockwise_save16")
 ACT_PARAMS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
@@ -160,7 +160,7 @@ class Experts(NamedTuple):
     @property
     def trains_fp8(self) -> bool:
         """Whether the backward GEMMs take e4m3 operands too."""
-        return self.fp8 == "blockwise"
+        return self.fp8.startswith("blockwise")
 
 
 def recipe_of(where: str, fp8: bool | str) -> str:
@@ -171,7 +171,7 @@ def recipe_of(where: str, fp8: bool | str) -> str:
     """
     recipe = {False: "", True: RECIPES[0]}.get(fp8, fp8) if isinstance(fp8, bool) else fp8
     if recipe not in ("", *RECIPES):
-        allowed = "False, True or 'forward', 'blockwise'"
+        allowed = "False, True or 'forward', 'blockwise', 'blockwise_save16'"
         raise make_error(ValueError, where, "fp8", repr(fp8), allowed)
     return recipe
 

@@ -130,11 +130,13 @@ def forward(
         out: Memory (R, H) for the outputs of rows.
 
     Returns:
-        y (T, H), and preact (R, N), without elements unless ``save_preact``.
+        y (T, H), and preact, of :func:`empty_preact`.
     """
     (experts, n, _), (_, h, intermediate), count = shape_of(e.up), shape_of(e.down), permutation.rows
     gated = e.activation in GATED
-    preact = x.new_empty(count, n) if save_preact or not gated else None
+    saved = empty_preact(x, count, e, save_preact)
+    preact, preact_scales = blockwise.preact_of(saved, count, n) if save_preact else (None, None)
+    preact = x.new_empty(count, n) if preact is None and not gated else preact
     quantize_act = e.fp8 and gemm_quantizes(x)
     act, act_scales = (
         empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
@@ -157,6 +159,7 @@ def forward(
     tensors |= {"c": None if preact is None else matrix(preact), "d": matrix(act)}
     if e.fp8:
         tensors["sfd_row"] = None if act_scales is None else act_scales.unsqueeze(2)
+        tensors["sfc"] = None if preact_scales is None else preact_scales.unsqueeze(2)
     prob = permutation.gemm_weights(weights, not gated)
     tensors["prob"] = prob
     key = ("up", save_preact, tensors.get("a_index") is None, act_scales is None, prob is None, permutation.is_sorted)
@@ -182,7 +185,7 @@ def forward(
     y = down_out
     if combine and isinstance(permutation, Permutation):
         y = combine_rows(down_out, permutation.scatter_idx, weights)
-    return y, preact if save_preact and preact is not None else x.new_empty(0)
+    return y, saved
 
 
 def backward(
@@ -204,7 +207,7 @@ def backward(
 
     Args:
         dy: (T, H).
-        preact: (R, N) of :func:`forward`.
+        preact: of :func:`forward`.
         indices: Experts of each token, (T, K); None for sorted rows.
         weights: The router's weights (T, K); of sorted rows (R, 1) or None.
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
@@ -433,5 +436,13 @@ def _wgrad(
 
 
 def empty_preact(x: Tensor, rows: int, e: Experts, saves: bool) -> Tensor:
-    """Memory for the pre-activation (R, N) that is saved for :func:`backward`; no elements unless ``saves``."""
-    return x.new_empty((rows, shape_of(e.up)[1]) if saves else (0,))
+    """Memory for the pre-activation (R, N) that is saved for :func:`backward`; no elements unless ``saves``.
+
+    In e4m3 it is bytes: R N values, and float32 scales (R, N / 128).
+    """
+    n = shape_of(e.up)[1]
+    if not saves:
+        return x.new_empty(0)
+    if e.fp8 == "blockwise" and gemm_quantizes(x):
+        return x.new_empty(rows * (n + n // 32), dtype=torch.uint8)
+    return x.new_empty(rows, n)

@@ -98,9 +98,10 @@ def moe_mlp(
 
             - True or "forward": those of the forward pass. Gradients are those of a layer without ``fp8`` with the same
               pre-activation. Copies of weights are cached between passes without gradients.
-            - "blockwise": those of both passes, as DeepSeek-V3 is trained. Copies of weights, transposed ones too, are
-              cached until a ``torch.optim.Optimizer`` steps, a weight has a new version, or
-              :func:`cudnn.moe.weights_changed`.
+            - "blockwise": those of both passes, as DeepSeek-V3 is trained. The pre-activation is saved in e4m3, except
+              on Blackwell. Copies of weights, transposed ones too, are cached until a ``torch.optim.Optimizer`` steps,
+              a weight has a new version, or :func:`cudnn.moe.weights_changed`.
+            - "blockwise_save16": the same, with the pre-activation saved in the dtype of x.
         batch_invariant: A token's output, and the gradients of its x and weights, have the same bits whatever the other
             tokens and their number are, on one kind of GPU. Hopper's kernels then always read a permuted copy of the
             tokens instead of gathering many rows, which takes up to 0.6 ps per element of the (T K, H) copy. The router

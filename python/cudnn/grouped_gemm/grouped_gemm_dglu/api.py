@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
+from cudnn.fused.gated_experts import GATES, SFC, SITU, GatedExpertsBackward
 from cudnn.fused.grouped import FLOATS, bias_gradient, indexed, token_blocks
 from cudnn.fused.host import derived
-from cudnn.fused.layouts import OneMatrix, TensorSpec
+from cudnn.fused.layouts import BlockScales, OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
 
@@ -47,6 +48,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
         round_dgrad_to_input_dtype: x is rounded to the operands' type first, which has 16 bits and no scale factors.
         glu_layout: that of c, d_row and dbias, as of :class:`cudnn.GroupedGemmGlu`.
+        sample_sfc: float32 scale factors of 128 columns of a row of c, which has 8 bits then, and float32 sfa.
         sample_activation: (m, n), y * prob[m], which the weights' gradient needs; None: not stored.
         power_of_two_scales: float32 scale factors of results are rounded up to powers of two.
         _deterministic: the sums of dprob are added up in an order that does not vary, by a second kernel.
@@ -60,6 +62,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         TensorSpec("activation", OneMatrix("m", "n", "mn"), FLOATS, optional=True, written=True, about="y * prob"),
         *token_blocks("d", "columns", "d_row"),
         *token_blocks("activation", "n", "activation"),
+        replace(SFC, layout=BlockScales("m", "columns"), written=False),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
     buffers = (
@@ -129,6 +132,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         sample_activation_blocks: Tensor | None = None,
         sample_sfactivation_blocks: Tensor | None = None,
         power_of_two_scales: bool = False,
+        sample_sfc: Tensor | None = None,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -164,6 +168,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         sfd_blocks_tensor: Tensor | None = None,
         activation_blocks_tensor: Tensor | None = None,
         sfactivation_blocks_tensor: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
@@ -234,6 +239,7 @@ def grouped_gemm_dglu_wrapper(
     activation_blocks_tensor: Tensor | None = None,
     sfactivation_blocks_tensor: Tensor | None = None,
     power_of_two_scales: bool = False,
+    sfc_tensor: Tensor | None = None,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 

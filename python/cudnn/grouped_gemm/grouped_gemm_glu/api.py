@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
+from cudnn.fused.gated_experts import GATES, SFC, SITU, GatedExperts
 from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
@@ -35,7 +35,8 @@ class GroupedGemmGlu(GatedExperts):
     With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out. With ``sfd_row`` of float32, (m, n / 256,
     1), and ``sf_vec_size=128``, ``d`` alone is quantised, by 128 columns of a row; ``norm_const`` is 1 where it is not
-    given. Operands have 16 bits then, or float32 scale factors on sm_90a.
+    given. Operands have 16 bits then, or float32 scale factors on sm_90a. With ``sfc``, c is quantised by 128 columns
+    of a row too, on sm_90a.
 
     With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
     multiplied as they lie. Out-of-range indices read as zero. Float32 ``sfa`` has the scales of a's
@@ -55,7 +56,7 @@ class GroupedGemmGlu(GatedExperts):
     """
 
     title = "Grouped GEMM + GLU"
-    tensors = (*indexed(GatedExperts.tensors), COUNTER)
+    tensors = (*indexed(GatedExperts.tensors), COUNTER, SFC)
     activations = tuple(GATES)
     scalars = (*GatedExperts.scalars, *SITU)
 
@@ -104,6 +105,7 @@ class GroupedGemmGlu(GatedExperts):
         semantics: str | None = None,
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
+        sample_sfc: Tensor | None = None,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -144,6 +146,7 @@ class GroupedGemmGlu(GatedExperts):
         scheduler_counter_tensor: Tensor | None = None,
         workspace_tensor: Tensor | None = None,
         a_index: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
@@ -200,6 +203,7 @@ def grouped_gemm_glu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    sfc_tensor: Tensor | None = None,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 
