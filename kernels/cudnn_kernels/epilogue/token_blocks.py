@@ -85,10 +85,10 @@ class StoreTokenBlocksImpl(StagedTile):
                 scaled[i] = x.values[i] * multiplier
         rounded = self.params.fragment(self.element, self.width)
         rounded.store(scaled.load().to(self.element))
-        buffer = self.buffer(tile, subtile)
         if layout.matrices:
-            self.store_transposed(rounded, buffer, tile.thread)
+            self.store_transposed(rounded, tile, subtile)
         else:
+            buffer = self.buffer(tile, subtile)
             for position in range(self.width):
                 buffer[layout.row(tile.thread, 0), position] = rounded[position]
 
@@ -107,29 +107,29 @@ class StoreTokenBlocksImpl(StagedTile):
         *_, scales = self.parameters
         write_scale(scales, number, self.column(tile, subtile, column), code, exists & (token == 0))
 
-    def store_transposed(self, rounded: cute.Tensor, buffer: cute.Tensor, thread: Int32) -> None:
+    def store_transposed(self, rounded: cute.Tensor, tile: Tile, subtile: int) -> None:
         """Transposes the bytes of wgmma's accumulators, four tokens of a column to a word, and stores the words.
 
         A word of a thread holds two columns of the rows r and r + 8. Lanes whose rows are neighbours exchange columns,
         then the lanes of two pairs of rows exchange the upper rows for the lower ones. Stores have no bank conflicts.
         """
-        layout, lane = self.params.layout, thread % 32
-        odd_row, odd_pair = upper_lane(4), upper_lane(8)
-        by_column = Int32(select_(odd_row, Int32(0x3715), Int32(0x6240)))
-        by_row = Int32(select_(odd_pair, Int32(0x3276), Int32(0x5410)))
-        words, stored = cute.recast_tensor(rounded, Int32), cute.make_rmem_tensor(4, rounded.element_type)
-        stored_word = cute.recast_tensor(stored, Int32)
-        words_per_64_rows = self.width // 8
+        layout, lane, words = self.params.layout, tile.thread % 32, cute.recast_tensor(rounded, Int32)
+        by_column = Int32(select_(upper_lane(4), Int32(0x3715), Int32(0x6240)))
+        by_row = Int32(select_(upper_lane(8), Int32(0x3276), Int32(0x5410)))
+        stage = self.buffers.iterator.toint() + self.stage(tile, subtile) * self.subtile_bytes()
+        column, count = lane % 4 * 2 + lane // 4 % 2, self.width // 8
         for block in range(layout.slots // 2):
-            first = layout.row(thread, 2 * block) - lane // 4  # the warp's first row
-            token = first + lane // 16 * 4 + lane // 8 % 2 * 8
-            for i in range(words_per_64_rows):
-                word = words[block * words_per_64_rows + i]
+            token = layout.row(tile.thread, 2 * block) - lane // 4 + lane // 16 * 4 + lane // 8 % 2 * 8
+            # The swizzle of the stage, 64 or 128 bytes, is the same every 8 columns: their addresses differ by a
+            # constant. Swizzled one by one, ptxas would keep all addresses in registers during the mainloop.
+            offset = column * self.params.rows + token
+            offset = offset ^ (offset >> 3 & self.params.rows - 16)
+            target = cute.make_ptr(Int32, stage + offset, cute.AddressSpace.smem, assumed_align=4)
+            for i in range(count):
+                word = words[block * count + i]
                 word = cute.arch.prmt(word, cute.arch.shuffle_sync_bfly(word, 4), by_column)
-                stored_word[0] = cute.arch.prmt(word, cute.arch.shuffle_sync_bfly(word, 8), by_row)
-                column = 8 * i + lane % 4 * 2 + lane // 4 % 2
-                target = cute.local_tile(buffer, (4, 1), (token // 4, column)).iterator
-                cute.autovec_copy(stored, cute.make_tensor(target, cute.make_layout(4)))
+                word = cute.arch.prmt(word, cute.arch.shuffle_sync_bfly(word, 8), by_row)
+                cute.arch.store(target + i * 2 * self.params.rows, word)
 
     def issue_tma(self, tile: Tile, subtile: int) -> None:
         for source, target in self.tma_partitions(tile, subtile):

@@ -155,7 +155,9 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
         and ((bits != 8 and not scale) or tile_n % traits.column_multiple == 0)
     ):
         quantizes = traits.extra_registers and max(traits.staged_bits, default=0) == 8 and traits.accepts(32)
-        if scale:
+        if scale and problem.schedule.varlen_k:  # 16 KiB of staging leave room for four operand stages
+            choice = {"tile": (128, tile_n), "epi_tile_n": 1024 // traits.staged_bits_per_column}
+        elif scale:
             choice = {
                 "tile": (128, tile_n),
                 "epi_tile_n": epi_tile_n,
@@ -177,10 +179,10 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             choice = {"tile": (128, 192), "epi_tile_n": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "epi_tile_n": int(64 / traits.width)}
-    many_experts = problem.groups > FEW_EXPERTS or gathered
-    if scale and many_experts and problem.schedule.searches and two_tiles_fit(problem.n, choice["tile"][1]):
-        choice |= {"cluster": (1, 2)}
     by_row = problem.schedule.searches and not problem.schedule.varlen_k
+    many_experts = problem.groups > FEW_EXPERTS or gathered
+    if scale and many_experts and by_row and two_tiles_fit(problem.n, choice["tile"][1]):
+        choice |= {"cluster": (1, 2)}
     dynamic_scheduler = by_row and bool(problem.a.index or (scale and problem.k > SHORTEST_K))
     choice = {"cluster": (2, 1), "dynamic_scheduler": dynamic_scheduler, **choice}
     changes: dict[str, Any] = {"swizzle_size": choice.pop("swizzle_size")} if "swizzle_size" in choice else {}
