@@ -268,7 +268,12 @@ SECTIONS = {
         "moe_fp8",
         "MoE layer, a training step of four micro-batches",
         "tokens, hidden/intermediate",
-        {"MoE, fp8": "fp8, both passes", "MoE, fp8 forward": "fp8, forward pass", "MoE, bf16": "bf16"},
+        {
+            "MoE, fp8": "fp8, both passes",
+            "MoE, fp8, 16 bits saved": "fp8, 16 bits saved",
+            "MoE, fp8 forward": "fp8, forward pass",
+            "MoE, bf16": "bf16",
+        },
         ("rate", "memory"),
         label=_moe_label,
         short=_moe_short,
