@@ -310,6 +310,22 @@ class MultiplyColumn(EpiOp):
 
 
 @dataclass(frozen=True)
+class MultiplyBlocks(EpiOp):
+    """x[m, n] = x[m, n] * s[m, n // vector], or another value: ``s`` float32 (m, ceil(n / vector), l), any strides."""
+
+    tensor: str
+    vector: int
+    value: str = "x"
+
+    @property
+    def column_multiple(self) -> int:
+        return GLU_BLOCK
+
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return (accumulator_scales(self.tensor, names.rows, f"{names.columns} / {self.vector}", names.batch),)
+
+
+@dataclass(frozen=True)
 class AddRow(EpiOp):
     """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert.
 

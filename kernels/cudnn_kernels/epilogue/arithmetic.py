@@ -86,6 +86,31 @@ class MultiplyColumnImpl(_Multiply):
         ]
 
 
+class MultiplyBlocksImpl(EpiOpImpl):
+    """Multiplies each block of columns of a row by a value, which is loaded before the wait for the subtile's stage."""
+
+    elementwise = True
+
+    def prefetch(self, tile: Tile, subtile: int) -> None:
+        (scales,) = self.parameters
+        blocks = range(0, self.width, self.op.vector)
+        self.multipliers = [
+            [
+                load_block(scales, self.row(tile, slot), self.column(tile, subtile, column) // self.op.vector, tile)
+                for column in blocks
+            ]
+            for slot in range(self.params.layout.slots)
+        ]
+
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x = values[self.op.value]
+        per_block = self.op.vector // x.layout.lanes_per_row  # values of a row
+        for slot, value_indices in indices(x, subset):
+            positions = {i: position for position, i in enumerate(x.layout.order(x.width, slot))}
+            for i in value_indices:
+                x.values[i] = x.values[i] * self.multipliers[slot][positions[i] // per_block]
+
+
 class AddRowImpl(EpiOpImpl):
     """Adds a row vector (bias), which the warpgroup loads to shared memory before the mainloop of the tile."""
 
@@ -342,6 +367,15 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
     value = Float32(0.0)
     if row < tile.end:
         value = Float32(tensor[row, 0, tile.batch])
+    return value
+
+
+@cute.jit
+def load_block(tensor: cute.Tensor, row: Int32, block: Int32, tile: Tile) -> Float32:
+    """An element of a tensor (m, blocks, l), 0 if it is out of bounds."""
+    value = Float32(0.0)
+    if row < tile.end and block < tensor.shape[1]:
+        value = tensor[row, block, tile.batch]
     return value
 
 

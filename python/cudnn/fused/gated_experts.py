@@ -176,7 +176,8 @@ class GatedExpertsBackward(Activated):
         geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
         product = self.scaled_product(power=2) if newer or not geglu else ()
         rounded = (epilogue.Round(self.dtype_name("a")),) if self.round_dgrad_to_input_dtype else ()
-        saved = epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)
+        saved = [epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)]
+        saved += [epilogue.MultiplyBlocks("sfc", BLOCKWISE_SIZE, "c")] if self.has("sfc") else []
         betas = self.has("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.dtype_name("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
@@ -185,7 +186,7 @@ class GatedExpertsBackward(Activated):
         return (
             *product,
             *rounded,
-            saved,
+            *saved,
             *factors,
             backward,
             *rest,
@@ -247,6 +248,11 @@ class GatedExpertsBackward(Activated):
             if self.concat_glu or not self.schedule.searches:
                 got = f"tensors, for glu_layout={self.glu_layout!r}, {type(self.schedule).__name__} rows"
                 raise self.unsupported(f"{name}_blocks tensor", got, "rows of experts, glu_layout='interleaved'")
+        if self.has("sfc") and (self.dtype_name("c") not in FLOAT8 or self.sf_vec_size != BLOCKWISE_SIZE):
+            got = f"a tensor, for c of {self.dtype_name('c')} and sf_vec_size={self.sf_vec_size}"
+            raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_SIZE}")
+        if self.has("sfc") and self.concat_glu:
+            raise self.unsupported("sfc tensor", f"a tensor, for glu_layout={self.glu_layout!r}", "None, then")
         if self.power_of_two_scales and not (blocks or self.dtype_name("sfd_row") == BLOCKWISE_DTYPE):
             allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
             raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
