@@ -94,6 +94,7 @@ def test_dglu(where: str, gathered: bool, power_of_two: bool) -> None:
     weights = [block_quantized(random(n, k).round().clamp(-3, 3) / 16, 128, True) for _ in range(experts)]
     b, sfb = (torch.stack(x).permute(1, 2, 0) for x in zip(*weights, strict=True))
     c, prob = random(m, 2 * n).bfloat16(), torch.rand(m, 1, 1, device=device)
+    c, sfc = (c, None) if gathered else block_quantized(c, 1, power_of_two)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     blocks, e4m3 = token_block_count(m, experts), torch.float8_e4m3fn
     runs = []
@@ -109,7 +110,7 @@ def test_dglu(where: str, gathered: bool, power_of_two: bool) -> None:
             returned = cudnn.grouped_gemm_dglu_wrapper(
                 a, c, sfa.unsqueeze(2), offsets, torch.ones(experts, device=device), torch.ones(experts, device=device), prob,
                 b_tensor=b, sfb_tensor=sfb, sf_vec_size=128, d_dtype=e4m3, generate_dbias=True, deterministic=True,
-                a_index=index, power_of_two_scales=power_of_two, **results,
+                a_index=index, sfc_tensor=None if sfc is None else sfc.unsqueeze(2), power_of_two_scales=power_of_two, **results,
             )  # fmt: skip
         runs.append({**returned, **results})
     for name, x in runs[0].items():
@@ -122,7 +123,8 @@ def test_dglu(where: str, gathered: bool, power_of_two: bool) -> None:
             for e, (start, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True))
         ]
     )
-    gate, up = c.double().unflatten(1, (-1, 2, 32)).unbind(2)
+    preact = c.double() if sfc is None else values_of(c, sfc)
+    gate, up = preact.unflatten(1, (-1, 2, 32)).unbind(2)
     sigmoid = gate.sigmoid()
     y = (gate * sigmoid * up).flatten(1)
     dy = product.unflatten(1, (-1, 32))

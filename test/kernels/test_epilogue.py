@@ -267,7 +267,7 @@ EPI_OPS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
         {"epi_tile_n": 64, "tile": (128, 256, 64)},
     ),
     (
-        (LoadTile("c", E4M3, times=2), MultiplyBlocks("sc", 128), GatedBackward(), StoreTile("d", "float32")),
+        (LoadTile("c", E4M3, times=2), MultiplyBlocks("sc", 128, "c"), GatedBackward(), StoreTile("d", "float32")),
         140,
         320,
         {"epi_tile_n": 64},

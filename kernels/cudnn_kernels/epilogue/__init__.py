@@ -311,17 +311,15 @@ class MultiplyColumn(EpiOp):
 
 @dataclass(frozen=True)
 class MultiplyBlocks(EpiOp):
-    """Multiplies every ``vector`` columns of a row of a value by a float32 scale factor: a matrix (m, n / vector, l) of
-    any strides. The inverse of :class:`QuantizeRows`.
-    """
+    """x[m, n] = x[m, n] * s[m, n // vector], or another value: ``s`` float32 (m, ceil(n / vector), l), any strides."""
 
     tensor: str
     vector: int
-    value: str = "c"
+    value: str = "x"
 
     @property
     def column_multiple(self) -> int:
-        return 8
+        return GLU_BLOCK
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         return (accumulator_scales(self.tensor, names.rows, f"{names.columns} / {self.vector}", names.batch),)

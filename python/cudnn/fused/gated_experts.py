@@ -20,7 +20,7 @@ from cudnn.fused.grouped import (
     output,
     quantized,
 )
-from cudnn.fused.layouts import BlockScales, Each, OneMatrix, Sizes, TensorSpec
+from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -92,23 +92,6 @@ def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
             raise make_error(ValueError, where, name, arguments[name], "finite positive numbers")
 
 
-def check_scales_of_c(api: Activated) -> None:
-    """Raises unless ``sfc`` comes with a c of 8 bits and operands with float32 scale factors."""
-    if not api.has("sfc"):
-        return
-    if not api.has("c") or api.dtype_name("c") not in FLOAT8:
-        raise api.error(
-            "sfc tensor", f"a tensor, for c of {api.dtype_name('c') or None}", f"c of {' or '.join(FLOAT8)}"
-        )
-    if api.dtype_name("sfa") != BLOCKWISE_DTYPE:
-        raise api.error("sfc tensor", "a tensor", f"None, but for operands with {BLOCKWISE_DTYPE} scale factors")
-
-
-SFC = TensorSpec(
-    "sfc", BlockScales("m", "n"), (BLOCKWISE_DTYPE,), optional=True, written=True, about="of 128 columns of a row of c"
-)
-
-
 class GatedExperts(Activated):
     """A grouped GEMM and a gated activation of its columns: of every 64, the first 32 are gates, the others up."""
 
@@ -163,7 +146,9 @@ class GatedExperts(Activated):
         self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        check_scales_of_c(self)
+        if self.has("sfc") and (self.dtype_name("c") not in FLOAT8 or self.dtype_name("sfa") != BLOCKWISE_DTYPE):
+            got = f"a tensor, for c of {self.dtype_name('c') or None} and sfa of {self.dtype_name('sfa') or None}"
+            raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_DTYPE}")
         if self.concat_glu and (self.has("b_ptrs") or self.major("b") != "k"):
             got = "b_ptrs" if self.has("b_ptrs") else f"major {self.major('b')}"
             hint = "interleave the weights once, by cudnn.interleave_glu_weights"
@@ -204,8 +189,8 @@ class GatedExpertsBackward(Activated):
         geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
         product = self.scaled_product(power=2) if newer or not geglu else ()
         rounded = (epilogue.Round(self.dtype_name("a")),) if self.round_dgrad_to_input_dtype else ()
-        saved = epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)
-        scales_of_c = (epilogue.MultiplyBlocks("sfc", BLOCKWISE_SIZE),) if self.has("sfc") else ()
+        saved = [epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)]
+        saved += [epilogue.MultiplyBlocks("sfc", BLOCKWISE_SIZE, "c")] if self.has("sfc") else []
         betas = self.has("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.dtype_name("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
@@ -214,8 +199,7 @@ class GatedExpertsBackward(Activated):
         return (
             *product,
             *rounded,
-            saved,
-            *scales_of_c,
+            *saved,
             *factors,
             backward,
             *rest,
@@ -270,7 +254,6 @@ class GatedExpertsBackward(Activated):
             raise self.error(
                 "d_row tensor dtype", self.dtype_name("d_row"), f"{' or '.join(FLOAT8)}, for {self.dtype_name('a')}"
             )
-        check_scales_of_c(self)
         blocks = [name for name in ("d", "activation") if self.has(f"{name}_blocks") or self.has(f"sf{name}_blocks")]
         for name in blocks:
             if not (self.has(f"{name}_blocks") and self.has(f"sf{name}_blocks")):
@@ -278,6 +261,11 @@ class GatedExpertsBackward(Activated):
             if self.concat_glu or not self.schedule.searches:
                 got = f"tensors, for glu_layout={self.glu_layout!r}, {type(self.schedule).__name__} rows"
                 raise self.unsupported(f"{name}_blocks tensor", got, "rows of experts, glu_layout='interleaved'")
+        if self.has("sfc") and (self.dtype_name("c") not in FLOAT8 or self.sf_vec_size != BLOCKWISE_SIZE):
+            got = f"a tensor, for c of {self.dtype_name('c')} and sf_vec_size={self.sf_vec_size}"
+            raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_SIZE}")
+        if self.has("sfc") and self.concat_glu:
+            raise self.unsupported("sfc tensor", f"a tensor, for glu_layout={self.glu_layout!r}", "None, then")
         if self.power_of_two_scales and not (blocks or self.dtype_name("sfd_row") == BLOCKWISE_DTYPE):
             allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
             raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)

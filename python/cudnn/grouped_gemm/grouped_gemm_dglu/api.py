@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GATES, SFC, SITU, GatedExpertsBackward
+from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
 from cudnn.fused.grouped import FLOATS, bias_gradient, indexed, token_blocks
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import BlockScales, OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
+from cudnn.gemm.formats import BLOCKWISE_DTYPE
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -38,7 +38,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     For fp8 training with float32 scale factors of 128 elements, the results are those that later GEMMs read: ``d_row``
     of 8 bits with float32 ``sfd_row``, by 128 columns; ``d_blocks`` and ``activation_blocks`` (y * prob[m]), by 128
     tokens of a column, as operands of :class:`cudnn.GroupedGemmWgrad`. They need no ``norm_const``. Blocks that belong
-    to no expert are not written.
+    to no expert are not written. ``c`` of 8 bits may have scale factors too, ``sfc``.
 
     Args:
         sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
@@ -48,7 +48,6 @@ class GroupedGemmDglu(GatedExpertsBackward):
         sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
         round_dgrad_to_input_dtype: x is rounded to the operands' type first, which has 16 bits and no scale factors.
         glu_layout: that of c, d_row and dbias, as of :class:`cudnn.GroupedGemmGlu`.
-        sample_sfc: float32 scale factors of 128 columns of a row of c, which has 8 bits then, and float32 sfa.
         sample_activation: (m, n), y * prob[m], which the weights' gradient needs; None: not stored.
         power_of_two_scales: float32 scale factors of results are rounded up to powers of two.
         _deterministic: the sums of dprob are added up in an order that does not vary, by a second kernel.
@@ -60,9 +59,15 @@ class GroupedGemmDglu(GatedExpertsBackward):
         *indexed(GatedExpertsBackward.tensors),
         bias_gradient("columns"),
         TensorSpec("activation", OneMatrix("m", "n", "mn"), FLOATS, optional=True, written=True, about="y * prob"),
+        TensorSpec(
+            "sfc",
+            BlockScales("m", "columns"),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            about="of c of 8 bits, for 128 columns, with sf_vec_size=128",
+        ),
         *token_blocks("d", "columns", "d_row"),
         *token_blocks("activation", "n", "activation"),
-        replace(SFC, layout=BlockScales("m", "columns"), written=False),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
     buffers = (
@@ -127,12 +132,12 @@ class GroupedGemmDglu(GatedExpertsBackward):
         semantics: str | None = None,
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
+        sample_sfc: Tensor | None = None,
         sample_d_blocks: Tensor | None = None,
         sample_sfd_blocks: Tensor | None = None,
         sample_activation_blocks: Tensor | None = None,
         sample_sfactivation_blocks: Tensor | None = None,
         power_of_two_scales: bool = False,
-        sample_sfc: Tensor | None = None,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -164,11 +169,11 @@ class GroupedGemmDglu(GatedExpertsBackward):
         *,
         workspace: Tensor | None = None,
         a_index: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
         d_blocks_tensor: Tensor | None = None,
         sfd_blocks_tensor: Tensor | None = None,
         activation_blocks_tensor: Tensor | None = None,
         sfactivation_blocks_tensor: Tensor | None = None,
-        sfc_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
@@ -234,12 +239,12 @@ def grouped_gemm_dglu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    sfc_tensor: Tensor | None = None,
     d_blocks_tensor: Tensor | None = None,
     sfd_blocks_tensor: Tensor | None = None,
     activation_blocks_tensor: Tensor | None = None,
     sfactivation_blocks_tensor: Tensor | None = None,
     power_of_two_scales: bool = False,
-    sfc_tensor: Tensor | None = None,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 

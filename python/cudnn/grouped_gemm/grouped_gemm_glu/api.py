@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GATES, SFC, SITU, GatedExperts
+from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
 from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.host import derived
+from cudnn.fused.layouts import BlockScales, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
+from cudnn.gemm.formats import BLOCKWISE_DTYPE
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -56,7 +58,18 @@ class GroupedGemmGlu(GatedExperts):
     """
 
     title = "Grouped GEMM + GLU"
-    tensors = (*indexed(GatedExperts.tensors), COUNTER, SFC)
+    tensors = (
+        *indexed(GatedExperts.tensors),
+        COUNTER,
+        TensorSpec(
+            "sfc",
+            BlockScales("m", "n"),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            written=True,
+            about="of c of 8 bits, for 128 columns, with sf_vec_size=128",
+        ),
+    )
     activations = tuple(GATES)
     scalars = (*GatedExperts.scalars, *SITU)
 
