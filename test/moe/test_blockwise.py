@@ -292,6 +292,7 @@ def test_recomputed_compiled_and_in_autocast() -> None:
     recomputed = results(lambda leaf: checkpoint(layer, leaf, use_reentrant=False))
     assert all(map(torch.equal, recomputed, expected))
     compiled = results(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    torch.compiler.reset()  # other tests count graphs
     for a, b in zip(compiled, expected, strict=True):
         assert float((a - b).norm()) <= 0.01 * float(b.norm())
 

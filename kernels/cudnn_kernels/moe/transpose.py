@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.epilogue.arithmetic import maximum
-from cudnn_kernels.epilogue.quantize import magnitude
+from cudnn_kernels.epilogue.quantize import compute_block_scale, magnitude
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.moe.combining import rounded
 from cudnn_kernels.moe.configuration import BLOCK, FP8_DTYPE
@@ -35,20 +35,27 @@ class TransposedTile:
         layout = cute.make_layout((BLOCK, BLOCK), stride=(PITCH, 1))
         self.bytes = smem.allocate_tensor(DTYPES[FP8_DTYPE], layout, byte_alignment=16)
         self.maxima = smem.allocate_tensor(Float32, cute.make_layout((WARPS, BLOCK), stride=(BLOCK, 1)), 16)
+        self.multipliers = smem.allocate_tensor(Float32, cute.make_layout(BLOCK), 16)
 
-    def columns_max(self, values: list[list[Any]]) -> list[Float32]:
-        """The largest magnitude of each of a thread's 8 columns over all rows of the tile."""
+    def reduce_columns(self, values: list[list[Any]]) -> None:
+        """The largest magnitude of each of a thread's 8 columns over the rows of its warp, to shared memory."""
         warp, amax = self.thread // WARP_SIZE, cute.make_rmem_tensor(VALUES, Float32)
         for j in range(VALUES):
             of_thread = magnitude([row[j] for row in values])
             amax[j] = maximum(of_thread, cute.arch.shuffle_sync_bfly(of_thread, LANES))
         cute.autovec_copy(amax, cute.local_tile(self.maxima[warp, None], (VALUES,), (self.lane,)))
-        cute.arch.sync_threads()
-        total = [Float32(0.0)] * VALUES
-        for other in range(WARPS):
-            cute.autovec_copy(cute.local_tile(self.maxima[other, None], (VALUES,), (self.lane,)), amax)
-            total = [maximum(total[j], amax[j]) for j in range(VALUES)]
-        return total
+
+    def scale_columns(self, scales: cute.Tensor) -> None:
+        """One thread per column: computes its scale factor from the warps' maxima and stores it; the multipliers go to
+        shared memory.
+        """
+        scale_column(self.maxima, self.thread, scales, self.multipliers)
+
+    def column_multipliers(self) -> list[Float32]:
+        """The multipliers of a thread's 8 columns, which :meth:`scale_columns` wrote."""
+        vector = cute.make_rmem_tensor(VALUES, Float32)
+        cute.autovec_copy(cute.local_tile(self.multipliers, (VALUES,), (self.lane,)), vector)
+        return [vector[j] for j in range(VALUES)]
 
     def store(self, values: list[list[Any]], target: cute.Tensor) -> None:
         """Stores a thread's values, rounded to e4m3, transposed: to ``target`` (128 columns, 128 rows), global memory.
@@ -71,12 +78,16 @@ class TransposedTile:
             cute.autovec_copy(column, cute.local_tile(target[index, None], (VALUES,), (self.lane,)))
 
 
-def load_vector(row: cute.Tensor, index: Int32) -> list[Float32]:
-    """8 consecutive elements of a row as float32."""
-    vector = cute.make_rmem_tensor(VALUES, row.element_type)
-    cute.autovec_copy(cute.local_tile(row, (VALUES,), (index,)), vector)
-    wide = vector.load().to(Float32)
-    return [wide[j] for j in range(VALUES)]
+@cute.jit
+def scale_column(maxima: cute.Tensor, column: Int32, scales: cute.Tensor, multipliers: cute.Tensor) -> None:
+    """Writes the scale factor of a column and its multiplier, from the maxima (warps, columns)."""
+    if column < BLOCK:
+        amax = maxima[0, column]
+        for warp in cutlass.range_constexpr(1, WARPS):
+            amax = maximum(amax, maxima[warp, column])
+        scale, multiplier = compute_block_scale(amax, FP8_DTYPE, "float32")
+        scales[column] = scale
+        multipliers[column] = multiplier
 
 
 def lanes_max(value: Float32, lanes: cutlass.Constexpr[int]) -> Float32:
