@@ -1,12 +1,13 @@
 """Quantizes tokens to e4m3 in the order of experts, by rows and by token columns, in one read.
 
-A CTA has 128 rows of one expert, and one or two tiles of 128 columns. It gathers the rows and stores them
+A CTA takes a few blocks, one after the other: 128 rows of one expert x 128 columns. It gathers the rows and stores them
 
 - by rows, as the GEMMs of tokens with weights read them: a float32 scale factor for 128 columns of a row;
 - by token columns, transposed, as the GEMMs of weight gradients read them: a scale factor for 128 tokens of a column.
 
-The second tile is loaded to registers before the first one is processed. Consecutive CTAs have the same columns of all
-experts' rows. A token has rows of several experts: those columns of all tokens stay in L2 between its rows.
+The next block's rows are copied to shared memory by cp.async meanwhile; a thread reads what it has copied itself.
+Consecutive CTAs have the same columns of all experts' rows. A token has rows of several experts: those columns of all
+tokens stay in L2 between its rows.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, select_
+from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.epilogue.arithmetic import maximum
 from cudnn_kernels.epilogue.quantize import compute_block_scale, magnitude
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, thread_block_idx
 from cudnn_kernels.moe.combining import rounded
-from cudnn_kernels.moe.configuration import BLOCK, FP8_DTYPE, QuantizeTokensConfiguration
+from cudnn_kernels.moe.configuration import BLOCK, FP8_DTYPE
 from cudnn_kernels.moe.transpose import LANES, THREADS, VALUES, TransposedTile
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.pipeline.fragment import all_gather, reduce_scatter
+from cudnn_kernels.pipeline.tma import cp_async_zfill
 from cudnn_kernels.threads import WARP_SIZE
 
 CTAS_PER_SM = 2
+BLOCKS = 4  # of a CTA
 
 
 class QuantizeTokens(Kernel):
     """The kernel for one :class:`QuantizeTokensConfiguration`."""
 
-    def __init__(self, configuration: QuantizeTokensConfiguration) -> None:
-        super().__init__(configuration)
-        self.tiles = 1 + (configuration.columns // BLOCK % 2 == 0)
+    tile: TransposedTile
+    stages: cute.Tensor  # (rows, columns, stage) of the rows that cp.async copies
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         names = ("x", "gather_idx", "offsets", "rows", "row_scales", "blocks", "block_scales")
+        groups = cute.ceil_div(arguments["blocks"].shape[0], BLOCKS)
         self.kernel(*map(arguments.get, names)).launch(
-            grid=[arguments["blocks"].shape[0] * (self.c.columns // BLOCK // self.tiles), 1, 1],
+            grid=[groups * (self.c.columns // BLOCK), 1, 1],
             block=[THREADS, 1, 1],
             stream=arguments["stream"],
             min_blocks_per_mp=CTAS_PER_SM,
@@ -61,76 +65,62 @@ class QuantizeTokens(Kernel):
         block_scales: cute.Tensor,
     ) -> None:
         thread, index = thread_block_idx()
-        block, first_tile = index % blocks.shape[0], index // blocks.shape[0] * self.tiles
-        expert = self.expert_of(offsets, block, thread % WARP_SIZE)
-        start = Int32(0)
-        if expert > 0:
-            start = offsets[expert - 1]
-        first, end = start + (block - start // BLOCK - expert) * BLOCK, offsets[expert]
-        if first < end:
-            row = first + thread // LANES * VALUES
-            outputs = (rows, row_scales, blocks, block_scales)
-            self.quantize(x, self.sources(gather_idx, row, end), outputs, thread, (row, end, block), first_tile)
+        groups = cute.ceil_div(blocks.shape[0], BLOCKS)
+        block, column = index % groups * BLOCKS, index // groups
+        self.tile = TransposedTile(thread)
+        layout = cute.make_layout((BLOCK, BLOCK, 2), stride=(BLOCK, 1, BLOCK * BLOCK))
+        self.stages = SmemAllocator().allocate_tensor(x.element_type, layout, byte_alignment=16)
+        row, end = self.locate(offsets, block, blocks.shape[0])
+        self.load(x, gather_idx, row, end, column, 0)
+        for i in cutlass.range_constexpr(BLOCKS):
+            this_row, this_end = row, end
+            if const_expr(i + 1 < BLOCKS):
+                row, end = self.locate(offsets, block + i + 1, blocks.shape[0])
+                self.load(x, gather_idx, row, end, column, (i + 1) % 2)
+            cute.arch.cp_async_wait_group(1 if i + 1 < BLOCKS else 0)
+            if this_row - thread // LANES * VALUES < this_end:
+                self.process(rows, row_scales, blocks, block_scales, this_row, this_end, block + i, column, i % 2)
 
     set_kernel_name(kernel, "cudnn_moe_quantize_tokens")
 
-    def quantize(
-        self,
-        x: cute.Tensor,
-        sources: list[Int32],
-        outputs: tuple[Any, ...],
-        thread: Int32,
-        position: tuple[Int32, Int32, Int32],
-        first_tile: Int32,
-    ) -> None:
-        """Quantizes the CTA's tiles. ``position``: the thread's first row, the expert's end, and the block."""
-        row, end, _ = position
-        tile, loaded = TransposedTile(thread), self.load(x, sources, row, end, first_tile)
-        for i in range(self.tiles):
-            wide = [vector.load().to(Float32) for vector in loaded]
-            values = [[vector[j] for j in range(VALUES)] for vector in wide]
-            if i + 1 < self.tiles:
-                loaded = self.load(x, sources, row, end, first_tile + i + 1)
-            self.process(tile, values, *outputs, *position, first_tile + i)
+    def locate(self, offsets: cute.Tensor, block: Int32, blocks: Int32) -> tuple[Int32, Int32]:
+        """The first of a thread's 8 rows of a block, and the end of its expert; all are behind it if the block has no
+        rows.
+        """
+        expert = self.expert_of(offsets, block)
+        before = offsets[cutlass.max(expert - 1, 0)]
+        start = Int32(select_(expert > 0, before, Int32(0)))
+        end = Int32(select_(block < blocks, offsets[expert], Int32(0)))
+        return start + (block - start // BLOCK - expert) * BLOCK + self.tile.group * VALUES, end
 
-    def sources(self, gather_idx: Any, row: Int32, end: Int32) -> list[Int32]:
-        """The rows of x that a thread's 8 rows are; for rows behind the expert's last one, that one."""
-        indices = [cutlass.min(row + i, end - 1) for i in range(VALUES)]
-        return indices if gather_idx is None else [gather_idx[index] for index in indices]
-
-    def load(self, x: cute.Tensor, sources: list[Int32], row: Int32, end: Int32, tile: Int32) -> list[cute.Tensor]:
-        """Loads 16 bytes of each of a thread's rows; zeros behind the expert's last one."""
-        vectors = []
-        for i, source in enumerate(sources):
-            vector = cute.make_rmem_tensor(VALUES, x.element_type)
-            vector.fill(x.element_type(0.0))
-            self.load_row(x[source, None], tile, row + i < end, vector)
-            vectors.append(vector)
-        return vectors
-
-    @cute.jit
-    def load_row(self, row: cute.Tensor, tile: Int32, in_bounds: Any, vector: cute.Tensor) -> None:
-        if in_bounds:
-            lane = cute.arch.lane_idx() % LANES
-            cute.autovec_copy(cute.local_tile(row, (VALUES,), (tile * LANES + lane,)), vector)
-
-    def expert_of(self, offsets: cute.Tensor, block: Int32, lane: Int32) -> Int32:
+    def expert_of(self, offsets: cute.Tensor, block: Int32) -> Int32:
         """The last expert whose first block, start // BLOCK + expert, is not behind ``block``."""
-        count = Int32(0)
+        count, lane = Int32(0), cute.arch.lane_idx()
         for base in range(0, self.c.experts, WARP_SIZE):
             expert = base + lane
             end = offsets[cutlass.min(cutlass.max(expert - 1, 0), self.c.experts - 1)]
             start = Int32(select_(expert > 0, end, Int32(0)))
             begins = (expert < self.c.experts) & (start // BLOCK + expert <= block)
-            count += Int32(select_(begins, Int32(1), Int32(0)))
-        for distance in (1, 2, 4, 8, 16):
-            count += cute.arch.shuffle_sync_bfly(count, distance)
+            count += cute.arch.popc(cute.arch.vote_ballot_sync(begins))
         return count - 1
+
+    def load(self, x: cute.Tensor, gather_idx: Any, row: Int32, end: Int32, column: Int32, stage: int) -> None:
+        """Copies 16 bytes of each of a thread's rows to shared memory; zeros for rows behind the expert's last one."""
+        last = cutlass.max(end - 1, 0)
+        sources = [cutlass.min(row + i, last) for i in range(VALUES)]
+        if const_expr(gather_idx is not None):
+            sources = [gather_idx[source] for source in sources]
+        for i, source in enumerate(sources):
+            target = self.stages[self.tile.group * VALUES + i, None, stage]
+            pair = [
+                cute.local_tile(each, (VALUES,), (lane,))
+                for each, lane in ((target, self.tile.lane), (x[source, None], column * LANES + self.tile.lane))
+            ]
+            cp_async_zfill(*(each.iterator.toint() for each in pair), row + i >= end, 16)
+        cute.arch.cp_async_commit_group()
 
     def process(
         self,
-        tile: TransposedTile,
-        values: list[list[Float32]],
         rows: Any,
         row_scales: Any,
         blocks: cute.Tensor,
@@ -139,8 +129,16 @@ class QuantizeTokens(Kernel):
         end: Int32,
         block: Int32,
         column: Int32,
+        stage: int,
     ) -> None:
-        """Quantizes a tile of 128 columns, of which a thread has the 8 rows from ``row`` on."""
+        """Quantizes a block, of which a thread has the 8 rows from ``row`` on."""
+        tile, values = self.tile, []
+        for i in range(VALUES):
+            vector = cute.make_rmem_tensor(VALUES, self.stages.element_type)
+            source = self.stages[tile.group * VALUES + i, None, stage]
+            cute.autovec_copy(cute.local_tile(source, (VALUES,), (tile.lane,)), vector)
+            wide = vector.load().to(Float32)
+            values.append([wide[j] for j in range(VALUES)])
         # (1) By rows: lanes reduce-scatter the maxima, compute the scale factors and all-gather the multipliers.
         if const_expr(rows is not None):
             (amax,), first = reduce_scatter([magnitude(vector) for vector in values], maximum, 1, LANES)
