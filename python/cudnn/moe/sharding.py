@@ -138,8 +138,10 @@ def local_shard(name: str, weight: Tensor | None, experts: ExpertMesh | None) ->
         raise make_error(RuntimeError, _WHERE, name, got, allowed, hint)
     sharded: Any = weight
     local = sharded.to_local()
-    # The version of a local tensor, by which e4m3 copies are cached, does not count changes of the DTensor.
-    return owned_by(local.view_as(local) if local is sharded._local_tensor else local, weight)
+    # A new tensor in each call: the version of a local tensor, by which e4m3 copies are cached, does not count changes
+    # of the DTensor. With ``owned_by``, that of the DTensor counts.
+    local = local.view_as(local) if local is sharded._local_tensor else local
+    return local if torch.compiler.is_compiling() else owned_by(local, weight)
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
