@@ -44,7 +44,7 @@ OPERATIONS = {"forward": 6.0, "both": 18.0, "inference": 6.0}
 """Floating-point operations of the GEMMs, in units of tokens x hidden x intermediate x top-k."""
 LAYERS = ("SonicMoE", "MoE")
 SECONDS_PER_RUN = 0.2
-COMPILE_WORKERS = "16"
+COMPILE_WORKERS = "8"
 Passes = Mapping[str, Callable[[], Any]]
 
 

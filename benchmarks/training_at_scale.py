@@ -1,6 +1,6 @@
 """Runs the recipe of docs/training_at_scale.md, word for word, on two GPUs (or two CPU processes), about 90 s.
 
-    python benchmarks/training_at_scale.py
+    python benchmarks/training_at_scale.py [--save benchmarks/results]
 
 It prints a table and exits with an error if a row fails:
 
@@ -8,12 +8,16 @@ It prints a table and exits with an error if a row fails:
 - checkpoint: saved at step 25 with EP 2, loaded with EP 1 and FSDP2 over both, saved, loaded with EP 2;
 - killed: one rank ends within a step; the other one has to end with an error within its limits;
 - host time: forward and backward of a layer with and without ``return_routing``, on one GPU.
+
+``--save`` replaces ``training_at_scale.csv`` in a folder. The rates of the exchange and of the layer over two GPUs come
+from ``cudnn bench moe --ranks 2 --save``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -29,6 +33,8 @@ from typing import Any
 
 RANKS, STEPS, TOKENS, HIDDEN = 2, 50, 512, 256
 LIMIT = 10  # seconds that the rank which is left may wait
+NAME, ONE, BOTH = "training_at_scale", "1 GPU", f"{RANKS} GPUs, EP {RANKS}"
+Figure = tuple[str, str, str, float, str]  # case, candidate, metric, value, unit
 PAGE = Path(__file__).parents[1] / "docs" / "training_at_scale.md"
 
 
@@ -104,7 +110,9 @@ def run_train(folder: Path, rank: int, device: Any) -> None:
 
     one = init_device_mesh(device.type, (RANKS, 1, 1, 1), mesh_dim_names=("rank", "world", "dp", "ep"))
     alone, alone_optimizer = make(one["world"], one["dp", "ep"])
+    begin = time.monotonic()
     expected = train_alone(alone, alone_optimizer, device)
+    seconds_alone = time.monotonic() - begin
 
     world, mesh = recipe.meshes(ep=2)
     model, optimizer = make(world, mesh)
@@ -116,6 +124,14 @@ def run_train(folder: Path, rank: int, device: Any) -> None:
     worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
     report(rank, "losses", worst < 0.02, f"{expected[0]:.4f} to {expected[-1]:.4f} alone, {losses[0]:.4f} to "
            f"{losses[-1]:.4f} with EP 2, at most {worst:.2%} apart; {seconds:.0f} s")  # fmt: skip
+    figures = [
+        (f"loss of step {step + 1}", name, "loss", values[step], "")
+        for step in (0, STEPS // 2 - 1, STEPS - 1)
+        for name, values in ((ONE, expected), (BOTH, losses))
+    ]
+    figures += [(f"{STEPS} steps", ONE, "time", seconds_alone, "s"), (f"{STEPS} steps", BOTH, "time", seconds, "s")]
+    figures += [(f"losses of {STEPS} steps, largest difference", BOTH, "difference", 100 * worst, "%")]
+    record(folder, rank, figures)
 
     world1, mesh1 = recipe.meshes(ep=1)
     other, other_optimizer = make(world1, mesh1, seed=1)
@@ -129,6 +145,8 @@ def run_train(folder: Path, rank: int, device: Any) -> None:
     is_same = right.keys() == actual.keys() and all(torch.equal(actual[name], x) for name, x in right.items())
     text = f"EP 2 to EP 1: losses at most {apart:.2%} apart; back to EP 2: {'the same' if is_same else 'OTHER'} bits"
     report(rank, "checkpoint", apart < 0.02 and is_same, text)
+    case = f"losses of {STEPS - STEPS // 2} steps after loading EP 2 with EP 1, largest difference"
+    record(folder, rank, [(case, BOTH, "difference", 100 * apart, "%")])
 
 
 def run_killed(folder: Path, rank: int, device: Any) -> None:
@@ -191,6 +209,7 @@ def run_host(folder: Path, rank: int, device: Any) -> None:
     ratio = medians["routing"] / medians["plain"]
     text = ", ".join(f"{name} {value:.0f} us" for name, value in medians.items())
     report(rank, "host time", ratio <= 1.1, f"{text}; return_routing x {ratio:.3f}")
+    record(folder, rank, [(f"host time, {name}", ONE, "time", value, "us") for name, value in medians.items()])
 
 
 def report(rank: int, name: str, passed: bool, text: str) -> None:
@@ -198,6 +217,28 @@ def report(rank: int, name: str, passed: bool, text: str) -> None:
         print(f"| {name} | {'ok' if passed else 'FAILED'} | {text} |", flush=True)
     if not passed:
         sys.exit(1)
+
+
+def record(folder: Path, rank: int, figures: list[Figure]) -> None:
+    """Adds figures to those that ``--save`` writes."""
+    if rank == 0:
+        with (folder / "figures.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps(figure)}\n" for figure in figures)
+
+
+def save(folder: Path, target: Path, commit: str) -> None:
+    """Replaces the result file."""
+    from cudnn.bench import OURS_PACKAGE, results
+    from cudnn.cli.info import driver_version
+
+    run = results.this_run(driver_version(), commit)
+    start = (run.hardware, run.driver, run.cuda, run.torch, run.commit, run.date, NAME, "bf16", "")
+    version, lines = results.version_of(OURS_PACKAGE), []
+    for text in (folder / "figures.jsonl").read_text().splitlines():
+        case, peer, metric, value, unit = json.loads(text)
+        figure = (metric, results.significant(value), unit, 0.0)
+        lines.append(results.Result(*start, case, peer, version, 1, *figure))
+    results.write(results.path_of(target, NAME), lines)
 
 
 def worker(phase: str, folder: Path) -> None:
@@ -244,11 +285,20 @@ def output_of(process: subprocess.Popen[str], limit: int = 150) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phase", choices=("train", "killed", "host"))
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="used by the processes that this one starts")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="replace training_at_scale.csv in this folder")
+    parser.add_argument("--commit", default="", help="the library's commit; default: that of its git clone")
     arguments = parser.parse_args()
     if arguments.phase:
         worker(arguments.phase, arguments.folder)
         return 0
+    commit = arguments.commit
+    if arguments.save is not None:
+        from cudnn.bench.results import source_commit
+
+        commit = commit or source_commit()
+        if not commit:
+            parser.error("--commit: got nothing; needed where the package does not run from a git clone.")
     failed = False
     print("| what | | |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
@@ -268,11 +318,16 @@ def main() -> int:
                     f"rank 1 killed, rank 0 ended with {codes[0]} after {seconds:.0f} s: {(errors or ['?'])[-1][:200]}"
                 )
                 print(f"| killed | {'ok' if passed else 'FAILED'} | {row} |", flush=True)
+                if passed:
+                    case = f"a killed rank: until the other one ends, start included, with limits of {LIMIT} s"
+                    record(folder, 0, [(case, BOTH, "time", seconds, "s")])
             else:
                 passed = codes == [0] * RANKS
             if not passed:
                 print(*outputs, sep="\n--- rank\n", file=sys.stderr)
             failed |= not passed
+        if arguments.save is not None and (folder / "figures.jsonl").exists():
+            save(folder, arguments.save, commit)
     return int(failed)
 
 

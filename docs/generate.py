@@ -26,6 +26,7 @@ from ptx_emulator import findings
 
 _DOCS = Path(__file__).parent
 _README = _DOCS.parent / "README.md"
+_WORDS = {"Fp8": "fp8", "Moe": "MoE", "Mxfp8": "MXFP8", "Rope": "RoPE"}  # in headings
 _TABLE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -56,7 +57,8 @@ def operations() -> str:
     for family in _families():
         rows = [_row(names, method) for method, names in _methods(family).items()]
         if rows:
-            title = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", family.__name__.removesuffix("Methods")).capitalize()
+            words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", family.__name__.removesuffix("Methods")).capitalize().split()
+            title = " ".join(_WORDS.get(word, word) for word in words)
             parts += [f"## {title}", "", "| method | arguments | what |", "|---|---|---|", *rows, ""]
     return "\n".join(parts).rstrip()
 

@@ -29,7 +29,11 @@ Curve = Sequence[tuple[float, float]]
 
 
 def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, Sequence[float | None]]) -> str:
-    """A group of bars for each problem, with a bar for each series; ``None``: not measured."""
+    """A group of bars for each problem, with a bar for each series; ``None``: not measured.
+
+    What the title has after a colon stands below the names of the problems.
+    """
+    title, _, caption = title.partition(": ")
     step = (_WIDTH - _LEFT - 10) / len(groups)
     width = min(46.0, step * 0.84 / len(series))
     limit, ticks = axis(max(value for values in groups.values() for value in values if value is not None))
@@ -46,7 +50,8 @@ def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, S
         lines = wrapped(label, int(step / _WIDEST))
         rows = max(rows, len(lines))
         body += [_text(middle, _TOP + _HEIGHT + 18 + 14 * row, text, "", "middle") for row, text in enumerate(lines)]
-    height = _TOP + _HEIGHT + 18 + 14 * rows
+    body.append(_text((_LEFT + _WIDTH) / 2, _TOP + _HEIGHT + 24 + 14 * rows, caption, "tick", "middle"))
+    height = _TOP + _HEIGHT + 32 + 14 * rows
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
     return "\n".join([opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", *body, "</svg>", ""])
 

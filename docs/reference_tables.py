@@ -1,4 +1,4 @@
-"""The tables at the head of the reference's pages: name, parameters and purpose of everything that a page documents.
+"""The tables at the head of the reference's pages: name, parameters and purpose of all objects, and their methods.
 
 A page's `::: path` sections are for the site; a code host shows the table.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import fused_reference  # next to this file
 
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:[ ]{4}.*\n?)*)", re.MULTILINE)
-_HEADING = re.compile(r"heading: (.+)")
+_HEADING = re.compile(r"(?<!_)heading: (.+)")
 _COMMON = ("self", "compute_data_type", "name")
 _LONGEST = 40  # letters of a default value
+_FILTERS = re.compile(r"filters: (\[.*\])")
 
 
 def first_paragraph(text: str | None) -> str:
@@ -45,9 +47,25 @@ def arguments(function: Callable[..., Any], skipped: tuple[str, ...] = _COMMON) 
 
 def documented(page: str) -> Iterator[tuple[str, Any]]:
     """The objects of a page's directives with the names that programs use."""
+    for name, documented_object, _ in _directives(page):
+        yield name, documented_object
+
+
+def methods(page: str) -> Iterator[tuple[str, Any]]:
+    """The methods of the page's classes that the site shows; not of directives that list them, as fused APIs' do."""
+    for name, cls, options in _directives(page):
+        if inspect.isclass(cls) and "members:" not in options:
+            filters = _FILTERS.search(options)
+            hidden = re.compile("|".join(text.lstrip("!") for text in literal_eval(filters[1])) if filters else "^_")
+            for member, value in vars(cls).items():
+                if inspect.isfunction(value) and value.__doc__ and not hidden.search(member):
+                    yield f"{name.split(',')[0]}.{member}", value
+
+
+def _directives(page: str) -> Iterator[tuple[str, Any, str]]:
     for path, options in _DIRECTIVE.findall(page.replace(fused_reference.PLACE, fused_reference.sections())):
         heading = _HEADING.search(options)
-        yield heading[1] if heading else path, _resolve(path)
+        yield heading[1] if heading else path, _resolve(path), options
 
 
 def _resolve(path: str) -> Any:
@@ -64,9 +82,17 @@ def _resolve(path: str) -> Any:
 
 
 def table(page: Path) -> str:
-    """A row for each object: name, parameters, purpose."""
-    rows = ["| name | parameters | purpose |", "|---|---|---|"]
-    for name, documented_object in documented(page.read_text()):
+    """A row for each object, and below for each method of its classes: name, parameters, purpose."""
+    text = page.read_text()
+    objects = dict(documented(text))
+    further = {name: method for name, method in methods(text) if name not in objects}
+    parts = [_rows("name", objects), _rows("method", further)] if further else [_rows("name", objects)]
+    return "\n\n".join(parts)
+
+
+def _rows(head: str, objects: dict[str, Any]) -> str:
+    rows = [f"| {head} | parameters | purpose |", "|---|---|---|"]
+    for name, documented_object in objects.items():
         parameters = "" if inspect.ismodule(documented_object) else _parameters(documented_object)
         rows.append(f"| `{name}` | {parameters} | {first_paragraph(documented_object.__doc__)} |")
     return "\n".join(rows)

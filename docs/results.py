@@ -1,7 +1,8 @@
 """Tables and plots of the documentation from the result files in `benchmarks/results`.
 
-A section of a page, `<!-- generated: results_NAME -->`, has a plot, a table, and a line with the versions, the date and
-the command of the run. Plots are SVG files in `docs/figures/results`, with colors for light and dark pages.
+A section of a page, `<!-- generated: results_NAME -->`, has a plot, tables, and a line with the versions, the date and
+the command of the run. Long tables are folded. Plots are SVG files in `docs/figures/results`, with colors for light and
+dark pages.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import plots  # next to this file
@@ -19,12 +20,12 @@ from cudnn.bench.results import Result, read
 _DOCS = Path(__file__).parent
 RESULTS = _DOCS.parent / "benchmarks" / "results"
 FIGURES = _DOCS / "figures" / "results"
-_SIGN = {"nats": 4, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
+_SIGN = {"": 4, "%": 2, "s": 1, "nats": 4, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
 
 
 def shown(value: float, unit: str) -> str:
     """A figure as pages show it."""
-    if unit == "us":
+    if unit in ("us", "ms"):
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     return f"{value:,.{_SIGN[unit]}f}"
 
@@ -39,12 +40,13 @@ def _plain(shape: str, case: str) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A plot and a table of one result file.
+    """A plot of one result file, and a table for each metric.
 
-    ``metrics`` are columns of the table for each candidate; the first is plotted. ``keep`` selects lines. ``peers`` are
-    the candidates in their order, with the names that the page shows; the first is the one that ratios are of.
-    ``label`` names a problem, ``problem`` heads the column of these names, ``short`` is its name in the plot.
-    ``ratio``: whether the table has a column with it. ``command`` reproduces the file.
+    The first of the ``metrics`` is plotted. ``keep`` selects lines. ``peers`` are the candidates in their order, with
+    the names that the page shows; the first is the one that ratios are of. ``label`` names a problem, ``problem`` heads
+    the column of these names, ``short`` is its name in the plot. What a title has after a colon describes those names.
+    ``ratio``: whether the table has a column with it. ``no_ratio``: candidates that the ratio ignores, such as a GEMM
+    without its activation or another precision. ``command`` reproduces the file.
     """
 
     file: str
@@ -56,6 +58,7 @@ class Section:
     label: Callable[[str, str], str] = _plain
     short: Callable[[str, str], str] | None = None
     ratio: bool = True
+    no_ratio: frozenset[str] = frozenset()
     command: str = ""
 
     def lines(self) -> list[Result]:
@@ -63,12 +66,23 @@ class Section:
         path = RESULTS / f"{self.file}.csv"
         if not path.is_file():
             return []
-        return [line for line in read(path) if self.keep(line) and line.peer in self.peers]
+        lines = [line for line in read(path) if self.keep(line) and line.peer in self.peers]
+        times = [line.value for line in lines if line.unit == "us"]
+        return [_in_milliseconds(line) for line in lines] if times and max(times) >= _MILLISECONDS else lines
 
     @property
     def reproduce(self) -> str:
         """The command that writes the result file."""
         return self.command or f"cudnn bench {self.file} --save benchmarks/results"
+
+
+_MILLISECONDS = 10_000  # microseconds from which on a section has milliseconds
+
+
+def _in_milliseconds(line: Result) -> Result:
+    if line.unit != "us":
+        return line
+    return replace(line, value=line.value / 1e3, unit="ms", spread=line.spread / 1e3)
 
 
 def _problems(lines: Iterable[Result]) -> list[tuple[str, str]]:
@@ -80,48 +94,84 @@ def _index(lines: Iterable[Result]) -> dict[tuple[str, str, str, str], Result]:
 
 
 def table(section: Section) -> str:
-    """The table: a row for each problem, columns for the candidates, and the ratio to the fastest peer."""
+    """A table for each metric: a row for each problem, columns for the candidates; the first one ends in the ratio."""
     lines = section.lines()
+    has_ratio = section.ratio and any(_best_ratio(section, lines, problem) for problem in _problems(lines))
+    tables = [_table(section, metric, has_ratio and metric == section.metrics[0]) for metric in section.metrics]
+    return "\n\n".join(text for text in tables if text)
+
+
+def _table(section: Section, metric: str, with_ratio: bool) -> str:
+    """The table of one metric; empty if no line has it."""
+    lines = [line for line in section.lines() if line.metric == metric]
+    if not lines:
+        return ""
     found = _index(lines)
     peers = [peer for peer in section.peers if any(line.peer == peer for line in lines)]
-    columns = [
-        (peer, metric)
-        for metric in section.metrics
-        for peer in peers
-        if any((*problem, peer, metric) in found for problem in _problems(lines))
-    ]
-    units = {metric: next((line.unit for line in lines if line.metric == metric), "") for metric in section.metrics}
-    several = len(section.metrics) > 1
-    heads = [f"{section.peers[peer]}{', ' + units[metric] if several else ''}" for peer, metric in columns]
-    with_ratio = section.ratio and any(_best_ratio(section, lines, problem) for problem in _problems(lines))
-    heads += ["ours / fastest other"] * with_ratio
-    first = section.problem if several else f"{section.problem} ({units[section.metrics[0]]})"
-    rows = [f"| {first} | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+    heads = [section.peers[peer] for peer in peers] + ["ours / fastest other"] * with_ratio
+    rows = [f"| {section.problem} ({lines[0].unit}) | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for problem in _problems(lines):
-        cells = []
-        for peer, metric in columns:
-            line = found.get((*problem, peer, metric))
-            cells.append(shown(line.value, line.unit) if line else "")
-        if not any(cells):
-            continue
-        cells += [_best_ratio(section, lines, problem)] * with_ratio
+        results = [found.get((*problem, peer, metric)) for peer in peers]
+        cells = [shown(line.value, line.unit) if line else "" for line in results]
+        cells += [_best_ratio(section, section.lines(), problem)] * with_ratio
         rows.append(f"| {section.label(*problem)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def _best_ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) -> str:
     """How many times as fast ours is as the fastest other, with the spread where the run has it."""
+    ratio = _ratio(section, lines, problem)
+    if ratio is None:
+        return ""
+    value, spread = ratio
+    return f"{value:.2f}" if spread is None else f"{value:.2f} ± {spread:.2f}"
+
+
+def _ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) -> tuple[float, float | None] | None:
+    """The ratio to the fastest other, and its spread; None without another."""
     found = {(line.peer, line.metric): line for line in lines if (line.shape, line.case) == problem}
     metric = "rate" if any(metric == "rate" for _, metric in found) else "time"
-    others = [line for (_, name), line in found.items() if name == metric and not line.ours]
+    others = [
+        line
+        for (_, name), line in found.items()
+        if name == metric and not line.ours and line.peer not in section.no_ratio
+    ]
     our = found.get((next(iter(section.peers)), metric))
     if our is None or not others:
-        return ""
+        return None
     other = (max if metric == "rate" else min)(others, key=lambda line: line.value)
     measured = found.get((our.peer, f"ratio to {other.peer}"))
     if measured is not None:
-        return f"{measured.value:.2f} ± {measured.spread:.2f}"
-    return f"{our.value / other.value if metric == 'rate' else other.value / our.value:.2f}"
+        return measured.value, measured.spread
+    return (our.value / other.value if metric == "rate" else other.value / our.value), None
+
+
+def summary(page: Path) -> str:
+    """A row for each section with a ratio: the candidates, and the smallest and largest ratio to the fastest."""
+    rows = ["| task | compared with | ours / fastest other |", "|---|---|---:|"]
+    anchors = _anchors(page.read_text())
+    for name, spec in SECTIONS.items():
+        lines = spec.lines()
+        ratios = [_ratio(spec, lines, problem) for problem in _problems(lines)] if spec.ratio else []
+        values = sorted(ratio[0] for ratio in ratios if ratio is not None)
+        if not values:
+            continue
+        present = {line.peer for line in lines if not line.ours} - spec.no_ratio
+        others = ", ".join(name for peer, name in spec.peers.items() if peer in present)
+        task = f"[{spec.title.split(':')[0]}](#{anchors[name]})"
+        rows.append(f"| {task} | {others} | {values[0]:.2f} to {values[-1]:.2f} |")
+    return "\n".join(rows)
+
+
+def _anchors(text: str) -> dict[str, str]:
+    """The anchor of the heading above each section of results on a page."""
+    heading, anchors = "", {}
+    for line in text.splitlines():
+        if found := re.match(r"#+ (.*)", line):
+            heading = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", found[1]).strip().lower())
+        elif found := re.match(r"<!-- generated: results_(\w+) -->", line):
+            anchors[found[1]] = heading
+    return anchors
 
 
 def source(section: Section) -> str:
@@ -154,7 +204,8 @@ def figure(section: Section) -> str:
         label(*problem): [bars[problem, peer].value if (problem, peer) in bars else None for peer in peers]
         for problem in _problems(lines)
     }
-    return plots.bars(section.title, lines[0].unit, series, groups)
+    title = section.title if ": " in section.title else f"{section.title}: {section.problem}"
+    return plots.bars(title, lines[0].unit, series, groups)
 
 
 def _of(pattern: str) -> Callable[[Result], bool]:
@@ -233,14 +284,14 @@ SECTIONS = {
         "model",
         "Two layers of Qwen3-30B-A3B in transformers, bf16",
         "pass",
-        {"cudnn": "cudnn-fused", "cudnn experts, sdpa": "cudnn-fused experts, sdpa", "transformers": "transformers"},
+        {"cudnn": "cudnn-fused", "cudnn experts, sdpa": "cudnn-fused experts alone", "transformers": "transformers"},
         ("rate", "memory"),
         label=_model_label,
     ),
     "moe_sonicmoe": Section(
         "moe_sonicmoe",
         "MoE layer and SonicMoE, bf16",
-        "tokens, hidden/intermediate",
+        "tokens, hidden/intermediate size, pass",
         {"MoE": "cudnn-fused", "SonicMoE": "SonicMoE"},
         ("rate", "memory"),
         label=_moe_label,
@@ -249,8 +300,8 @@ SECTIONS = {
     ),
     "moe": Section(
         "moe",
-        "MoE layer, bf16",
-        "tokens, hidden/intermediate",
+        "MoE layer, bf16 and fp8",
+        "tokens, hidden/intermediate size, pass",
         {**MOE, "transformers": "transformers"},
         ("rate", "memory"),
         label=_moe_label,
@@ -291,12 +342,37 @@ SECTIONS = {
         "moe_ranks",
         "MoE layer with expert parallelism, bf16, TFLOP/s of one GPU",
         "model, routing, pass",
-        {"MoE, 2 GPUs": "2 GPUs", "MoE, 4 GPUs": "4 GPUs", "MoE, 8 GPUs": "8 GPUs", "MoE, 1 GPU": "1 GPU"},
+        {
+            **{f"MoE, {count} GPUs": f"{count} GPUs" for count in (2, 4, 8)},
+            "MoE, 1 GPU": "1 GPU",
+            **{f"all_to_all_single, {count} GPUs": f"{count} GPUs, all_to_all_single" for count in (2, 4, 8)},
+        },
         keep=_of("forward|backward"),
         label=lambda shape, case: f"{case}, {int(shape.split('x')[0]):,} tokens a rank",
         ratio=False,
         command="cudnn bench moe --ranks 2 --save benchmarks/results",
     ),
+    **{
+        f"moe_in_{page}{suffix}": Section(
+            file,
+            f"{what} of Qwen3-30B-A3B's sizes in {stack}, forward and backward, bf16",
+            "tokens",
+            {"cudnn-fused": "cudnn-fused", **{peer: peer for peer in peers}},
+            metrics,
+            keep=_of(f" {stack}{', host' * (suffix == '_host')}$"),
+            label=_tokens_label,
+            command=f"python benchmarks/{file}.py --wheels WHEELS --save benchmarks/results",
+        )
+        for page, stack, peers in (
+            ("torchtitan", "torchtitan", ("GroupedExperts",)),
+            ("megatron", "megatron-core", ("GroupedMLP", "SequentialMLP")),
+        )
+        for suffix, file, what, metrics in (
+            ("", "moe_in_stacks", "Experts", ("rate", "memory")),
+            ("_host", "moe_in_stacks", "Host time: experts", ("time",)),
+            ("_ep", "moe_in_stacks_ep", "Layers over two GPUs", ("rate",)),
+        )
+    },
     **{
         f"sdpa_{which}": Section(
             "sdpa",
@@ -355,13 +431,13 @@ SECTIONS = {
             "GemmSwiglu": "cudnn-fused",
             "our GEMM alone": "cudnn-fused, GEMM alone",
             "cuBLAS + SwiGLU": "cuBLAS + torch.compile",
-            "Triton, fused": "Triton, fused",
+            "Triton, fused": "Triton",
             "cuBLAS": "cuBLAS, GEMM alone",
             "QuACK": "QuACK, GEMM alone",
         },
         keep=lambda line: bool(line.shape),
         label=_gemm_label,
-        ratio=False,
+        no_ratio=frozenset({"cuBLAS", "QuACK"}),
     ),
     "gemm_swiglu_fp8_128": Section(
         "gemm_swiglu_fp8_128",
@@ -375,7 +451,6 @@ SECTIONS = {
         },
         keep=lambda line: bool(line.shape),
         label=_gemm_label,
-        ratio=False,
         command="cudnn bench gemm_swiglu --dtype fp8_128 --save benchmarks/results",
     ),
     "grouped_gemm": Section(
@@ -398,6 +473,7 @@ SECTIONS = {
             "torch._grouped_mm, bf16": "torch._grouped_mm, bf16",
         },
         label=_grouped_label,
+        no_ratio=frozenset({"torch._grouped_mm, bf16"}),
     ),
     "rmsnorm_rht_amax": Section(
         "rmsnorm_rht_amax",
@@ -406,7 +482,7 @@ SECTIONS = {
         {"RmsNormRhtAmax": "cudnn-fused", "torch.compile": "torch.compile", "copy": "copy of the same bytes"},
         keep=lambda line: bool(line.shape),
         label=_gemm_label,
-        ratio=False,
+        no_ratio=frozenset({"copy"}),
     ),
 }
 HOST, TRAINING = "host", "fp8_training"
@@ -421,9 +497,19 @@ def section(name: str) -> Callable[[Path], str]:
         spec = SECTIONS[name]
         if not spec.lines():
             return f"Not measured yet: `{spec.reproduce}`."
-        return "\n\n".join([_image(name, spec.title, page), table(spec), source(spec)])
+        return "\n\n".join([_image(name, spec.title, page), *_folded(table(spec)), source(spec)])
 
     return generate
+
+
+_UNFOLDED = 5  # rows of tables that a page shows at once
+
+
+def _folded(text: str) -> list[str]:
+    """Paragraphs with the tables, long ones behind a heading that unfolds them."""
+    if text.count("\n| ") <= _UNFOLDED:
+        return [text]
+    return ["<details markdown>\n<summary>The numbers</summary>", text, "</details>"]
 
 
 def plot(name: str) -> Callable[[Path], str]:
@@ -440,17 +526,38 @@ def _image(name: str, title: str, page: Path) -> str:
 
 
 def host(page: Path) -> str:
-    """The table of host times: the call, its time, and that of `torch.add` in the same rounds."""
+    """The table of host times: the call, its time, and that of `torch.add` in the same rounds, if timed there."""
     path, command = RESULTS / f"{HOST}.csv", "cudnn bench host --save benchmarks/results"
     if not path.is_file():
         return f"Not measured yet: `{command}`."
     lines = [line for line in read(path) if line.metric == "time"]
     base = {line.case: line.value for line in lines if line.peer == "torch.add(out=)"}
-    rows = ["| task | call | us | `torch.add(out=)`, us |", "|---|---|---:|---:|"]
+    rows = ["| task | call | time | `torch.add(out=)` |", "|---|---|---:|---:|"]
+    for line in lines:
+        if line.peer != "torch.add(out=)":
+            yardstick = f"{base[line.case]:.1f} us" if line.case in base else ""
+            rows.append(f"| {line.case} | `{line.peer}` | {_host_time(line.value)} | {yardstick} |")
+    first = lines[0]
+    commit = f", commit {first.commit}" if first.commit else ""
+    run = f"{first.hardware}, driver {first.driver}, PyTorch {first.torch}. {first.date}{commit}"
+    return "\n\n".join([*_folded("\n".join(rows)), f"{run}, `{command}`."])
+
+
+def scale(page: Path) -> str:
+    """The table of the recipe on two GPUs: a row for each case, columns for one and for two GPUs."""
+    path, command = (
+        RESULTS / "training_at_scale.csv",
+        "python benchmarks/training_at_scale.py --save benchmarks/results",
+    )
+    if not path.is_file():
+        return f"Not measured yet: `{command}`."
+    lines = read(path)
+    peers = list(dict.fromkeys(line.peer for line in lines))
+    cells = {(line.case, line.peer): f"{shown(line.value, line.unit)} {line.unit}".strip() for line in lines}
+    rows = [f"| what | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
     rows += [
-        f"| {line.case} | `{line.peer}` | {line.value:.1f} | {base[line.case]:.1f} |"
-        for line in lines
-        if line.peer != "torch.add(out=)"
+        f"| {case} | {' | '.join(cells.get((case, peer), '') for peer in peers)} |"
+        for case in dict.fromkeys(line.case for line in lines)
     ]
     first = lines[0]
     commit = f", commit {first.commit}" if first.commit else ""
@@ -491,11 +598,17 @@ def training_figure(lines: Sequence[Result]) -> str:
     )
 
 
+def _host_time(microseconds: float) -> str:
+    return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds * 1e-6:.2f} s"
+
+
 GENERATORS: dict[str, Callable[[Path], str]] = {
     **{f"results_{name}": section(name) for name in SECTIONS},
     **{f"plot_{name}": plot(name) for name in SECTIONS},
     "results_host": host,
     f"results_{TRAINING}": training,
+    "results_summary": summary,
+    "results_training_at_scale": scale,
 }
 
 

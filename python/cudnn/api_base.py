@@ -234,7 +234,7 @@ def _bytes(x: Any) -> int:
 
 
 def _pitches(x: Any) -> list[int]:
-    """The strides in bytes, but for that between neighbours."""
+    """The strides in bytes, but for that between neighbors."""
     return [s * x.element_size() for n, s in zip(x.shape, x.stride(), strict=True) if n > 1 and s != 1]
 
 

@@ -57,7 +57,7 @@ class heur_mode(Enumeration):  # noqa: N801
 
 
 class norm_forward_phase(Enumeration):  # noqa: N801
-    """Whether a normalisation also writes the statistics that its backward pass needs."""
+    """Whether a normalization also writes the statistics that its backward pass needs."""
 
     NOT_SET = 0
     INFERENCE = 1
@@ -102,7 +102,7 @@ class numerical_note(Enumeration):  # noqa: N801
 
 
 class behavior_note(Enumeration):  # noqa: N801
-    """Behaviour of an engine configuration that its user may care about."""
+    """Behavior of an engine configuration that its user may care about."""
 
     RUNTIME_COMPILATION = 0
     REQUIRES_FILTER_INT8x32_REORDER = 1

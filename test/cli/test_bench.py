@@ -6,7 +6,10 @@ import dataclasses
 import importlib
 import itertools
 import math
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
 import types
@@ -400,6 +403,27 @@ def test_all_runs_each_benchmark_in_a_process(
         failed = invoke("bench", "all", *options)
         assert failed.exit_code == 2
         assert reason in words(failed).replace("for ", "")
+
+
+def test_all_ends_its_process_on_sigterm(tmp_path: Path) -> None:
+    """``timeout`` and job schedulers send SIGTERM; a benchmark that went on would disturb the next one."""
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"""
+import sys
+from cudnn.bench import suite
+suite.command = lambda *_: [sys.executable, "-c", {child!r}]
+list(suite.run([suite.Family("host", 1.0)], "", "", False))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(10) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_all_names_benchmarks_that_exist() -> None:

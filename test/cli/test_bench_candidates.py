@@ -23,6 +23,7 @@ from cudnn.bench import (
     Row,
     attention,
     dense_gemm,
+    first_step,
     flash_attn,
     gated_mlp,
     gemm,
@@ -288,12 +289,20 @@ def test_calls_of_the_host_benchmark_run_on_cpu_tensors(monkeypatch: pytest.Monk
     in_torch(monkeypatch, "_grouped_mm", grouped_product)
     monkeypatch.setattr(host, "QWEN3_EXPERTS", 8)
     benchmark = bench.find("host")
-    assert {problem.clock for problem in benchmark.problems(bench.Options("bf16"))} == {bench.HOST}
-    for problem in benchmark.problems(bench.Options("bf16", ((64,),))):
+    function = types.SimpleNamespace(flash_attn_func=lambda *x, **options: x[0])
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", function)
+    *warm, first = benchmark.problems(bench.Options("bf16", ((64,),)))
+    assert {problem.clock for problem in warm} == {bench.HOST}
+    for problem in warm:
         rows = timed(problem, benchmark.yardsticks)
         assert [row.refused for row in rows] == [""] * len(rows), problem.label
         assert rows[0].name == "torch.add(out=)"
         assert sum(row.ours for row in rows) >= 1
+    steps = iter(({"forward": 5.0, "backward": 1.0}, {"forward": 0.2, "backward": 0.1}))
+    monkeypatch.setattr(first_step, "run", lambda folder: next(steps))
+    rows = bench.measure(first, benchmark.yardsticks)
+    assert [round(row.microseconds) for row in rows] == [6_000_000, 300_000], rows
 
 
 SMALL_CASES = (

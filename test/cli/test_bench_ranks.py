@@ -6,9 +6,9 @@ import dataclasses
 import math
 import queue
 import time
-import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from cudnn.cli.ranks import table
 from cudnn.moe import exchange
 from support.cli import invoke
 from support.ranks import run_processes
+from support.selection import brief
 
 LINE = ranks.Line(
     "Qwen3-30B-A3B",
@@ -39,6 +40,8 @@ LINE = ranks.Line(
     99.0,
     120.0,
     ranks.Case("Qwen3-30B-A3B", 8192, "uniform").flops,
+    2000.0,
+    4000.0,
 )
 
 
@@ -88,16 +91,18 @@ class Event:
         return 1000 * (end.time - self.time)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", brief([2, 4, 8], 0))
 def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but GPUs, on small layers."""
     for name in ("_sleep", "synchronize", "empty_cache", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    memory = types.SimpleNamespace(part=lambda _: torch.zeros(1000))
+    # What the benchmark needs of symmetric memory, by the names that this has.
+    memory = create_autospec(exchange.Shared, instance=True)
+    memory.buffer.side_effect = lambda _: torch.zeros(1000)
     monkeypatch.setattr(exchange.AllToAll, "tokens", memory, raising=False)
-    monkeypatch.setattr(exchange.AllToAll, "meet", lambda _: dist.barrier(), raising=False)
+    barrier = exchange.SymmetricMemory.barrier.__name__
+    monkeypatch.setattr(exchange.AllToAll, barrier, lambda _: dist.barrier(), raising=False)
     monkeypatch.setattr(ranks, "MODELS", dict.fromkeys(ranks.NAMES, (16, 4, 64, 32)))
     cases = [ranks.Case(ranks.NAMES[1], 16, routing) for routing in ("uniform", "zipf")]
 
@@ -127,6 +132,7 @@ def test_result_file(tmp_path: Path) -> None:
     case = "Qwen3-30B-A3B uniform backward"
     assert lines[case, "MoE, 2 GPUs", "time"].value == 3000
     assert lines[case, "MoE, 1 GPU", "time"].value == 2700
+    assert lines[case, "all_to_all_single, 2 GPUs", "time"].value == 4000
     assert lines[case, "MoE, 1 GPU", "rate"].value == pytest.approx(LINE.teraflops("one_backward"), rel=1e-3)
     assert lines["Qwen3-30B-A3B uniform dispatch", "MoE, exchange", "rate"].value == 330  # 33 MB in 100 us
 

@@ -656,8 +656,8 @@ def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: 
         compiled(case(family.name, dtype=FP4, scale=E8M0))
     compiled(case(family.name))
     compiled(case(family.name, dtype=FP4, scale=E8M0), "sm_100a")
-    said = [message for message in caplog.messages if "dequantised to bfloat16 on sm_90a" in message]
+    said = [message for message in caplog.messages if "dequantized to bfloat16 on sm_90a" in message]
     assert said == [
-        f"{family.cls.__name__}: block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know "
+        f"{family.cls.__name__}: block-scaled operands are dequantized to bfloat16 on sm_90a, whose tensor cores know "
         "no block scales"
     ]

@@ -359,6 +359,29 @@ def test_a_gradient_rounded_to_the_type_of_operands(where: str) -> None:
         grouped.check(p)
 
 
+@pytest.mark.parametrize("where", ["reference", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {
+            "name": "grouped_gemm_glu",
+            "n": 192,
+            "glu_layout": "concatenated",
+            "generate_c": True,
+            "inputs": {"bias": BF16},
+        },
+        {"name": "grouped_gemm", "b_halves": True, "major": "mn", "inputs": {"prob": F32}},
+    ],
+    ids=["halves of n", "halves of k"],
+)
+def test_weights_whose_halves_lie_apart(case: dict[str, Any], where: str) -> None:
+    """As gate and up weights do: forward they are halves of B's rows, in the gradient of x of k."""
+    p = grouped.problem(**case)
+    grouped.use_pointers(p)
+    grouped.run(p, where)
+    grouped.check(p)
+
+
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_the_reference(case: dict[str, Any]) -> None:
     p = grouped.problem(**case)

@@ -30,6 +30,28 @@ WRONG_ADDRESSES: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+def test_halves_that_are_refused() -> None:
+    """Two addresses for each expert, of halves of n or of k."""
+    p = grouped.problem("grouped_gemm", b_halves=True)
+    with pytest.raises(ValueError, match="b_halves: got True; allowed: False, where b is a tensor"):
+        grouped.run(p, "reference")
+    grouped.use_pointers(p)
+    for changed, words in (
+        ({"b_ptrs": p.inputs["b_ptrs"][:3]}, "b_ptrs length mismatch: got 3; allowed: expected 6"),
+        ({"a": p.inputs["a"][:, :64]}, "k, with b_halves: got 64; allowed: multiples of 128"),
+    ):
+        inputs, p.inputs = p.inputs, {**p.inputs, **changed}
+        with pytest.raises(ValueError, match=words):
+            grouped.run(p, "reference")
+        p.inputs = inputs
+    p = grouped.problem("grouped_gemm_glu", n=192, glu_layout="concatenated", major="mn")
+    grouped.use_pointers(p)
+    with pytest.raises(
+        NotImplementedError, match=r"b tensor major.*: got n; allowed: k, for glu_layout='concatenated'"
+    ):
+        grouped.run(p, "sm_90a")
+
+
 @pytest.mark.parametrize(("changed", "error", "words"), WRONG_ADDRESSES)
 def test_wrong_addresses(changed: dict[str, Any], error: Any, words: str) -> None:
     p = grouped.problem("grouped_gemm_quant")

@@ -178,7 +178,7 @@ def test_it_is_serialised_with_the_graph(apart: None, h200: Any) -> None:
     assert load(text.encode()).plan
     document = json.loads(data)
     for wrong in ([["widen", "{}", 99, 0, 0, 0]], [[1, 2]], 3):
-        with pytest.raises(ValueError, match="serialise the graph again"):
+        with pytest.raises(ValueError, match="serialize the graph again"):
             load(json.dumps({**document, "before": wrong}).encode())
 
 

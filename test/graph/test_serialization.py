@@ -210,7 +210,7 @@ def test_every_attribute_of_every_operation_survives(operation: str) -> None:
     ],
 )
 def test_what_is_no_graph(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"deserialize: data: got .*To fix it, serialise the graph again"):
+    with pytest.raises(ValueError, match=r"deserialize: data: got .*To fix it, serialize the graph again"):
         restored(data)
 
 
@@ -294,7 +294,7 @@ def test_what_the_reference_ran_is_built_where_there_is_a_gpu(
     with caplog.at_level(logging.INFO, "cudnn"):
         restored(data)
     assert modes == MODES
-    assert "serialised without a plan of cuDNN" in caplog.text
+    assert "serialized without a plan of cuDNN" in caplog.text
 
 
 # Data from anywhere.

@@ -153,6 +153,7 @@ def test_what_later_calls_ask_tells_negative_views_apart(monkeypatch: pytest.Mon
         assert known(X, Y)
         assert not known(*views)
         assert not known(X.half(), Y)
+        assert not any(known(make(X), Y) for make in (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn))
     assert dynamic_shape_guard([X, Y])(X[:, :1], Y)
     monkeypatch.setattr(torch._C._dynamo, "guards", object())
     assert guard([X, Y])(X, Y)

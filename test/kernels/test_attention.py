@@ -21,9 +21,11 @@ from cudnn_kernels.attention import (
     DecodeConfiguration,
     ForwardConfiguration,
     GradientsConfiguration,
+    backward,
+    flash_bwd_preprocess,
     forward,
 )
-from cudnn_kernels.signature import workspace_size
+from cudnn_kernels.signature import Workspace, workspace_size
 from cudnn_kernels.sm90 import attention_backward
 from cudnn_kernels.sm90.attention_forward import AttentionForward
 from cudnn_kernels.sm90.heuristics import attention as heuristics
@@ -49,6 +51,7 @@ THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128), v_in_registers=True)
 WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
 WIDER = replace(WIDE, head_dim_v=192, tile=(64, 96))
 QUEUE = BackwardConfiguration("bfloat16", 64, 64, (128, 128), dynamic_scheduler=True)
+SORTED = replace(BACKWARD, longest_first=True)
 LONG_QUEUE = replace(QUEUE, head_dim=128, head_dim_v=128, tile=(64, 128))
 
 SPLIT = {"split": 3, "parts": 3}
@@ -193,7 +196,8 @@ def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -
     heads, ends = inputs["q"].shape[1], len(problem.lengths)
     rows = inputs["q"].shape[0 if problem.packed else 2]
     slots = problem.configured(configuration).slots()
-    size = workspace_size(slots, {"sq": rows, "hq": heads, "b": ends, **SPLIT})
+    keys = inputs["k"].shape[0 if problem.packed else 2]
+    size = workspace_size(slots, {"sq": rows, "sk": keys, "hq": heads, "b": ends, **SPLIT})
     return inputs | {"workspace": torch.full((size,), 255, dtype=torch.uint8)}
 
 
@@ -347,6 +351,42 @@ def test_tiles_with_most_keys_are_drawn_first() -> None:
     assert order.tolist() == [[0, len(expected)], *map(list, expected)]
 
 
+class SortingBlocks(attention_backward.Backward):
+    """Sorts blocks alone."""
+
+    def launch(self, arguments: Any) -> None:
+        scheduler, _ = backward.make_scheduler_params(self.c, arguments, self.c.cluster_tile_n)
+        scheduler.block_order = flash_bwd_preprocess.make_workspace(self.c, arguments).block_order
+        backward.SortBlocks(self.c).launch(scheduler, arguments["stream"])
+
+
+@pytest.mark.parametrize("ends", [{}, {"right": 0}, {"right": 3, "left": 70}, {"right": 0, "top_left": True}])
+def test_blocks_with_most_rows_come_first(ends: dict[str, Any]) -> None:
+    """Blocks of a sequence stay in ascending order: a semaphore lets them add to dQ in it."""
+    lengths = tuple((37 * i % 300 * (i % 5 > 0), 53 * i % 400 * (i % 7 > 0)) for i in range(45))
+    problem = Problem(lengths, packed=True, **ends)
+    c = problem.configured(BackwardConfiguration("bfloat16", 64, 64, (64, 32), longest_first=True))
+    inputs = drawn(problem, 64, 64)
+    sizes = {"sq": len(inputs["q"]), "sk": len(inputs["k"]), "hq": 1, "b": 45}
+    inputs["workspace"] = torch.full((workspace_size(c.slots(), sizes),), 255, dtype=torch.uint8)
+    with ptx_emulator.emulate("sm_90a", races=True):
+        compiler.compile_for("sm_90a", SortingBlocks(c), *fakes.arguments(c))(*(inputs[x.name] for x in c.slots()))
+
+    def rows(sequence: int, block: int) -> int:
+        queries, keys = lengths[sequence]
+        first = block * 32 - (0 if problem.top_left else keys - queries) - (problem.right or 0)
+        visible = queries - (max(first, 0) if problem.right is not None else 0)
+        return visible if problem.left is None else min(visible, 32 + problem.left + (problem.right or 0))
+
+    blocks = [(i, j) for i, (_, keys) in enumerate(lengths) for j in range(-(-keys // 32))]
+    starts = [sum(keys for _, keys in lengths[:i]) // 32 + i for i in range(45)] + [len(inputs["k"]) // 32 + 45]
+    missing = [(i, j) for i in range(45) for j in range(-(-lengths[i][1] // 32), starts[i + 1] - starts[i])]
+    workspace = next(x for x in c.slots() if isinstance(x, Workspace))
+    first, count = workspace.offsets(sizes)[0]["block_order"], 2 * starts[-1]
+    order = inputs["workspace"][first:][: 4 * count].view(torch.int32).view(-1, 2).tolist()
+    assert order == [*map(list, sorted(blocks, key=lambda x: -rows(*x))), *map(list, missing)]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("arch", "configuration", "kernels"),
@@ -428,6 +468,8 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", WIDE, replace(CAUSAL, heads=(3, 3))),  # last keys first, but in the last section
             ("sm_90a", QUEUE, replace(CAUSAL, heads=(9, 9))),
             ("sm_90a", replace(WIDE, deterministic=True), UNSEEN),
+            ("sm_90a", replace(LONG_QUEUE, longest_first=True), replace(PACKED, heads=(2, 1), left=60)),
+            ("sm_90a", replace(WIDE, longest_first=True), replace(PACKED, heads=(2, 1))),
         ],
         1,
         3,
@@ -450,6 +492,8 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
                 Problem(((130, 170),), heads=(6, 3), right=0),
             ),
             (replace(BACKWARD, tile=(64, 128)), Problem(((200, 400), (70, 150)), (3, 3), True, right=0, left=100)),
+            (replace(SORTED, tile=(64, 128)), Problem(((70, 150), (9, 0), (200, 400)), (3, 3), True, right=0)),
+            (replace(SORTED, head_dim=64, head_dim_v=64, tile=(64, 128)), Problem(((150, 300),), (3, 3), True)),
             (replace(BACKWARD, head_dim=64, head_dim_v=64, tile=(64, 128)), Problem(((150, 300),), heads=(3, 3))),
         ],
         0,

@@ -467,6 +467,53 @@ def test_weights_behind_pointers(grouped: Any, major: str) -> None:
     check_rows(arch, types, ENDS["any"], pointers=True, major=major, **choice)
 
 
+HALVES_BEHIND_POINTERS = [
+    (arch, tile, cluster, half_of)
+    for arch, tile, cluster in (
+        (HOPPER, (128, 64), (2, 1)),
+        (HOPPER, (128, 128), (1, 1)),
+        (HOPPER, (128, 256), (1, 2)),
+        (BLACKWELL, (256, 256), (2, 1)),
+        (BLACKWELL, (128, 128), (1, 1)),
+        (BLACKWELL, (256, 128), (4, 2)),
+    )
+    for half_of in ("n", "k")
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "tile", "cluster", "half_of"), brief(HALVES_BEHIND_POINTERS, 0, 1, 4, 5, 6, 7, 10, 11)
+)
+def test_halves_of_b_behind_pointers(arch: str, tile: tuple[int, int], cluster: tuple[int, int], half_of: str) -> None:
+    """Gate and up weights at separate addresses: halves of B's rows, which alternate, or of k, one after the other."""
+    (m, n, k), ends = (200, 320, 256), [3, 3, 150, 190]
+    options = {"tile": tile, "cluster": cluster, "schedule": VarlenM(split_tail_n=cluster == (2, 1) and arch == HOPPER)}
+    c = configured(arch, PLAIN[0], "kk" if half_of == "n" else "kn", **options)
+    arguments = kernel_inputs.operands(c, m, n, k, 1, len(ends))
+    expected = kernel_inputs.product(c, arguments, ends)
+    stored = (2, 0, 1) if half_of == "n" else (2, 1, 0)  # experts, and the contiguous dimension last
+    halves = torch.cat(arguments["b"].permute(stored).chunk(2, 1)).permute([stored.index(dim) for dim in range(3)])
+    arguments |= kernel_inputs.pointer_arguments({"b": halves}) | {"n": n}
+    c = replace(c, b=replace(c.b, pointers=True, halves=True), concat_glu=half_of == "n")
+    d, kernel = kernel_inputs.matrix(m, n, 1, "float32"), kernel_inputs.compiled(arch, c)
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=8):
+        kernel_inputs.call(kernel, c, {**arguments, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 8)
+    expected = reference.interleave_glu(expected) if half_of == "n" else expected
+    torch.testing.assert_close(d[: ends[-1]], expected[: ends[-1]], rtol=0, atol=0)
+
+
+def test_which_halves_are_refused() -> None:
+    """A TMA box reaches both halves of a tensor, but not matrices at two addresses."""
+    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM())
+    pointers = replace(c.b, pointers=True)
+    with pytest.raises(ValueError, match=r"halves: got .* allowed: True, for pointers to concatenated halves of B"):
+        replace(c, b=pointers, concat_glu=True)
+    with pytest.raises(ValueError, match=r"halves: got .* allowed: pointers without scale factors"):
+        replace(c, b=replace(c.b, halves=True))
+    with pytest.raises(ValueError, match=r"halves: got .* allowed: B alone"):
+        replace(c, a=replace(c.a, halves=True))
+
+
 def test_other_pointers_in_a_later_call() -> None:
     """Nothing of the addresses is kept: the same kernel, and the same list of addresses, with others in it."""
     c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=VarlenM())

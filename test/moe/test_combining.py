@@ -122,14 +122,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rows": ROWS.int()}, "type of rows: got torch.int32; .* on the CPU, not emulated, torch.float64 too"),
     ({"rows": ROWS.double(), "weights": torch.zeros(4, 2)}, "weights: got torch.float32 .*; allowed: torch.float64"),
     ({"rows": torch.zeros(16, 8).T}, r"strides of rows: .* pass rows.contiguous\(\)"),
-    ({"row_of_choice": torch.zeros(4, dtype=torch.int32)}, r"shape of row_of_choice: got \(4,\)"),
-    ({"row_of_choice": CHOICES.long()}, r"type of row_of_choice: .* pass row_of_choice.int\(\)"),
+    ({"scatter_idx": torch.zeros(4, dtype=torch.int32)}, r"shape of scatter_idx: got \(4,\)"),
+    ({"scatter_idx": CHOICES.long()}, r"type of scatter_idx: .* pass scatter_idx.int\(\)"),
     ({"weights": torch.zeros(4, 3)}, r"weights: got torch.float32 of the shape \(4, 3\); allowed: .* \(4, 2\)"),
     ({"weights": torch.zeros(4, 2).half()}, "weights: got torch.float16"),
 ]
 
 
+def test_deprecated_name_of_indices() -> None:
+    old = {"row_of_choice": CHOICES}
+    with pytest.warns(DeprecationWarning, match="use scatter_idx"):
+        assert torch.equal(combine(ROWS, **old), combine(ROWS, CHOICES))
+    with pytest.raises(TypeError, match="got both"):
+        combine(ROWS, scatter_idx=CHOICES, **old)
+    compiled = torch.compile(lambda rows: combine(rows, scatter_idx=CHOICES), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ROWS), combine(ROWS, CHOICES))
+
+
 @pytest.mark.parametrize(("changes", "words"), REFUSED)
 def test_what_combine_refuses(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        combine(**{"rows": ROWS, "row_of_choice": CHOICES, **changes})
+        combine(**{"rows": ROWS, "scatter_idx": CHOICES, **changes})

@@ -464,7 +464,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"up_bias": torch.zeros(64, 4).bfloat16().T}, r"strides of up_bias: .*pass up_bias\.contiguous\(\)"),
     ({"activation": "srelu", "glu_layout": "concatenated"}, "got the activation 'srelu'; .*leave glu_layout out"),
     ({"glu_layout": "halves"}, "glu_layout: got 'halves'; allowed: 'interleaved' or 'concatenated'"),
-    ({"up": [torch.zeros(64, 64).bfloat16()] * 4, "glu_layout": "concatenated"}, "'concatenated': got a list"),
     ({"down": torch.zeros(4, 64, 64).bfloat16()}, "N = 2 I"),
     ({"up_bias": torch.zeros(4, 32).bfloat16()}, "shape of up_bias"),
     ({"main_grads": (torch.zeros(4, 64, 64).half(), torch.zeros(4, 64, 32))}, "main_grads of up: got torch.float16"),

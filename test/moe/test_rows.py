@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import cudnn
+from cudnn.moe import autograd
 from cudnn.moe import experts as operands
 from cudnn.moe import layer as expert_layer
-from cudnn.moe import module as modules
 from cudnn.moe.experts import Permutation
 from cudnn.ops import moe_mlp
 from cudnn.runtime import pointer_arrays
@@ -171,7 +171,7 @@ def test_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch, grad: bool, rule:
     layer, x = cudnn.nn.MoE(32, 32, 4, 2, **rule).bfloat16(), torch.randn(20, 32).bfloat16()
     made: list[StorageWeakRef] = []
     alive: list[bool] = []
-    routed, forward = modules.routed, expert_layer.forward
+    routed, forward = autograd.routed, expert_layer.forward
 
     def routes(logits: torch.Tensor, *rest: Any) -> Any:
         made.append(StorageWeakRef(logits.untyped_storage()))
@@ -181,7 +181,7 @@ def test_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch, grad: bool, rule:
         alive.append(not made[0].expired())
         return forward(*arguments)
 
-    monkeypatch.setattr(modules, "routed", routes)
+    monkeypatch.setattr(autograd, "routed", routes)
     monkeypatch.setattr(expert_layer, "forward", computes)
     with torch.set_grad_enabled(grad):
         y = layer(x)

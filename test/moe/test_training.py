@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -118,6 +119,12 @@ def test_clipping_is_pytorchs_for_plain_tensors(norm_type: float) -> None:
     for one, other in zip(*pairs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert clip_grad_norm_(torch.zeros(2), 0.1) == 0
+    before = [x.grad.clone() for x in pairs[0]]
+    for wrong in (-1, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="clip_grad_norm_: max_norm: got"):
+            clip_grad_norm_(pairs[0], wrong, norm_type)
+    assert clip_grad_norm_(pairs[0], math.inf, norm_type) > 0
+    assert all(map(torch.equal, before, [x.grad for x in pairs[0]]))
     pairs[0][0].grad = torch.full((5,), float("nan"))
     with pytest.raises(RuntimeError, match=rf"clip_grad_norm_: the norm of order {norm_type} of the gradients is nan"):
         clip_grad_norm_(iter(pairs[0]), 0.1, norm_type, error_if_nonfinite=True)

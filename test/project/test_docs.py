@@ -153,6 +153,27 @@ def test_plots_are_those_of_the_result_files(generate: ModuleType) -> None:
         ElementTree.fromstring(text)
 
 
+SIZES = {"head": 15, "title": 15, "small": 12.5, "code": 12.5, "tick": 12, "value": 11}  # of fonts, by class; else 14
+
+FIGURES = sorted({*(ROOT / "docs" / "figures").rglob("*.svg")} - {ROOT / "docs" / "figures" / "explain.svg"})
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_texts_of_a_figure_lie_inside(path: Path) -> None:
+    """By the mean width of a letter: 0.54 of the font's size, 0.62 in bold titles."""
+    figure = ElementTree.parse(path).getroot()
+    _, _, width, height = map(float, figure.attrib["viewBox"].split())
+    outside = []
+    for text in figure.iter("{http://www.w3.org/2000/svg}text"):
+        if "transform" not in text.attrib:
+            style, words = text.get("class", ""), "".join(text.itertext())
+            length = len(words) * SIZES.get(style, 14) * (0.62 if style in ("head", "title") else 0.54)
+            left = float(text.attrib["x"]) - {"middle": length / 2, "end": length}.get(text.get("text-anchor", ""), 0)
+            if left < -1 or left + length > width + 1 or float(text.attrib["y"]) > height:
+                outside.append(words)
+    assert outside == []
+
+
 FIGURE = re.compile(r"\d[\d.,]*(?:\s|&nbsp;)?(?:TFLOP/s|TF|TB/s|GB/s|tokens/s|us|ms|times)\b")
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 
@@ -190,8 +211,32 @@ def test_a_section_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "PyTorch 2.11.0+cu130, QuACK 0.6.5. 2026-11-29, commit abc, `cudnn bench grouped_gemm" in text
     plot = results.figure(results.SECTIONS["grouped_gemm"])
     assert plot.count("<rect") == 3 + 6  # legend and bars
+    assert "experts, tokens x N x K" in plot
+    assert "<details" not in text
     write(tmp_path / "grouped_gemm.csv", [])
     assert results.section("grouped_gemm")(ROOT / "README.md").startswith("Not measured yet: `cudnn bench")
+
+
+def test_long_tables_are_folded_and_long_times_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table for each metric; the ratio is in the first."""
+    results = _script("results")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    run = ("NVIDIA Fake", "580.1", "13.0", "2.11.0+cu130", "abc", "2026-11-29", "moe", "bf16")
+    metrics = (("rate", 600.0, "TFLOP/s"), ("memory", 2.5, "GB"))
+    lines = [
+        Result(*run, "64x32x16x2x1", case, peer, "0.1", ours, metric, value / (2 - ours), unit, 0.0)
+        for case in ("forward", "inference", "backward")
+        for peer, ours in (("MoE", 1), ("transformers", 0))
+        for metric, value, unit in metrics
+    ]
+    write(tmp_path / "moe.csv", lines)
+    text = results.section("moe")(ROOT / "docs" / "performance.md")
+    assert "<details markdown>\n<summary>The numbers</summary>\n\n| tokens" in text
+    assert "pass (TFLOP/s) | cudnn-fused | transformers | ours / fastest other |" in text
+    assert "backward | 600 | 300 | 2.00 |" in text
+    assert "pass (GB) | cudnn-fused | transformers |\n" in text
+    write(tmp_path / "nsa.csv", [Result(*run, "65536x64x4x128", "whole", "NSA", "", 1, "time", 19_500.0, "us", 0.0)])
+    assert "| 65,536 tokens, forward | 19.5 |" in results.table(results.SECTIONS["nsa"])
 
 
 @pytest.mark.parametrize(
@@ -299,6 +344,9 @@ def test_reference_pages_begin_with_a_table_for_code_hosts(generate: ModuleType)
         rows = dict(re.findall(r"^\| `([^`]+)` \| .*\| (.*) \|$", text.split("<!-- end -->")[0], re.MULTILINE))
         documented = [heading for heading, _ in tables.documented(text)]
         assert [heading for heading in documented if not rows[heading]] == []
+        methods = [method for method, _ in tables.methods(text)]
+        assert [method for method in methods if not rows[method]] == []
+        assert ("cudnn.nn.MoE.load_gate_up" in methods) == (name == "operators")
     opaque = object()
     assert tables.arguments(lambda a, *b, c=1, d=opaque, **e: None) == "`a`, `*b`, `c=1`, `d`, `**e`"
     assert tables.first_paragraph("One ``x`` of :class:`Y`\n  | z.\n\nMore.") == "One `x` of `Y` \\| z."

@@ -85,11 +85,18 @@ def unpacked_fp4(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def use_pointers(p: Problem) -> None:
-    """Replaces the problem's weights and scale factors by pointers to separate copies."""
+    """Replaces the problem's weights and scale factors by pointers to separate copies; of their halves, if the problem
+    has any.
+    """
     b, scales = p.inputs.pop("b"), p.inputs.pop("sfb")
     major = "k" if b.stride(1) == 1 else "n"
     p.options |= {"n": b.shape[0], "b_dtype": b.dtype, "b_major": major}
     p.kept = []
+    if p.options.get("glu_layout") == "concatenated":
+        b = torch.cat(b.chunk(2, 0), 2)
+    elif p.options.get("b_halves"):
+        b = torch.cat(b.chunk(2, 1), 2)
+        b = b.permute(2, 1, 0).contiguous().permute(2, 1, 0) if major == "n" else b
     for name, x in (("b_ptrs", b), ("sfb_ptrs", scales)):
         if x is not None:
             p.inputs[name], copies = oracle.addresses_of(x)

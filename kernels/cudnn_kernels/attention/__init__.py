@@ -177,7 +177,9 @@ class BackwardConfiguration(AttentionConfiguration):
     dQ's accumulator is in the workspace of another pass, and this pass "adds" to it or, if one n_block covers all keys,
     "stores" it. ``dynamic_scheduler``: persistent CTAs take n_blocks from an atomic counter; not with ``pair`` or
     ``dq_swap_ab``. ``dlse``: there is a gradient of the LSE. ``sink``: the forward pass had a sink; dsink is its
-    gradient.
+    gradient. ``longest_first``: n_blocks of a varlen batch start in the order of their steps; not with ``split``.
+    ``one_direction``: all sections of heads have the order of the first, so that the order of additions does not
+    depend on the number of heads.
     """
 
     pair: bool = False
@@ -188,6 +190,8 @@ class BackwardConfiguration(AttentionConfiguration):
     shared_dq_accum: str = ""
     dlse: bool = False
     sink: bool = False
+    longest_first: bool = False
+    one_direction: bool = False
 
     @property
     def cluster_tile_n(self) -> int:
@@ -260,8 +264,13 @@ class BackwardConfiguration(AttentionConfiguration):
         return (
             *rows,
             *semaphore,
+            *[Region("block_order", self.order_bytes)] * self.longest_first,
             *[region("dkv_partial", 4 * self.cluster_tile_n * self.dkv_width, "split", "parts")] * self.split,
         )
+
+    def order_bytes(self, sizes: Sizes) -> Any:
+        """Two int32 for each n_block of a head of K in a varlen batch."""
+        return 8 * (sizes["sk"] // self.cluster_tile_n + sizes["b"])
 
     def row_bytes(self, bytes_per_row: int, sizes: Sizes) -> Any:
         """``bytes_per_row`` for every row of a head of Q; each sequence has whole m_blocks of rows."""

@@ -12,11 +12,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, select_
+from cutlass import Boolean, Int32, const_expr, select_
 
 from cudnn_kernels.attention import BackwardConfiguration, seqlen_info
 from cudnn_kernels.attention.mask import Mask, make_mask
 from cudnn_kernels.attention.seqlen_info import SeqlenInfo
+from cudnn_kernels.kernel import thread_block_idx
+from cudnn_kernels.naming import set_kernel_name
+from cudnn_kernels.threads import WARP_SIZE
+
+SORT_WARPS = 4  # per CTA of SortBlocks
 
 
 @dataclass
@@ -41,6 +46,7 @@ class BwdSchedulerParams:
     num_tiles: Any = 0  # CTAs (or clusters): blocks, split ones once per split
     num_unsplit: Any = None  # blocks before the split ones
     num_splits: Any = None  # divisor: splits of each split block
+    block_order: Any = None  # see SortBlocks
 
 
 @dataclass
@@ -157,18 +163,20 @@ def block_info(
 
     ``reversed_order``: a head's last blocks come first. If rows are keys, the last section is the other way round:
     there the first n_blocks, which see most m_blocks, come first and begin with the last m_block, so that no long CTA
-    ends alone.
+    ends alone. So do all sections if blocks are sorted, and none with ``one_direction``.
     """
     block_and_section, head_in_section = divmod(index, scheduler.heads_per_section)
     section_idx, block_idx = divmod(block_and_section, scheduler.blocks_per_head)
     direction: Any = 1
     if const_expr(reversed_order and not of_queries):
-        direction = Int32(
-            select_(
-                (section_idx + 1) * scheduler.heads_per_section.divisor < scheduler.total_heads, Int32(1), Int32(-1)
-            )
-        )
-        block_idx = Int32(select_(direction > 0, scheduler.blocks_per_head.divisor - 1 - block_idx, block_idx))
+        is_last = (section_idx + 1) * scheduler.heads_per_section.divisor >= scheduler.total_heads
+        if const_expr(c.longest_first):
+            is_last = Boolean(True)
+        elif const_expr(c.one_direction):
+            is_last = Boolean(False)
+        direction = Int32(select_(is_last, Int32(-1), Int32(1)))
+        if const_expr(not c.longest_first):
+            block_idx = Int32(select_(is_last, block_idx, scheduler.blocks_per_head.divisor - 1 - block_idx))
     elif const_expr(reversed_order):
         block_idx = scheduler.blocks_per_head.divisor - 1 - block_idx
     head = section_idx * scheduler.heads_per_section.divisor + head_in_section
@@ -177,7 +185,10 @@ def block_info(
     s, first_m_block = SeqlenInfo(batch, scheduler.seqlen_q, scheduler.seqlen_k, Int32(0), Int32(0)), Int32(0)
     if const_expr(c.varlen):
         cu_seqlens = scheduler.cu_seqlens_q if const_expr(of_queries) else scheduler.cu_seqlens_k
-        batch, block_idx = seqlen_info.find_block(cu_seqlens, block_idx, block_size)
+        if const_expr(c.longest_first):
+            batch, block_idx = scheduler.block_order[0, block_idx], scheduler.block_order[1, block_idx]
+        else:
+            batch, block_idx = seqlen_info.find_block(cu_seqlens, block_idx, block_size)
         s = seqlen_info.varlen_seqlen_info(scheduler.cu_seqlens_q, scheduler.cu_seqlens_k, batch)
         first_m_block = seqlen_info.first_block(scheduler.cu_seqlens_q, batch, c.tile[0])
         s.batch = Int32(0)
@@ -218,3 +229,83 @@ def step_coord(block: BlockInfo, step: Int32) -> tuple[Int32, Int32]:
     """A step's head of the columns, and its column block."""
     step = block.first_step + step
     return block.head_begin + step // block.num_blocks, block.begin + block.direction * (step % block.num_blocks)
+
+
+class SortBlocks:
+    """Sorts the n_blocks of a varlen batch by their query rows, descending (LPT), so that no long CTA starts last.
+
+    ``block_order``, (2, blocks), int32: the sequence and the n_block in it, of existing blocks and then of the others.
+    Blocks of a sequence stay in ascending order, in which the semaphore lets them add to dQ. One warp per block; its
+    lanes count the blocks of all sequences that come before.
+    """
+
+    def __init__(self, configuration: BackwardConfiguration) -> None:
+        self.c = configuration
+
+    def launch(self, scheduler: BwdSchedulerParams, stream: Any) -> None:
+        """Writes the order of a call's scheduler."""
+        blocks = cute.size(scheduler.block_order, mode=[1])
+        self.kernel(scheduler).launch(
+            grid=[cute.ceil_div(blocks, SORT_WARPS), 1, 1], block=[WARP_SIZE * SORT_WARPS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, scheduler: BwdSchedulerParams) -> None:
+        thread, cta = thread_block_idx()
+        size, cu_seqlens_k = self.c.cluster_tile_n, scheduler.cu_seqlens_k
+        lane, num_sequences = cute.arch.lane_idx(), cu_seqlens_k.shape[0] - 1
+        slot = cta * SORT_WARPS + cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        if slot < cute.size(scheduler.block_order, mode=[1]):
+            sequence, block_idx = seqlen_info.find_block(cu_seqlens_k, slot, size)
+            s = seqlen_info.varlen_seqlen_info(scheduler.cu_seqlens_q, cu_seqlens_k, sequence)
+            exists, rows, before = (
+                block_idx < cute.ceil_div(s.seqlen_k, size),
+                self.rows(scheduler, s, block_idx),
+                Int32(0),
+            )
+            for other in cutlass.range(lane, num_sequences, WARP_SIZE, unroll=1):
+                o = seqlen_info.varlen_seqlen_info(scheduler.cu_seqlens_q, cu_seqlens_k, other)
+                if exists:
+                    if other < sequence:
+                        before += self.count(scheduler, o, rows)
+                    elif other > sequence:
+                        before += self.count(scheduler, o, rows + 1)
+                elif other > sequence:
+                    before += cute.ceil_div(o.seqlen_k, size)
+            position = cute.arch.warp_reduction_sum(before) + Int32(select_(exists, block_idx, slot))
+            if lane == 0:
+                scheduler.block_order[0, position] = sequence
+                scheduler.block_order[1, position] = block_idx
+
+    def first_row(self, scheduler: BwdSchedulerParams, s: SeqlenInfo, block_idx: Any) -> Int32:
+        """The row whose diagonal is at the first key of an n_block; with a right bound it is the first to see it."""
+        offset = Int32(0) if self.c.top_left else s.seqlen_k - s.seqlen_q
+        return block_idx * self.c.cluster_tile_n - offset - scheduler.right
+
+    def rows(self, scheduler: BwdSchedulerParams, s: SeqlenInfo, block_idx: Int32) -> Int32:
+        """How many rows of Q an n_block has, or an upper bound that does not increase from block to block; below 0 for
+        keys that no row sees.
+        """
+        rows = s.seqlen_q
+        if const_expr(self.c.right):
+            rows -= cutlass.max(self.first_row(scheduler, s, block_idx), Int32(0))
+            if const_expr(self.c.left):
+                rows = cutlass.min(rows, self.window(scheduler))
+        return Int32(rows)
+
+    def window(self, scheduler: BwdSchedulerParams) -> Int32:
+        """The most rows that see a key of an n_block."""
+        return self.c.cluster_tile_n + scheduler.left + scheduler.right
+
+    def count(self, scheduler: BwdSchedulerParams, s: SeqlenInfo, rows: Int32) -> Int32:
+        """How many n_blocks of a sequence have this many rows, or more."""
+        size = self.c.cluster_tile_n
+        count, possible = cute.ceil_div(s.seqlen_k, size), s.seqlen_q >= rows
+        if const_expr(self.c.right):
+            last_key = s.seqlen_q - rows - self.first_row(scheduler, s, 0)
+            count = cutlass.min(cutlass.max(last_key + size, Int32(0)) // size, count)
+            if const_expr(self.c.left):
+                possible = possible & (rows <= self.window(scheduler))
+        return Int32(select_(possible, count, Int32(0)))
+
+    set_kernel_name(kernel, "cudnn_attention_backward_sort_blocks")

@@ -26,6 +26,7 @@ from cudnn_kernels.pipeline.workspace import workspace_pointers
 from cudnn_kernels.threads import WARP_SIZE
 
 PREPROCESS_THREADS = 128
+INT32_REGIONS = "dq_semaphore", "tile_count_semaphore", "block_order"
 
 
 @cute.jit
@@ -68,7 +69,7 @@ class BwdWorkspace:
     ``lse_log2`` (LSE * log2(e)), ``dpsum`` and ``dq_semaphore`` (how many CTAs have added to dQ) are (s, h, b).
     ``dq_accum``, float32, is (512, .., m_blocks, h, b) in the order of accumulator fragments. ``dkv_partial``: partial
     dK and dV of split n_blocks, (keys, dkv_width, splits, blocks). ``tile_count_semaphore``: the dynamic scheduler's
-    counter.
+    counter. ``block_order``, int32: see :class:`SortBlocks`.
     """
 
     lse_log2: cute.Tensor
@@ -77,6 +78,7 @@ class BwdWorkspace:
     dq_semaphore: Any = None
     dkv_partial: Any = None
     tile_count_semaphore: Any = None
+    block_order: Any = None
 
 
 def preprocess(c: BackwardConfiguration, arguments: Mapping[str, Any]) -> BwdWorkspace:
@@ -92,7 +94,8 @@ def preprocess(c: BackwardConfiguration, arguments: Mapping[str, Any]) -> BwdWor
 
 def make_workspace(c: BackwardConfiguration, arguments: Mapping[str, Any]) -> BwdWorkspace:
     """The workspace's tensors for a call's arguments by name; uninitialized."""
-    q, batches = seqlen_info.as_sdhb(arguments["q"], c.varlen), seqlen_info.num_sequences(c, arguments)
+    q, k = (seqlen_info.as_sdhb(arguments[x], c.varlen) for x in ("q", "k"))
+    batches = seqlen_info.num_sequences(c, arguments)
     blocks, heads = seqlen_info.num_blocks(q.shape[0], batches, c.tile[0], c.varlen), q.shape[2:]
     shapes = {
         "dq_accum": (512, c.tile[0] * c.head_dim // 512, blocks, *heads),
@@ -100,6 +103,8 @@ def make_workspace(c: BackwardConfiguration, arguments: Mapping[str, Any]) -> Bw
         "tile_count_semaphore": (1,),
         **dict.fromkeys(("lse_log2", "dpsum"), (blocks * c.tile[0], *heads)),
     }
+    if const_expr(c.longest_first):
+        shapes["block_order"] = (2, seqlen_info.num_blocks(k.shape[0], batches, c.cluster_tile_n, c.varlen))
     if const_expr(c.split):
         shapes["dkv_partial"] = (c.dkv_width, c.cluster_tile_n, arguments["parts"], arguments["split"])
     workspace = BwdWorkspace(**workspace_tensors(c, arguments, shapes, workspace_sizes(c, arguments)))
@@ -122,9 +127,11 @@ def workspace_tensors(
     shapes: Mapping[str, tuple[Any, ...]],
     sizes: dict[str, Any],
 ) -> dict[str, cute.Tensor]:
-    """The workspace's regions that have a shape here, as 32-bit values: int32 semaphores, else float32."""
-    pointers = workspace_pointers(c.slots(), arguments, c.regions(), sizes)
-    dtypes = {x: Int32 if x in ("dq_semaphore", "tile_count_semaphore") else Float32 for x in pointers if x in shapes}
+    """The workspace's regions that have a shape here, as 32-bit values: int32 semaphores and block order, else
+    float32.
+    """
+    pointers, integers = workspace_pointers(c.slots(), arguments, c.regions(), sizes), INT32_REGIONS
+    dtypes = {x: Int32 if x in integers else Float32 for x in pointers if x in shapes}
     return {
         x: cute.make_tensor(cute.recast_ptr(pointers[x], dtype=dtype), cute.make_layout(shapes[x]))
         for x, dtype in dtypes.items()

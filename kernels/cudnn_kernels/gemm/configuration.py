@@ -47,7 +47,7 @@ def operand_slots(name: str, operand: Operand, rows: str, batch: str, varlen_k: 
         return (*slots, vector(operand.index, "int32", gathered))
     if operand.pointers:
         names = (name, f"sf{name}") if operand.scale is not None else (name,)
-        return tuple(addresses(f"{x}_ptrs", batch) for x in names)
+        return tuple(addresses(f"{x}_ptrs", f"{batch} halves" if operand.halves else batch) for x in names)
     slots = [matrix(name, operand.dtype, (rows, "k", batch), 1 if operand.major == "k" else 0)]
     scale = operand.scale
     if scale is not None and scale.scales_accumulator:
@@ -140,8 +140,9 @@ class GemmConfiguration:
     written to the workspace by a preceding kernel of the same call: ``a`` and ``b`` are the results.
 
     Raises: ValueError: groups that may end inside an atom of scale factors, or a block of rows; a dynamic schedule that
-        is not grouped; blocks of k other than k tiles of K-major operands; tiles of concatenated halves that the CTAs of a cluster cannot split; an ``index`` that is not
-        of the rows of a K-major A of varlen_m, or of k of MN-major operands of varlen_k, or with block scale factors.
+        is not grouped; blocks of k other than k tiles of K-major operands; tiles of concatenated halves that the CTAs
+        of a cluster cannot split; an ``index`` that is not of the rows of a K-major A of varlen_m, or of k of MN-major
+        operands of varlen_k, or with block scale factors; ``halves`` that TMA cannot read as they are.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -163,6 +164,13 @@ class GemmConfiguration:
         if self.concat_glu and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
             allowed = "256, with scale factors" if self.tensor_core_scale else "64, 128, 256"
             raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
+        if self.concat_glu and self.b.pointers and not self.b.halves:
+            raise ValueError(f"halves: got {self.b}; allowed: True, for pointers to concatenated halves of B")
+        if self.b.halves and (not self.b.pointers or self.b.scale or (self.b.major != "k" and self.concat_glu)):
+            allowed = "pointers without scale factors, K-major with concatenated halves"
+            raise ValueError(f"halves: got {self.b}; allowed: {allowed}")
+        if self.a.halves or any(step.source.halves for _, step in self.prepared):
+            raise ValueError(f"halves: got {self.a}, {self.prepared}; allowed: B alone, which is not prepared")
         rows = {
             "scale factors": 128 if self.tensor_core_scale else 1,
             "the epilogue": traits_of(self.epilogue).row_multiple,

@@ -52,8 +52,8 @@ class Mainloop(Kernel, ABC):
             (self.gather_source(arguments[x]), arguments[getattr(self.c, x).index]) for x in self.c.gathers
         )
         a, b = operands.values()
-        arguments |= {"m": a.shape[0], "n": b.shape[0]}
-        scheduled = self.tile_map.prepare(a, b, arguments)
+        arguments |= {"m": a.shape[0], "n": arguments["n"] if self.c.b.halves else b.shape[0]}
+        scheduled = self.tile_map.prepare(a, arguments["n"], arguments)
         parameters = self.epilogue.prepare(arguments)
         clusters = self.tile_map.clusters(scheduled, arguments["num_sms"] // (cm * cn))
         scales = ScaleFactorPipeline.arguments(arguments, self.operand_scales, self.c.a.index)
@@ -75,8 +75,10 @@ class Mainloop(Kernel, ABC):
         operand, tensor = getattr(self.c, name), arguments.get(name)
         if operand.pointers:
             element = Uint8 if operand.packed > 1 else DTYPES[operand.dtype]
-            k = arguments["a"].shape[1]
-            tensor = ptr_array_view(element, arguments["n"], k, operand.major == "k", arguments["b_ptrs"])
+            n, k = arguments["n"], arguments["a"].shape[1]
+            if operand.halves:
+                n, k = (n // 2, k) if self.c.concat_glu else (n, k // 2)
+            tensor = ptr_array_view(element, n, k, operand.major == "k", arguments["b_ptrs"])
         if operand.index:
             return gathered_view(tensor, arguments[operand.index], self.tile_map.ragged_k)
         tensor = ragged_view(tensor, 1) if self.tile_map.ragged_k else tensor

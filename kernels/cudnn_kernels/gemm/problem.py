@@ -29,7 +29,8 @@ class Operand:
     """A or B, (mn, k, l): the type by PyTorch's name, the dimension of stride 1, ``k`` or ``mn``, scale factors.
 
     ``pointers``, for B: a ptr-array. Each matrix, and its scale factors, is packed at a separate address, a multiple of
-    16 bytes.
+    16 bytes. ``halves``: it has two matrices for each group, those of all first halves before those of the second ones:
+    halves of the rows with ``concat_glu``, which are gate and up weights, else of k.
 
     ``index`` names the index tensor of a gathered operand (gather_A), int32: row i of the GEMM's A is row ``index[i]``
     of the tensor or, with varlen_k, index i along k is ``index[i]``. Out-of-range indices read as zero.
@@ -42,6 +43,7 @@ class Operand:
     major: str = "k"
     scale: BlockScale | None = None
     pointers: bool = False
+    halves: bool = False
     index: str = ""
     ragged: bool = False
 
@@ -63,7 +65,8 @@ class GemmProblem:
     ``n`` and ``k`` are hints for the heuristics: every configuration computes all sizes. ``tile`` and ``cluster``, (m,
     n), are the caller's choice, if any. ``accurate``: 8-bit operands are accumulated as exactly as 16-bit ones.
     ``concat_glu``: B holds concatenated gate and up weights; blocks of 32 columns of the result alternate between the
-    halves. B is K-major then, with a multiple of 64 rows or, if the MMA is block-scaled, of 256. ``groups``: the number
+    halves. B is K-major then, with a multiple of 64 rows or, if the MMA is block-scaled, of 256; a ptr-array has
+    ``halves``. Halves of k are multiples of a k tile, 128 bytes. ``groups``: the number
     of groups (experts) that share the rows, or k.
     """
 

@@ -1,1 +1,1 @@
-"""Normalisations fused with what follows them."""
+"""Normalizations fused with what follows them."""

@@ -74,10 +74,10 @@ class TileMap(ABC):
     def __init__(self, schedule: Any, rows: int, columns: int) -> None:
         self.schedule, self.rows, self.columns = schedule, rows, columns
 
-    def prepare(self, a: Any, b: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """On the host: the kernel's parameters."""
+    def prepare(self, a: Any, n: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """On the host: the kernel's parameters, for an A and ``n`` columns."""
         batch = 1 if self.may_lack_k else a.shape[2]  # groups along k are parts of one matrix, or entries of the batch
-        m, n, k, batch = (Int32(size) for size in (a.shape[0], b.shape[0], a.shape[1], batch))
+        m, n, k, batch = (Int32(size) for size in (a.shape[0], n, a.shape[1], batch))
         tiles = (Int32(cute.ceil_div(m, self.rows)), Int32(cute.ceil_div(n, self.columns)))
         offsets = [arguments[slot.name] for slot in self.schedule.slots()]
         return (m, n, k, batch, *tiles, Int32(self.count(*tiles, batch, *offsets)), *offsets)
@@ -215,7 +215,6 @@ class VarlenKTileMap(TileMap):
         if self.schedule.k_block:
             k, k_end = self.block_range(k, k_end, expert)
         return WorkTileInfo(row * self.rows, Int32(0), e.m, column, k, k_end, expert, valid), state
-
 
     def operand_coord(self, k: Any, batch: Any) -> tuple[Any, Any]:
         return (Int32(0), k // self.schedule.k_block) if self.schedule.k_block else (k, batch)

@@ -68,7 +68,6 @@ from cudnn_kernels.pipeline.mbarrier_pipeline import (
     producer_acquire,
     producer_tail,
 )
-from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm100.operands import ROWS, KTileCoord, TileOperand, tile_operands
 from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows, commit
@@ -89,6 +88,8 @@ class Gemm(Mainloop):
         c = configuration
         if c.schedule.split_tail_n:
             raise ValueError(f"split_tail_n: got {c.schedule}; allowed: False, on Blackwell")
+        if c.concat_glu and c.b.halves and c.tile[1] < c.tile[0] // 2:
+            raise ValueError(f"tile: got {c.tile}; allowed: 64 columns in each CTA, with halves of B")
         self.cluster = Cluster(*c.cluster)
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
@@ -287,7 +288,7 @@ class Gemm(Mainloop):
             cta_origin = (work.row + bm * ROWS, columns)
             batch_coords = self.tile_map.batch_coords(work.group)
             batch = [
-                ptr_array_coord(x, batch_coords[operand.operand_index])
+                operand.batch_coord(x, batch_coords[operand.operand_index])
                 for x, operand in zip(pointers, operands, strict=True)
             ]
             for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
@@ -297,15 +298,16 @@ class Gemm(Mainloop):
                 coord = KTileCoord(work, pair_origin, cta_origin, self.scheduler.problem(), work.k + k * c.tile[2])
                 # (2) Issue the TMA loads of A, B and their scale factors.
                 for i in cutlass.range_constexpr(len(atoms)):
-                    tile = operands[i].tile(tensors[i], coord, batch[i])
-                    target, source, mask = operands[i].partition(atoms[i], tile, smem_operands[i], rank)
-                    cute.copy(
-                        atoms[i],
-                        source,
-                        target[None, stage],
-                        tma_bar_ptr=pipeline.full + stage,
-                        mcast_mask=mask if const_expr(self.cluster.size > 1) else None,
-                    )
+                    for block in cutlass.range_constexpr(operands[i].blocks):
+                        tile = operands[i].tile(tensors[i], coord, batch[i], block)
+                        target, source, mask = operands[i].partition(atoms[i], tile, smem_operands[i], rank, block)
+                        cute.copy(
+                            atoms[i],
+                            source,
+                            target[None, stage],
+                            tma_bar_ptr=pipeline.full + stage,
+                            mcast_mask=mask if const_expr(self.cluster.size > 1) else None,
+                        )
                 stage, phase = advance(pipeline, stage, phase)
             cursor = self.scheduler.advance_to_next_work(cursor)
         producer_tail(pipeline, stage, phase)

@@ -11,9 +11,10 @@ import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.formats import GLU_BLOCK
 from cudnn_kernels.gemm import tile_operand
 from cudnn_kernels.gemm.configuration import GemmConfiguration
 from cudnn_kernels.pipeline.tma import address_space_view, ragged_coord, ragged_wrap
@@ -55,8 +56,8 @@ class TileOperand(tile_operand.TileOperand):
         """The TMA operation."""
 
     @abstractmethod
-    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any) -> cute.Tensor:
-        """A tile of the TMA coordinate tensor, at the batch coordinate ``batch``."""
+    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any, block: int) -> cute.Tensor:
+        """A tile of the TMA coordinate tensor, or one of its blocks, at the batch coordinate ``batch``."""
 
     def cluster(self) -> cute.Layout:
         """The layout (V, M, N, K) of a cluster's CTAs; V is the index in the pair."""
@@ -73,21 +74,22 @@ class TileOperand(tile_operand.TileOperand):
         return cute.crd2idx(((row, k % depth), 0, k // depth, 0), layout)
 
     def partition(
-        self, atom: Any, tile: cute.Tensor, smem: cute.Tensor, rank: Int32
+        self, atom: Any, tile: cute.Tensor, smem: cute.Tensor, rank: Int32, block: int
     ) -> tuple[cute.Tensor, cute.Tensor, Any]:
-        """This CTA's slice of the stages and of a tile for TMA, and the multicast mask."""
+        """This CTA's slice of the stages and of a tile, or of a block of it, for TMA, and the multicast mask."""
         cluster, multicast_mode = self.cluster(), MULTICAST_B if self.operand_index else MULTICAST_A
         cta_coord = cluster.get_flat_coord(rank)
-        thr_mma = self.mma.get_slice(cta_coord[0])
-        cta_tile = thr_mma.partition_B(tile) if self.operand_index else thr_mma.partition_A(tile)
+        stages, cta_tile = self.cta_slices(tile, smem, cta_coord[0], block)
         target, source = cpasync.tma_partition(
-            atom,
-            cta_coord[multicast_mode],
-            cute.make_layout(cluster.shape[multicast_mode]),
-            cute.group_modes(smem, 0, 3),
-            cute.group_modes(cta_tile, 0, 3),
+            atom, cta_coord[multicast_mode], cute.make_layout(cluster.shape[multicast_mode]), stages, cta_tile
         )
         return target, source, cpasync.create_tma_multicast_mask(cluster, cta_coord, mcast_mode=multicast_mode)
+
+    def cta_slices(self, tile: cute.Tensor, smem: cute.Tensor, cta: Int32, block: int) -> tuple[Any, Any]:
+        """The stages, and the part of a tile that CTA ``cta`` of a pair holds, each with one mode for a load."""
+        thr_mma = self.mma.get_slice(cta)
+        cta_tile = thr_mma.partition_B(tile) if self.operand_index else thr_mma.partition_A(tile)
+        return cute.group_modes(smem, 0, 3), cute.group_modes(cta_tile, 0, 3)
 
 
 class Values(TileOperand):
@@ -100,7 +102,12 @@ class Values(TileOperand):
         m, n, k = self.c.tile
         return (m, self.rows if self.operand_index else n, k)
 
-    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any) -> cute.Tensor:
+    @property
+    def cta_rows(self) -> int:
+        m, n, _ = self.c.tile
+        return n // (m // ROWS) if self.operand_index else ROWS
+
+    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any, block: int) -> cute.Tensor:
         return self.tile_at(tensor, coord.pair_origin[self.operand_index], coord.k, coord.work.k_end, batch)
 
     def layout(self, stages: int) -> Any:
@@ -112,8 +119,33 @@ class Values(TileOperand):
         return make(self.c.cluster, self.mma.thr_id)
 
     def bits(self) -> int:
-        m, n, k = self.c.tile
-        return (n // (m // ROWS) if self.operand_index else ROWS) * k * self.element.width
+        return self.cta_rows * self.c.tile[2] * self.element.width
+
+
+class GateAndUp(Values):
+    """B of gate and up weights at separate addresses, K-major: each CTA loads its rows in blocks of 32."""
+
+    def block_layout(self, blocks: int, stages: int) -> Any:
+        """The layout of stages of ``blocks`` blocks in shared memory: that of the MMA, as (rows, k, stages)."""
+        shape = (blocks * GLU_BLOCK, self.tile_k)
+        return sm100.make_smem_layout(OperandMajorMode.K, shape, self.element, stages)
+
+    def tma_atom(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        layout = cute.slice_(self.block_layout(1, 1), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(
+            self.tma_op(), tensor, layout, (GLU_BLOCK, self.tile_k), num_multicast=self.cluster().shape[MULTICAST_B]
+        )
+
+    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any, block: int) -> cute.Tensor:
+        bm, _, _ = cute.arch.block_idx()
+        row = coord.pair_origin[1] + bm % (self.c.tile[0] // ROWS) * self.cta_rows
+        return self.tile_at(tensor, row, coord.k, coord.work.k_end, batch, block)
+
+    def cta_slices(self, tile: cute.Tensor, smem: cute.Tensor, cta: Int32, block: int) -> tuple[Any, Any]:
+        stages = cute.size(smem, mode=[3])
+        rows = cute.make_tensor(smem.iterator, self.block_layout(self.blocks, stages).outer)
+        target = cute.local_tile(rows, (GLU_BLOCK, self.tile_k), (block, 0, None))
+        return cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
 
 
 class ScaleFactors(TileOperand):
@@ -162,7 +194,7 @@ class ScaleFactors(TileOperand):
     def tiler(self) -> tuple[Any, ...]:
         return (ROWS if self.operand_index or self.tile_map.ragged_k else self.c.tile[0], *self.c.tile[1:])
 
-    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any) -> cute.Tensor:
+    def tile(self, tensor: cute.Tensor, coord: KTileCoord, batch: Any, block: int) -> cute.Tensor:
         extent, depth = self.c.tile[self.operand_index], self.c.tile[2]
         if not self.tile_map.ragged_k:  # groups end at atoms
             return cute.local_tile(
@@ -185,9 +217,9 @@ class ScaleFactors(TileOperand):
         return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
 
     def partition(
-        self, atom: Any, tile: cute.Tensor, smem: cute.Tensor, rank: Int32
+        self, atom: Any, tile: cute.Tensor, smem: cute.Tensor, rank: Int32, block: int
     ) -> tuple[cute.Tensor, cute.Tensor, Any]:
-        target, source, mask = super().partition(atom, tile, smem, rank)
+        target, source, mask = super().partition(atom, tile, smem, rank, block)
         return cute.filter_zeros(target), cute.filter_zeros(source), mask  # broadcast elements are loaded once
 
     def tma_op(self) -> Any:
@@ -202,7 +234,8 @@ def tile_operands(
     c: GemmConfiguration, mma: cute.TiledMma, cta_mma: cute.TiledMma, tile_map: TileMap
 ) -> list[TileOperand]:
     """A, B and, for block-scaled MMAs, SFA and SFB. ``mma`` is the MMA of the pair, ``cta_mma`` that of one CTA."""
-    operands: list[TileOperand] = [Values(c, i, mma, tile_map) for i in range(2)]
+    b = GateAndUp if c.concat_glu and c.b.halves else Values
+    operands: list[TileOperand] = [Values(c, 0, mma, tile_map), b(c, 1, mma, tile_map)]
     if c.tensor_core_scale:
         operands.append(ScaleFactors(c, 0, cta_mma if tile_map.ragged_k else mma, mma, tile_map))
         operands.append(ScaleFactors(c, 1, cta_mma, mma, tile_map))

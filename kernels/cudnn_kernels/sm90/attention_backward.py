@@ -42,6 +42,7 @@ from cudnn_kernels.attention import BackwardConfiguration, seqlen_info
 from cudnn_kernels.attention.backward import (
     BlockInfo,
     BwdSchedulerParams,
+    SortBlocks,
     block_info,
     make_scheduler_params,
     split_block_info,
@@ -162,6 +163,9 @@ class Backward(Kernel):
             for x in self.smem_tiles().values()
         ]
         dkv_partial, scheduler_copy = workspace.dkv_partial, replace(scheduler)
+        if const_expr(c.longest_first):
+            scheduler.block_order = workspace.block_order
+            SortBlocks(c).launch(replace(scheduler), stream)
         if c.dynamic_scheduler:
             clusters = cutlass.min(arguments["num_sms"], clusters)
         self.kernel(tma_atoms, dk, dv, replace(workspace), scheduler, Scale(scale, arguments.get("softcap"))).launch(

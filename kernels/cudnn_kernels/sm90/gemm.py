@@ -52,7 +52,6 @@ from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync, consumer_release
 from cudnn_kernels.pipeline.fragment import Fragment
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers, producer_acquire
-from cudnn_kernels.pipeline.tma import ptr_array_coord
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm90.heuristics.gemm import needs_promotion
@@ -216,7 +215,8 @@ class Gemm(Mainloop):
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
             batch_a, batch_b, _ = self.tile_map.batch_coords(work.group)
-            batch, origin = (batch_a, ptr_array_coord(pointers, batch_b)), self.tile_origin(work)
+            batch = (batch_a, self.operands[1].batch_coord(pointers, batch_b))
+            origin = self.tile_origin(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
                 # (1) Wait until the stage is empty; its full barrier expects the bytes of all TMA loads, including
                 # those of the gather warps.
@@ -248,8 +248,9 @@ class Gemm(Mainloop):
         origin, k, k_end, batch = coord
         for operand, atom, tensor in zip(operands, atoms, tensors, strict=True):
             i = operand.operand_index
-            tile = operand.tile_at(tensor, origin[i], k, k_end, batch[i])
-            operand.load(atom, tile, self.smem_operands[i], stage, full, multicast[operand.multicast_dim])
+            for block in range(operand.blocks):
+                tile = operand.tile_at(tensor, origin[i], k, k_end, batch[i], block)
+                operand.load(atom, tile, self.smem_operands[i], stage, full, multicast[operand.multicast_dim], block)
 
     def make_gather_producer(self, gathered: Any, smem: Any) -> GatherProducer:
         """The producer of gathered operands, from their tensors and index tensors."""

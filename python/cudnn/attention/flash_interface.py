@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.attention.flash_op import check_cache, flash_attn, flash_attn_kvcache
+from cudnn.attention.flash_op import BATCH_INVARIANT_SPLITS, check_cache, flash_attn, flash_attn_kvcache
 from cudnn.errors import checked_number, make_error
 from cudnn.runtime.registration import autocast_type
 
@@ -30,6 +30,7 @@ def flash_attn_func(
     *,
     learnable_sink: Maybe = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """FlashAttention's function of the same name: ``softmax(softmax_scale * q k^T, masked) v``. Differentiable.
 
@@ -52,6 +53,9 @@ def flash_attn_func(
         learnable_sink: (hq,), any floating-point type: a logit of each head that joins the softmax of every row,
             without a value; differentiable.
         return_lse: Returns ``(out, lse)``, as FlashAttention 4.
+        batch_invariant: A sequence's results and its gradients of q, k and v have the same bits whatever the other
+            sequences are, their number, and its place among them; gradients are deterministic. That of the sinks is a
+            sum over all sequences. On the CPU, PyTorch's own GEMMs decide.
 
     Returns:
         (b, s_q, hq, dv), contiguous. ``lse``, the logarithm of each row's sum of exponentials with the sink, is float32
@@ -66,10 +70,11 @@ def flash_attn_func(
     _check_tensors(where, q=q, k=k, v=v)
     _check_missing(where, dropout_p, alibi_slopes=alibi_slopes)
     options = _options(where, q, softmax_scale, causal, window_size, softcap)
+    switches = bool(deterministic), False, bool(batch_invariant)
     rows, keys = (x.shape[1] if x.ndim == 4 else 0 for x in (q, k))
     sinks = _sinks(where, learnable_sink, q)
     return _returned(
-        *flash_attn(q, k, v, None, None, sinks, rows, keys, *options, bool(deterministic), False),
+        *flash_attn(q, k, v, None, None, sinks, rows, keys, *options, *switches),
         return_attn_probs,
         return_lse,
     )
@@ -95,6 +100,7 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Maybe = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of packed sequences of different lengths, which do not see one another.
 
@@ -124,10 +130,11 @@ def flash_attn_varlen_func(
         raise make_error(NotImplementedError, where, "block_table", "a tensor", "None", hint)
     _check_missing(where, dropout_p, alibi_slopes=alibi_slopes)
     options = _options(where, q, softmax_scale, causal, window_size, softcap)
+    switches = bool(deterministic), False, bool(batch_invariant)
     longest = _longest(where, "max_seqlen_q", max_seqlen_q, q), _longest(where, "max_seqlen_k", max_seqlen_k, k)
     sinks = _sinks(where, learnable_sink, q)
     return _returned(
-        *flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *longest, *options, bool(deterministic), False),
+        *flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *longest, *options, *switches),
         return_attn_probs,
         return_lse,
     )
@@ -155,6 +162,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     learnable_sink: Maybe = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """FlashAttention's function of the same name: attention to a cache of keys and values, for decoding. No gradient.
 
@@ -171,6 +179,8 @@ def flash_attn_with_kvcache(
         block_table: int32, (b, n): the pages of each sequence, in order.
         softmax_scale, causal, window_size, softcap, learnable_sink: As of :func:`flash_attn_func`.
         num_splits: CTAs that share a sequence's keys; 0: as many as fill the GPU.
+        batch_invariant: A sequence's results have the same bits whatever the other sequences are, and their number:
+            0 splits are 8 then, not as many as fill the GPU.
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes: Only None. rotary_interleaved: ignored.
         return_softmax_lse: Returns ``(out, lse)``.
 
@@ -195,6 +205,8 @@ def flash_attn_with_kvcache(
         raise make_error(ValueError, where, "k and v", got, "both, or neither")
     options = _options(where, q, softmax_scale, causal, window_size, softcap)
     splits = checked_number(where, "num_splits", num_splits, integer=True)
+    if batch_invariant and not splits:
+        splits = BATCH_INVARIANT_SPLITS
     lengths = _lengths(where, q, k_cache, cache_seqlens, block_table)
     sinks = _sinks(where, learnable_sink, q)
     if k is not None and v is not None:

@@ -21,6 +21,12 @@ from cudnn.sdpa import SdpaBackward, SdpaForward, heuristics, reference
 from cudnn.sdpa.reference import Window
 
 WHERE = "flash_attn"
+BATCH_INVARIANT_SPLITS = 8
+"""``num_splits`` of batch-invariant calls, whatever their sizes: enough CTAs for a few sequences, and at most 8 partial
+results of a row to combine.
+"""
+FARTHEST = 2**30
+"""A bound of a window that hides nothing, in the kernels' 32 bits."""
 LONGEST = 2**31 - 1
 """``max_s`` of the kernels' class, which then does not read the offsets. The kernels need no lengths from the host."""
 _WIDE = (torch.float32, torch.float64)
@@ -103,15 +109,20 @@ def _options(
     window: tuple[int, int],
     softcap: float,
     top_left: bool,
+    batch_invariant: bool,
 ) -> dict[str, Any]:
-    """Of the kernels' classes. Bounds of the window that hide no key are left out."""
+    """Of the kernels' classes. Bounds of the window that hide no key are left out, unless that would depend on other
+    sequences.
+    """
     left, right = window[0], 0 if causal else window[1]
     if not packed:
         options = heuristics.options(q.shape[1], k.shape[1], scale, left + 1 if left >= 0 else -1, right, top_left)
     else:
         rows, keys = longest
-        left = left if 0 <= left < (rows if top_left else keys) - 1 else -1
-        right = right if 0 <= right < (keys if top_left else rows) - 1 else -1
+        left, right = (min(end, FARTHEST) for end in (left, right))
+        if not batch_invariant:
+            left = left if left < (rows if top_left else keys) - 1 else -1
+            right = right if right < (keys if top_left else rows) - 1 else -1
         window = left, right if right > 0 else -1
         options = {"is_causal": right == 0, "window_size": window, "scale_softmax": scale}
         options |= {"top_left": top_left and max(left, right) >= 0}
@@ -182,7 +193,7 @@ def _run(api: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) ->
             reference.backward(tensors, window, scale, packed, softcap)
 
 
-@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention)
+@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention, repeats=True)
 def flash_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -199,11 +210,13 @@ def flash_attn(
     softcap: float,
     deterministic: bool,
     top_left: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(O, LSE), both differentiable: LSE is (b, h, s), or (h, t) of packed sequences, in float32 (float64 for float64).
 
-    ``deterministic`` concerns the backward pass. The arguments are those of :func:`cudnn.ops.flash_attn_varlen_func`,
-    all of them given; -1 is no bound of the window. ``top_left``: row i of a sequence stands at key i.
+    ``deterministic`` concerns the backward pass, ``batch_invariant`` both. The arguments are those of
+    :func:`cudnn.ops.flash_attn_varlen_func`, all of them given; -1 is no bound of the window. ``top_left``: row i of a
+    sequence stands at key i.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
     packed, longest = cu_seqlens_q is not None, (max_seqlen_q, max_seqlen_k)
@@ -215,7 +228,8 @@ def flash_attn(
         lse = lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
         return o.zero_(), lse
     window = window_left, window_right
-    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap, top_left)
+    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap, top_left, batch_invariant)
+    options |= {"num_splits": BATCH_INVARIANT_SPLITS} if batch_invariant else {}
     ends = {"cum_seqlen_q": cu_seqlens_q, "cum_seqlen_k": cu_seqlens_k}
     _run(SdpaForward, _kernel_tensors(packed, q=q, k=k, v=v, o=o, lse=lse, **ends, sink=sinks), options)
     return o, lse
@@ -247,7 +261,7 @@ def _gradients(
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward)
+@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward, repeats=True)
 def flash_attn_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -268,6 +282,7 @@ def flash_attn_bwd(
     softcap: float,
     deterministic: bool,
     top_left: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV, the gradient of the sinks), contiguous, from what :func:`flash_attn` got and gave, and the gradients
     of O and, if there is one, of LSE. Without sinks, the last has no elements.
@@ -281,13 +296,14 @@ def flash_attn_bwd(
             dsinks.zero_() if dlse is None or not q.numel() else dsinks.copy_(dlse.movedim(-2, 0).flatten(1).sum(1))
         return gradients
     packed, longest, window = cu_seqlens_q is not None, (max_seqlen_q, max_seqlen_k), (window_left, window_right)
-    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap, top_left)
+    options = _options(q, k, packed, longest, softmax_scale, causal, window, softcap, top_left, batch_invariant)
+    options |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
     ends = {"cum_seqlen_q": cu_seqlens_q, "cum_seqlen_k": cu_seqlens_k}
     of_sinks = {"sink": sinks, "dsink": None if sinks is None else dsinks}
     of_rows = {"do": dout, "lse": lse, "dlse": None if dlse is None else dlse.contiguous()}
     results = {"dq": dq, "dk": dk, "dv": dv}
     tensors = _kernel_tensors(packed, q=q, k=k, v=v, o=o, **of_rows, **results, **ends, **of_sinks)
-    _run(SdpaBackward, tensors, options | {"deterministic": deterministic})
+    _run(SdpaBackward, tensors, options)
     return gradients
 
 
@@ -305,11 +321,11 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
     nothing = (None,) * (2 + 1 + len(ctx.options))
     if d_o is None and d_lse is None:
         return None, None, None, *nothing
-    *options, deterministic, top_left = ctx.options
+    *options, deterministic, top_left, batch_invariant = ctx.options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     d_o = torch.zeros_like(o) if d_o is None else d_o
     inputs = (d_o, d_lse, q, k, v, o, lse, cu_q, cu_k, sinks)
-    arguments: tuple[Any, ...] = (*inputs, *options, deterministic, top_left)
+    arguments: tuple[Any, ...] = (*inputs, *options, deterministic, top_left, batch_invariant)
     dq, dk, dv, dsinks = flash_attn_bwd(*arguments)
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *nothing[3:]
 
@@ -317,7 +333,7 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
 flash_attn.register_autograd(_backward, setup_context=_setup)
 
 
-@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached)
+@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached, repeats=True)
 def flash_attn_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

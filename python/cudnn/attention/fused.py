@@ -111,6 +111,7 @@ def attend(
 def attend_with(
     sinks: Maybe,
     lengths: tuple[Maybe, Maybe, Maybe, Maybe],
+    batch_invariant: bool,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -136,7 +137,7 @@ def attend_with(
         ends = _offsets(q, k, lengths)
     window = left - 1 if left != -1 else -1, 0 if is_causal and right == -1 else right
     arguments: tuple[Any, ...] = (*inputs, *ends, sinks, *longest, scale, False, *window, 0.0, False, alignment == 0)
-    o, _ = flash_attn(*arguments)
+    o, _ = flash_attn(*arguments, batch_invariant)
     return ((o if o.ndim == 4 else o.unflatten(0, (batch, rows))).transpose(1, 2),)
 
 
@@ -178,7 +179,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention)
+@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention, repeats=True)
 def fused_sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -213,7 +214,7 @@ def _gradients(
     return q, k, v
 
 
-@custom_op("fused_sdpa_bwd", flops=flops.attention_backward)
+@custom_op("fused_sdpa_bwd", flops=flops.attention_backward, repeats=True)
 def fused_sdpa_bwd(
     do: torch.Tensor,
     q: torch.Tensor,

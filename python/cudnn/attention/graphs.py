@@ -351,7 +351,7 @@ def _scores(bias: Maybe, seed: Maybe) -> dict[str, torch.Tensor]:
     return found
 
 
-@custom_op("sdpa", autocast=("q", "k", "v", "bias"), flops=flops.attention)
+@custom_op("sdpa", autocast=("q", "k", "v", "bias"), flops=flops.attention, repeats=True)
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -461,7 +461,7 @@ def _of_one_key(do: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float,
     return [d_q.flatten(1, 2), d_k.sum(2), d_v.sum(2), of_score.flatten(1, 2)]
 
 
-@custom_op("sdpa_bwd", flops=flops.attention_backward)
+@custom_op("sdpa_bwd", flops=flops.attention_backward, repeats=True)
 def sdpa_bwd(
     dO: torch.Tensor,
     q: torch.Tensor,

@@ -37,6 +37,7 @@ def scaled_dot_product_attention(
     cumulative_seq_len_kv: Maybe = None,
     sinks: Maybe = None,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """``dropout(softmax(scale * Q K^T, masked)) V``: PyTorch's arguments, and bands and lengths. Differentiable.
 
@@ -69,6 +70,8 @@ def scaled_dot_product_attention(
             192, 192/128 and 256, without a right bound or with one of 0 whose diagonal ends at the last row and key,
             unless PyTorch's deterministic algorithms are enabled; and where cuDNN has nothing for such numbers of rows
             and keys. The log says so once.
+        batch_invariant: An entry's results and its gradients of query, key and value have the same bits whatever the
+            other entries are, and their number. By the fused backend, whatever the sizes.
 
     Returns:
         ``[B, H_q, S_q, D_v]``, contiguous; with each token contiguous where query is packed, or by our kernels with
@@ -77,7 +80,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: shapes, bounds, lengths, a mask with other masks, a probability below 0 or not below 1, sinks with
             lengths or a mask that has a gradient, a backend.
-        NotImplementedError: what the fused backend does not have.
+        NotImplementedError: what the fused backend does not have, if it or batch_invariant is asked for.
         TypeError: no tensor where one is needed; a bound that is no integer; the type of the mask.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
@@ -90,14 +93,19 @@ def scaled_dot_product_attention(
         scale = checked_number(_WHERE, "scale", scale)
     if backend not in (None, "cudnn", "fused"):
         raise make_error(ValueError, _WHERE, "backend", backend, 'None, "cudnn" or "fused"')
+    if batch_invariant:
+        if backend == "cudnn":
+            hint = 'leave backend out, or pass "fused"'
+            raise make_error(ValueError, _WHERE, "backend with batch_invariant", backend, '"fused"', hint)
+        backend = "fused"
     if dtype := autocast_type(query):  # before anything is chosen by type, or kept
         cast = functools.partial(in_type, dtype=dtype)
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
     if _is_fused(backend, query, key, value, bounds, scale, dropout_p, attn_mask, sinks, lengths):
         operator: Any = fused.attend
-        if sinks is not None or any(x is not None for x in lengths):
+        if batch_invariant or sinks is not None or any(x is not None for x in lengths):
             check_sinks(sinks, query)
-            operator = functools.partial(fused.attend_with, sinks, lengths)
+            operator = functools.partial(fused.attend_with, sinks, lengths, batch_invariant)
         return attend(query, key, value, scale, enable_gqa, bounds, operator=operator)
     seed = torch.randint(_SEEDS, (1,), dtype=torch.int64, device=query.device) if dropout_p else None
     operator = sdpa if sinks is None else functools.partial(attend_with_sinks, sinks)

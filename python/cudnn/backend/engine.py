@@ -150,7 +150,7 @@ class EngineConfig:
 
     @functools.cached_property
     def behavior_notes(self) -> list[public.behavior_note]:
-        """Behaviour of the engine."""
+        """Behavior of the engine."""
         numbers = self._engine.get(Attribute.ENGINE_BEHAVIOR_NOTE)
         notes = (_by_name(enums.BehaviorNote, number, public.behavior_note) for number in numbers)
         return [note for note in notes if note is not None]

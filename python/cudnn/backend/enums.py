@@ -217,7 +217,7 @@ class TensorReordering(Versioned):
 
 
 class NormMode(Versioned):
-    """Normalisations (``CUDNN_``)."""
+    """Normalizations (``CUDNN_``)."""
 
     LAYER_NORM = 0
     INSTANCE_NORM = 1
@@ -228,7 +228,7 @@ class NormMode(Versioned):
 
 
 class NormFwdPhase(Versioned):
-    """Phase of a forward normalisation (``CUDNN_NORM_FWD_``)."""
+    """Phase of a forward normalization (``CUDNN_NORM_FWD_``)."""
 
     INFERENCE = 0
     TRAINING = 1
@@ -279,7 +279,7 @@ class NumericalNote(Versioned):
 
 
 class BehaviorNote(Versioned):
-    """Behaviour of an engine (``CUDNN_BEHAVIOR_NOTE_``)."""
+    """Behavior of an engine (``CUDNN_BEHAVIOR_NOTE_``)."""
 
     RUNTIME_COMPILATION = 0
     REQUIRES_FILTER_INT8x32_REORDER = 1
@@ -342,7 +342,7 @@ class KnobType(Versioned):
 class Status(Versioned):
     """Result of a call (``CUDNN_STATUS_``).
 
-    The thousands tell the class: 1 initialisation, 2 bad parameter, 3 not supported, 4 internal, 5 execution.
+    The thousands tell the class: 1 initialization, 2 bad parameter, 3 not supported, 4 internal, 5 execution.
     """
 
     SUCCESS = 0

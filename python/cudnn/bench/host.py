@@ -1,6 +1,6 @@
 """Benchmark of host time: how long a warm call occupies the CPU, next to ``torch.add(out=)`` in the same run.
 
-Tensors are small, so that the GPU waits for the host.
+Tensors are small, so that the GPU waits for the host. Last come the first training steps of processes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from cudnn.bench import CUDNN, HOST, Benchmark, Candidate, Options, Problem, operands
+from cudnn.bench import CUDNN, HOST, Benchmark, Candidate, Options, Problem, first_step, operands
 from cudnn.lazy import torch
 
 NAME = "host"
@@ -17,6 +17,8 @@ YARDSTICK = "torch.add(out=)"
 SIZE = 256
 EXPERTS, TOP_K = 8, 2
 QWEN3_EXPERTS, QWEN3_TOP_K = 128, 8
+FIRST_STEP = f"first step, {first_step.TOKENS} tokens"
+"""Both passes of a layer of Qwen3-30B-A3B in a new process, with the synchronization after each."""
 
 
 def benchmark() -> Benchmark:
@@ -33,7 +35,8 @@ def benchmark() -> Benchmark:
 def problems(options: Options) -> list[Problem]:
     """A problem for each kind of call."""
     size = options.shapes[0][0] if options.shapes else SIZE
-    return [Problem(case, functools.partial(candidates, case, size), clock=HOST) for case in CASES]
+    warm = [Problem(case, functools.partial(candidates, case, size), clock=HOST) for case in CASES]
+    return [*warm, Problem(FIRST_STEP, first_step.candidates, clock=first_step.RECORDED)]
 
 
 def candidates(case: str, size: int) -> list[Candidate]:
@@ -57,12 +60,13 @@ def _without_gradients(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def trained(name: str, layer: Any, x: Any) -> Candidate:
+def trained(name: str, layer: Any, x: Any, **options: Any) -> Candidate:
     """Both passes of our layer. Gradients are not kept."""
     x = x.clone().requires_grad_()
 
     def run() -> dict[str, Any]:
-        y = layer(x)
+        y = layer(x, **options)
+        y = y[0] if options else y
         torch.autograd.grad(y, [x, *layer.parameters()], y)
         return {}
 
@@ -135,13 +139,20 @@ def grouped_gemms(size: int) -> list[Candidate]:
 
 
 def attention(size: int) -> list[Candidate]:
-    """The class and the operator of attention, and PyTorch's function."""
+    """The class and the operators of attention, and PyTorch's and FlashAttention-4's functions."""
     from cudnn.bench import attention as attention_bench
-    from cudnn.ops import scaled_dot_product_attention
+    from cudnn.ops import flash_attn_func, scaled_dot_product_attention
 
     case = attention_bench.Case(1, size, 4, 4, 64, 64, causal=True)
     q, k, v, do = (operands.normal(1, 4, size, 64).bfloat16() for _ in range(4))
     peer = torch.nn.functional.scaled_dot_product_attention
+    tokens = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+    def flash_attention() -> Callable[[], Any]:
+        from flash_attn.cute import flash_attn_func as function  # pyright: ignore[reportMissingImports]
+
+        return lambda: function(*tokens, causal=True)
+
     return [
         timed("F.scaled_dot_product_attention", lambda: lambda: peer(q, k, v, is_causal=True), ours=False),
         timed("SdpaForward.execute", lambda: attention_bench.ours(case, "forward", q, k, v, do)),
@@ -149,11 +160,13 @@ def attention(size: int) -> list[Candidate]:
             "cudnn.ops.scaled_dot_product_attention",
             lambda: lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
         ),
+        timed("cudnn.ops.flash_attn_func", lambda: lambda: flash_attn_func(*tokens, causal=True)),
+        timed(f"{attention_bench.FLASH}, flash_attn_func", flash_attention, False, "flash-attn-4"),
     ]
 
 
 def moe(size: int) -> list[Candidate]:
-    """The layer without gradients, eager, and the same layer in eager PyTorch."""
+    """The layer, eager, and the same layer in eager PyTorch, without gradients; both passes of ours."""
     from cudnn.bench import moe_peers
     from cudnn.nn import MoE
 
@@ -164,6 +177,9 @@ def moe(size: int) -> list[Candidate]:
     return [
         timed("PyTorch, eager, torch._grouped_mm", lambda: lambda: peer(x, *weights), ours=False),
         timed("cudnn.nn.MoE", lambda: lambda: layer(x)),
+        timed("cudnn.nn.MoE, return_routing", lambda: lambda: layer(x, return_routing=True)),
+        trained("cudnn.nn.MoE, both passes", layer, x),
+        trained("cudnn.nn.MoE, both passes, return_routing", layer, x, return_routing=True),
     ]
 
 

@@ -31,7 +31,7 @@ PERIOD = 10  # correlated lists: rows after which a block of the list is sampled
 
 @dataclass(frozen=True)
 class Step:
-    """A part, or the whole, and its pass. ``alike``: neighbouring rows choose mostly the same blocks."""
+    """A part, or the whole, and its pass. ``alike``: neighboring rows choose mostly the same blocks."""
 
     name: str
     backward: bool = False
@@ -127,7 +127,7 @@ def make_tensors(shape: tuple[int, ...], correlated: bool) -> Tensors:
 
 
 def correlate_rows(x: Any, decay: float = 0.97) -> Any:
-    """Filters x (1, T, H, D) along T so that neighbouring rows are correlated: top-k selects mostly the same blocks."""
+    """Filters x (1, T, H, D) along T so that neighboring rows are correlated: top-k selects mostly the same blocks."""
     filtered, weight, distance = x.clone(), decay, 1
     while distance < x.shape[1]:  # each iteration doubles the number of rows in the sum
         filtered[:, distance:] += weight * filtered[:, :-distance]

@@ -53,7 +53,8 @@ class Line:
     ``dispatch``, ``compute`` and ``combine`` are the steps of a forward pass. ``one_forward`` and ``one_backward`` are
     the times of one GPU that has all experts, with one rank's tokens. ``bytes`` is what the busiest link carries one
     transport in dispatch, and again in combine. ``copy`` is the rate of a copy to another GPU in bytes per microsecond.
-    ``modelled_dispatch`` and ``modelled_combine`` are the estimates of :func:`seconds`.
+    ``modelled_dispatch`` and ``modelled_combine`` are the estimates of :func:`seconds`. ``a2a_forward`` and
+    ``a2a_backward`` are the times of the same layer if ``all_to_all_single`` exchanges the tokens, over NCCL.
     """
 
     model: str
@@ -72,13 +73,15 @@ class Line:
     modelled_dispatch: float
     modelled_combine: float
     flops: float
+    a2a_forward: float
+    a2a_backward: float
 
     def fraction_of_copy(self, step: str) -> float:
         """The speed of an exchange, ``dispatch`` or ``combine``, as a fraction of the copy's."""
         return self.bytes / getattr(self, step) / self.copy
 
     def teraflops(self, which: str) -> float:
-        """TFLOP/s of one GPU in ``forward``, ``backward``, ``one_forward`` or ``one_backward``."""
+        """TFLOP/s of one GPU in ``forward`` or ``backward``, also ``one_`` or ``a2a_``."""
         return self.flops * (2 if which.endswith("backward") else 1) / getattr(self, which) * 1e-6
 
 
@@ -202,13 +205,15 @@ class Measurement:
         self.x = torch.randn(case.tokens, self.hidden, dtype=torch.float32, device="cuda").bfloat16().requires_grad_()
         noise = -torch.empty(case.tokens, self.experts, dtype=torch.float32, device="cuda").exponential_().log()
         self.routing = route(noise + popular, self.chosen)  # without replacement, by these probabilities
-        self.exchange = Exchange(
-            None, self.experts, self.chosen, self.hidden, max_tokens=case.tokens, time_limit=TIMEOUT
-        )
+        sizes, limits = (self.experts, self.chosen, self.hidden), {"max_tokens": case.tokens, "time_limit": TIMEOUT}
+        self.exchange = Exchange(None, *sizes, **limits)
+        self.over_nccl = Exchange(None, *sizes, **limits, symmetric=False)
 
     def line(self) -> Line:
         """Measures the case."""
         single_gpu = self._pass_times(None)
+        torch.cuda.empty_cache()
+        over_nccl = self._pass_times(self.over_nccl)
         torch.cuda.empty_cache()
         all_gpus = self._pass_times(self.exchange)
         steps = self._steps()
@@ -226,6 +231,7 @@ class Measurement:
             self._copy(),
             *(each * 1e6 for each in modelled),
             self.case.flops,
+            *over_nccl,
         )
         names = [field.name for field in fields(Line)][4:]
         case = self.case
@@ -313,7 +319,7 @@ class Measurement:
 
     def _copy(self) -> float:
         """Bytes per microsecond of a copy to the next GPU; all GPUs copy at once."""
-        target = self.exchange.transport.tokens.part((self.rank + 1) % self.ranks)
+        target = self.exchange.transport.tokens.buffer((self.rank + 1) % self.ranks)
         source = torch.empty_like(target)
         return source.nbytes / self._median(lambda: target.copy_(source))
 
@@ -326,7 +332,8 @@ def results(run: Run, lines: Sequence[Line]) -> Iterator[Result]:
         start = (run.hardware, run.driver, run.cuda, run.torch, run.commit, run.date, "moe_ranks", "bf16", shape)
         for which in ("forward", "backward"):
             case = f"{line.model} {line.routing} {which}"
-            for name, prefix in ((f"MoE, {line.ranks} GPUs", ""), ("MoE, 1 GPU", "one_")):
+            candidates = {f"MoE, {line.ranks} GPUs": "", "MoE, 1 GPU": "one_"}
+            for name, prefix in (candidates | {f"all_to_all_single, {line.ranks} GPUs": "a2a_"}).items():
                 time, rate = getattr(line, prefix + which), line.teraflops(prefix + which)
                 common = (*start, case, name, version_of(OURS_PACKAGE), 1)
                 yield Result(*common, "time", significant(time), "us", 0.0)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 GRACE = 45.0  # seconds after its limit at which a process is killed: the problem that it began may still end
 QUICK_LIMIT = 480.0  # seconds of ``--quick``
@@ -108,13 +110,28 @@ def run(
 
 def _end(arguments: Sequence[str], timeout: float | None) -> str:
     """Runs a process and returns what went wrong, or ``""``."""
-    process = subprocess.Popen(arguments, start_new_session=True)  # its compilers end with it
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return "killed: it did not end in time"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with _sigterm_raises():
+        process = subprocess.Popen(arguments, start_new_session=True)  # its compilers end with it
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return "killed: it did not end in time"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return f"exit code {code}: see above" if code else ""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that ``timeout`` and schedulers end the benchmark's process too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

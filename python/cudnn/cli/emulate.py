@@ -31,7 +31,7 @@ _SOURCE = re.compile(r"(\S+\.py):(\d+)")
 _CLASSES = (
     ("matrix product", r"mma\b|wgmma\.mma|tcgen05\.mma"),
     (
-        "synchronisation",
+        "synchronization",
         r"(bar|barrier|mbarrier|fence|membar|wgmma|griddepcontrol|clusterlaunchcontrol|setmaxnreg|nanosleep)\b"
         r"|tcgen05\.(commit|wait|fence)|cp\..*(commit_group|wait_)|cp\.async\.mbarrier",
     ),

@@ -61,6 +61,8 @@ def table(lines: Sequence[bench.Line]) -> Group:
         fractions = [f"{line.fraction_of_copy(step):.2f}" for step in ("dispatch", "combine")]
         rates = [f"{line.teraflops(which):.0f} TF" for which in ("forward", "backward")]
         table.add_row("  of a copy; TFLOP/s", fractions[0], "", fractions[1], *rates, style="dim")
+        over_nccl = (f"{value:.0f}" for value in (line.a2a_forward, line.a2a_backward))
+        table.add_row("  all_to_all_single", "", "", "", *over_nccl, style="dim")
         speeds = [line.one_forward / line.forward, line.one_backward / line.backward]
         modelled = [f"{value:.0f}" for value in (line.modelled_dispatch, line.modelled_combine)]
         relative = [f"x {value:.2f}" for value in speeds]

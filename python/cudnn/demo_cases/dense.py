@@ -10,7 +10,7 @@ from typing import Any
 
 from cudnn.api_base import TupleDict
 from cudnn.demo_cases import Problem, Program
-from cudnn.demo_cases.gemm_operands import NORM_CONST, judge, judge_quantised, matrix, operands, plain
+from cudnn.demo_cases.gemm_operands import NORM_CONST, judge, judge_quantized, matrix, operands, plain
 from cudnn.demo_cases.gemm_variants import FP4, Variant
 from cudnn.fused import dense as declared
 from cudnn.fused import registry
@@ -51,7 +51,7 @@ def _other_inputs(api: type[DenseGemm], v: Variant, device: str) -> dict[str, An
     """Required inputs other than the operands: matrices of the type ``side``, others of their first type."""
     inputs: dict[str, Any] = {}
     sizes = sizes_of(api, v)
-    if v.quantises and any(spec.name == "norm_const" for spec in api.tensors):
+    if v.quantizes and any(spec.name == "norm_const" for spec in api.tensors):
         inputs["norm_const"] = torch.full((1,), NORM_CONST, dtype=torch.float32, device=device)
     for spec in declared.further_inputs(api):
         shape = spec.layout.shape(sizes)
@@ -135,7 +135,7 @@ def judge_results(
         name = getattr(o, "tensor", "")
         if isinstance(o, epilogue.StoreTile) and name in outputs:
             comparisons += (
-                judge_quantised(v, api.result, outputs, exact[name], epilogue_tolerance)
+                judge_quantized(v, api.result, outputs, exact[name], epilogue_tolerance)
                 if _scaled(api, name, outputs)
                 else [judge(name, outputs[name], exact[name], epilogue_tolerance)]
             )

@@ -70,7 +70,7 @@ def judge(name: str, result: Any, expected: Any, tolerance: float, roundings: in
     return compare(name, values, expected.clamp(-limit, limit), 1.01 * roundings * _HALF_ULP[dtype_name], absolute)
 
 
-def judge_quantised(
+def judge_quantized(
     v: Variant, names: tuple[str, str], results: Mapping[str, Any], expected: Any, tolerance: float
 ) -> list[Comparison]:
     """Checks an fp8 result and its scale factors."""

@@ -48,7 +48,7 @@ class Variant:
     cluster: tuple[int, int] = (1, 1)
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether the last result has scale factors, if the API supports them."""
         return self.out in (E4M3, E5M2)
 

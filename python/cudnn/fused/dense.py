@@ -149,7 +149,7 @@ def empty_tensors(
     majors: str = "kkn",
     without: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Tensors for a problem (m, n, k, l), by name, not initialised but for what kernels add to.
+    """Tensors for a problem (m, n, k, l), by name, not initialized but for what kernels add to.
 
     The last result has the type ``out``, other matrices the type ``side``, both 16 bits where not given. Optional
     results are there where these types need them, but for those in ``without``; optional inputs only if they must be.

@@ -20,7 +20,7 @@ from cudnn.fused.grouped import (
     output,
     quantized,
 )
-from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
+from cudnn.fused.layouts import Contiguous, Each, OneMatrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -32,6 +32,27 @@ GATES = {
 }
 """What becomes of a pair of columns; the numbers of geglu and situglu are those of a call."""
 SITU = ("situ_beta1", "situ_beta2")
+
+
+def token_blocks(name: str, columns: str, about: str) -> tuple[TensorSpec, ...]:
+    """A result quantized by 128 tokens of a column, as weight gradients read it, and its scale factors."""
+    return (
+        TensorSpec(
+            f"{name}_blocks",
+            Contiguous("blocks", columns, BLOCKWISE_SIZE),
+            FLOAT8,
+            optional=True,
+            written=True,
+            about=f"{about}, by 128 tokens of an expert: block start // 128 + expert + j has its tokens from 128 j on",
+        ),
+        TensorSpec(
+            f"sf{name}_blocks",
+            Contiguous("blocks", columns, alignment=4),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            written=True,
+        ),
+    )
 
 
 class Activated(ExpertsGemm):
@@ -67,7 +88,7 @@ class Activated(ExpertsGemm):
             raise self.error("glu_layout", repr(self.glu_layout), " or ".join(map(repr, LAYOUTS)))
         if self.concat_glu and (self.scaled or self.quantizes()):
             allowed = f"None, for glu_layout={self.glu_layout!r}"
-            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
+            hint = "interleave the weights once, by cudnn.interleave_glu_weights, before quantizing them"
             raise self.unsupported("scale factors", "tensors", allowed, hint)
 
     def check_activation(self, allowed: Sequence[str]) -> None:
@@ -128,6 +149,10 @@ class GatedExperts(Activated):
             raise self.unsupported(f"sfc tensor, on {arch}", "a tensor", "None: leave c in 16 bits")
 
     @classmethod
+    def halves_of(cls, options: Mapping[str, Any]) -> int:
+        return 1 + (options.get("glu_layout") == LAYOUTS[1])
+
+    @classmethod
     def results(cls, arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         c_dtype, d_dtype = cls.dtype_or_default(arguments["c_dtype"]), cls.dtype_or_default(arguments["d_dtype"])
         scaled = arguments["sfa"] is not None
@@ -149,10 +174,13 @@ class GatedExperts(Activated):
         if self.has("sfc") and (self.dtype_name("c") not in FLOAT8 or self.dtype_name("sfa") != BLOCKWISE_DTYPE):
             got = f"a tensor, for c of {self.dtype_name('c') or None} and sfa of {self.dtype_name('sfa') or None}"
             raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_DTYPE}")
-        if self.concat_glu and (self.has("b_ptrs") or self.major("b") != "k"):
-            got = "b_ptrs" if self.has("b_ptrs") else f"major {self.major('b')}"
+        if self.concat_glu and self.major("b") != "k":
             hint = "interleave the weights once, by cudnn.interleave_glu_weights"
-            raise self.unsupported("b", got, f"a tensor, k-major, for glu_layout={self.glu_layout!r}", hint)
+            allowed = f"k, for glu_layout={self.glu_layout!r}"
+            raise self.unsupported("b tensor major", self.major("b"), allowed, hint)
+        if self.concat_glu and self.has("b_ptrs") and self.dtype_name("b") not in NARROW:
+            allowed = f"{' or '.join(NARROW)}, for b_ptrs and glu_layout={self.glu_layout!r}"
+            raise self.unsupported("b_dtype", self.dtype_name("b"), allowed)
 
 
 class GatedExpertsBackward(Activated):
@@ -266,9 +294,6 @@ class GatedExpertsBackward(Activated):
             raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_SIZE}")
         if self.has("sfc") and self.concat_glu:
             raise self.unsupported("sfc tensor", f"a tensor, for glu_layout={self.glu_layout!r}", "None, then")
-        if self.power_of_two_scales and not (blocks or self.dtype_name("sfd_row") == BLOCKWISE_DTYPE):
-            allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
-            raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
 
     def quantizes(self) -> bool:
         return super().quantizes() and self.dtype_name("d_row") in FLOAT8

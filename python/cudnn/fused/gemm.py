@@ -22,8 +22,8 @@ from cudnn_kernels.gemm.problem import BlockScale, GemmProblem, Operand
 NARROW = ("float16", "bfloat16")
 ONE = Contiguous(1, alignment=4)
 _DEQUANTISED = {
-    "sm_90a": "block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know no block scales",
-    "sm_100a": "block-scaled operands are dequantised to bfloat16 on sm_100a for ragged operands (a matrix per expert)",
+    "sm_90a": "block-scaled operands are dequantized to bfloat16 on sm_90a, whose tensor cores know no block scales",
+    "sm_100a": "block-scaled operands are dequantized to bfloat16 on sm_100a for ragged operands (a matrix per expert)",
 }
 
 
@@ -300,8 +300,8 @@ class FusedGemm(FusedAPI):
             sizes.get("experts", 1),
         )
         chosen = ARCHITECTURES[arch].configure(problem)
-        dequantised = any(step.source.scale for _, step in chosen.prepared)
-        return kernel_plan(arch, chosen, chosen.cluster, _DEQUANTISED[arch] if dequantised else "")
+        dequantized = any(step.source.scale for _, step in chosen.prepared)
+        return kernel_plan(arch, chosen, chosen.cluster, _DEQUANTISED[arch] if dequantized else "")
 
     def interleaves_glu(self) -> bool:
         """Whether the kernel interleaves blocks of 32 columns from the two halves of B's rows (concatenated GLU

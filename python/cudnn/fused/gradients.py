@@ -137,7 +137,7 @@ class ExpertGradients(ExpertsGemm):
         cls.check_vector(vector)
         if (k != BLOCKWISE_SIZE or blocks < experts) if vector == BLOCKWISE_SIZE else blocks != 1:
             got = f"hidden = {m}, tokens = {k}, blocks = {blocks}, with sf_vec_size={vector}"
-            allowed = "(blocks, hidden, 128) with sf_vec_size=128, at least a block for each expert; else (hidden, tokens)"
+            allowed = "(blocks, hidden, 128) with sf_vec_size=128, at least a block an expert; else (hidden, tokens)"
             raise make_error(ValueError, cls._title(), "a tensor", got, allowed)
         factors = 4 * ceil_div(ceil_div(k, vector), 4)
         named = {"m": m, "n": n, "k": k, "l": blocks, "experts": experts, "scales of k": factors, "vector": vector}

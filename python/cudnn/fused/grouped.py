@@ -29,11 +29,14 @@ from cudnn.fused.layouts import (
     TensorSpec,
     TokenColumn,
     Weights,
+    fp4_pairs,
+    in_atoms,
+    is_unpacked_fp4,
 )
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BITS, BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate, interleave_glu
-from cudnn.gemm.scales import dequantize, scale_shape, token_block_count
+from cudnn.gemm.scales import dequantize, token_block_count
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.gemm.problem import Operand
@@ -63,7 +66,7 @@ COUNTER = TensorSpec(
 def operands() -> tuple[TensorSpec, ...]:
     """A, B, their scale factors, the experts' end offsets, alpha, and pointer arrays of weights."""
     types = (*NARROW, *FLOAT8, FLOAT4, "uint8")
-    pointers, sfb_layout = Contiguous("experts", alignment=8), BlockScales("n", "k", "experts", shared="sfb_rows")
+    pointers, sfb_layout = Contiguous("matrices", alignment=8), BlockScales("n", "k", "experts", shared="sfb_rows")
     return (
         TensorSpec("a", OneMatrix("m", "k", "mk"), types, about="K-major; four-bit elements with sfa only"),
         TensorSpec("b", Weights("n", "k", "nk", "experts"), types, optional=True, same_dtype="a"),
@@ -129,7 +132,7 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
             optional=True,
             same_dtype=d,
             written=True,
-            about="quantised by 32 tokens of a column; with sfd_col",
+            about="quantized by 32 tokens of a column; with sfd_col",
         ),
         TensorSpec("sfd_row", BlockScales("m", columns), of_rows, optional=True, same_dtype="sfa", written=True),
         TensorSpec(
@@ -137,27 +140,6 @@ def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple
         ),
         TensorSpec("norm_const", ONE, ("float32",), optional=True, init=0.01, about=constant),
         largest("amax", -math.inf, roles),
-    )
-
-
-def token_blocks(name: str, columns: str, about: str) -> tuple[TensorSpec, ...]:
-    """A result quantized by 128 tokens of a column, as weight gradients read it, and its scale factors."""
-    return (
-        TensorSpec(
-            f"{name}_blocks",
-            Contiguous("blocks", columns, BLOCKWISE_SIZE),
-            FLOAT8,
-            optional=True,
-            written=True,
-            about=f"{about}, by 128 tokens of an expert: block start // 128 + expert + j has its tokens from 128 j on",
-        ),
-        TensorSpec(
-            f"sf{name}_blocks",
-            Contiguous("blocks", columns, alignment=4),
-            (BLOCKWISE_DTYPE,),
-            optional=True,
-            written=True,
-        ),
     )
 
 
@@ -174,40 +156,6 @@ def amax_scratch(device: Any) -> Any:
     it.
     """
     return torch.zeros(2, MOST_EXPERTS, 1, dtype=torch.float32, device=device)
-
-
-def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
-    """A view of a flat, contiguous buffer of scale factors of an operand (mn, k, l) in atoms.
-
-    Raises:
-        ValueError: it has another number of elements, or gaps.
-    """
-    _, _, rows, _, groups, batch = scale_shape(shape[0], shape[1], shape[2], vector)
-    count = 512 * rows * groups * batch
-    if scales.numel() != count or not scales.is_contiguous():
-        got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
-        raise make_error(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
-    return scales.view(batch, rows, groups, 32, 4, 4)
-
-
-def is_unpacked_fp4(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:
-    """Whether bytes (m, k, 1) count one FP4 element each, not two, by the number of scale factors. ``otherwise`` if
-    both fit.
-
-    Such elements lie where the strides say, two to a byte: in the first half of the memory.
-    """
-    if a.ndim != 3 or sfa.ndim != 6:
-        return False
-    groups = sfa.shape[2] if tuple(sfa.shape[3:]) == (32, 4, 4) else sfa.shape[4]
-    packed, raw = (ceil_div(ceil_div(k, vector), 4) for k in (2 * a.shape[1], a.shape[1]))
-    return groups == raw and (raw != packed or otherwise)
-
-
-def fp4_pairs(x: Any) -> Any:
-    """A view of bytes (rows, k, l), one per FP4 element, as packed FP4 pairs (rows, k / 2, l)."""
-    rows, k, batch = x.shape
-    pairs = x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
-    return pairs.view(torch.float4_e2m1fn_x2)
 
 
 class ExpertsGemm(FusedGemm):
@@ -257,6 +205,7 @@ class ExpertsGemm(FusedGemm):
     b_dtype: Any = None
     b_shape: tuple[int, int] | None = None
     num_experts: int | None = None
+    b_halves: bool = False
     sf_fp8_dtype_override: str | None = None
     use_dynamic_sched: bool = False
     use_single_group_runtime_offsets: bool = False
@@ -267,7 +216,8 @@ class ExpertsGemm(FusedGemm):
         if self.num_experts is not None:
             for name in self.pointer_arguments:
                 if self.scaled or not name.startswith("sf"):
-                    self.descs[name] = pointer_arrays.described(name, self.num_experts, self._device)
+                    count = self.num_experts * (self.halves_of(arguments) if name == "b_ptrs" else 1)
+                    self.descs[name] = pointer_arrays.described(name, count, self._device)
         self.acc_dtype = self.acc_dtype or torch.float32
         self.semantics = self.semantics or settings.SEMANTICS.get()
         in_atoms = self.scaled and self.dtype_name("sfa") != BLOCKWISE_DTYPE
@@ -378,6 +328,11 @@ class ExpertsGemm(FusedGemm):
     # Sizes.
 
     @classmethod
+    def halves_of(cls, options: Mapping[str, Any]) -> int:
+        """How many matrices an expert has in ``b_ptrs``: 2, if it has those of the halves of rows or of k, else 1."""
+        return 1 + bool(options.get("b_halves"))
+
+    @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         """Sizes by name: those of a (m, k, 1) and b (n, k, experts), ``columns`` of the result, ``vector`` per scale
         factor.
@@ -396,7 +351,7 @@ class ExpertsGemm(FusedGemm):
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
         rows, (m, *_) = m, shapes.get("a_index", (m,))
         named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
-        named["blocks"] = token_block_count(m, experts)
+        named |= {"matrices": experts * cls.halves_of(options), "blocks": token_block_count(m, experts)}
         return {**named, "columns": columns, "vector": vector, "sfb_rows": options.get("sfb_rows", BLOCKWISE_SIZE)}
 
     @classmethod
@@ -470,7 +425,7 @@ class ExpertsGemm(FusedGemm):
         if name == "a" or not self.has("b_ptrs"):
             index = f"{name}_index"
             return replace(super().operand(name), index=index if self.has(index) else "")
-        return replace(super().operand(name), pointers=True)
+        return replace(super().operand(name), pointers=True, halves=self.halves_of(vars(self)) == 2)
 
     def weights(self, tensors: Mapping[str, Any]) -> list[Any]:
         """The dequantized weights (n, k) of each expert. Pointer arrays: on the CPU only."""
@@ -479,7 +434,11 @@ class ExpertsGemm(FusedGemm):
             every = dequantize(tensors["b"], tensors.get("sfb"), vector)
             return list(every.unbind(2))
         n, k = self.b_shape or (0, 0)
-        matrices = pointer_arrays.matrices(tensors["b_ptrs"], n, k, self.b_dtype, self.b_major == "n")
+        layout, dim = (self.b_dtype, self.b_major == "n"), 0 if self.interleaves_glu() else 1
+        if self.halves_of(vars(self)) == 2:
+            matrices = pointer_arrays.joined(tensors["b_ptrs"], (n, k), dim, *layout)
+        else:
+            matrices = pointer_arrays.matrices(tensors["b_ptrs"], n, k, *layout)
         scales: list[Any] = [None] * len(matrices)
         if self.scaled:
             scales = pointer_arrays.scales(tensors["sfb_ptrs"], n, k, vector, tensors["sfa"].dtype)
@@ -505,7 +464,7 @@ class ExpertsGemm(FusedGemm):
             raise make_error(ValueError, where, "n and b_dtype", f"{n} and {b_dtype}", "both, with b_ptrs")
         check_rank(where, "a", a, (2, 3), "(m, k, 1)")
         experts = arguments["padded_offsets"].numel()
-        pointer_arrays.check(where, "b_ptrs", pointers, experts, a.device)
+        pointer_arrays.check(where, "b_ptrs", pointers, experts * cls.halves_of(arguments), a.device)
         if arguments.get("sfa_tensor") is not None:
             pointer_arrays.check(where, "sfb_ptrs", arguments["sfb_ptrs"], experts, a.device)
         return {**arguments, "num_experts": experts, "b_shape": (n, cls.shape_of(a)[1])}
@@ -606,6 +565,10 @@ class ExpertsGemm(FusedGemm):
                 raise self.error(
                     f"{name} tensor", f"a tensor, for {self.dtype_name('a')}", allowed, "pass rows in order"
                 )
+        scales = ("sfd_row", "sfd_blocks", "sfactivation_blocks")
+        if self.power_of_two_scales and all(self.dtype_name(name) != BLOCKWISE_DTYPE for name in scales):
+            allowed = f"False, for results without scale factors of {BLOCKWISE_DTYPE}"
+            raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
         if self.has("b_ptrs"):
             extent, step = sizes[self.b_major], ALIGNMENT * 8 // BITS[self.dtype_name("b")]
             if extent % step:
@@ -734,7 +697,7 @@ class ExpertsGemm(FusedGemm):
 
     @classmethod
     def empty_tensors(cls, shape: Sequence[int], operand_type: str, device: Any) -> dict[str, Any]:
-        """Inputs of a problem (m, n, k, experts) by name, not initialised; optional ones where operands of these types,
+        """Inputs of a problem (m, n, k, experts) by name, not initialized; optional ones where operands of these types,
         by their short name, need them. Weights are included even if the API takes only pointer arrays.
         """
         element = OPERAND_TYPES[operand_type]

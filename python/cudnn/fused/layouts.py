@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudnn.api_base import TensorDesc, ceil_div, is_non_overlapping, same_stride, unpad
+from cudnn.errors import make_error
 from cudnn.gemm.formats import BLOCKWISE_DTYPE, BLOCKWISE_SIZE, FLOAT4, name_of
-from cudnn.gemm.scales import ATOM_ROWS, blockwise_scale_shape, blockwise_scale_stride, empty_scales, scale_shape, scale_stride
+from cudnn.gemm.scales import (
+    ATOM_ROWS,
+    blockwise_scale_shape,
+    blockwise_scale_stride,
+    empty_scales,
+    scale_shape,
+    scale_stride,
+)
 from cudnn.lazy import torch
 
 Sizes = Mapping[str, int]
@@ -51,7 +59,7 @@ class Layout(ABC):
         return unpad(tensor, self.rank)
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
-        """A tensor of this layout, not initialised."""
+        """A tensor of this layout, not initialized."""
         return torch.empty_strided(self.shape(sizes), self.strides(sizes)[0], dtype=dtype, device=device)
 
 
@@ -437,3 +445,37 @@ class TensorSpec:
 def strides_of(tensor: Any) -> tuple[int, ...]:
     """The strides of a tensor or of a description."""
     return tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
+
+
+def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
+    """A view of a flat, contiguous buffer of scale factors of an operand (mn, k, l) in atoms.
+
+    Raises:
+        ValueError: it has another number of elements, or gaps.
+    """
+    _, _, rows, _, groups, batch = scale_shape(shape[0], shape[1], shape[2], vector)
+    count = 512 * rows * groups * batch
+    if scales.numel() != count or not scales.is_contiguous():
+        got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
+        raise make_error(ValueError, where, f"{name} tensor", got, f"{count}, contiguous")
+    return scales.view(batch, rows, groups, 32, 4, 4)
+
+
+def is_unpacked_fp4(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:
+    """Whether bytes (m, k, 1) count one FP4 element each, not two, by the number of scale factors. ``otherwise`` if
+    both fit.
+
+    Such elements lie where the strides say, two to a byte: in the first half of the memory.
+    """
+    if a.ndim != 3 or sfa.ndim != 6:
+        return False
+    groups = sfa.shape[2] if tuple(sfa.shape[3:]) == (32, 4, 4) else sfa.shape[4]
+    packed, raw = (ceil_div(ceil_div(k, vector), 4) for k in (2 * a.shape[1], a.shape[1]))
+    return groups == raw and (raw != packed or otherwise)
+
+
+def fp4_pairs(x: Any) -> Any:
+    """A view of bytes (rows, k, l), one per FP4 element, as packed FP4 pairs (rows, k / 2, l)."""
+    rows, k, batch = x.shape
+    pairs = x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
+    return pairs.view(torch.float4_e2m1fn_x2)

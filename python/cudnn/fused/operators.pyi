@@ -374,6 +374,7 @@ def grouped_gemm(
     d_dtype: dtype | None = None,
     generate_c: bool = False,
     a_index: Tensor | None = None,
+    b_halves: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Grouped GEMM: d, c; absent results have no elements. See :class:`cudnn.GroupedGemm`."""
 
@@ -410,7 +411,6 @@ def grouped_gemm_dglu(
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
     power_of_two_scales: bool = False,
-    sfc: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmDglu`."""
@@ -489,7 +489,7 @@ def grouped_gemm_glu(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
-    sfc: Tensor | None = None,
+    power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmGlu`."""
@@ -540,7 +540,7 @@ def grouped_gemm_glu_hadamard_quant(
     sf_vec_size: int = 16,
     act_func: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + GLU + Hadamard + quantisation: c, d, sfd, rht_rowwise, sfrht_rowwise, rht_colwise, sfrht_colwise;
+    """Grouped GEMM + GLU + Hadamard + quantization: c, d, sfd, rht_rowwise, sfrht_rowwise, rht_colwise, sfrht_colwise;
     absent results have no elements. See :class:`cudnn.GroupedGemmGluHadamardQuant`."""
 
 def grouped_gemm_quant(
@@ -564,7 +564,7 @@ def grouped_gemm_quant(
     generate_amax: bool = True,
     semantics: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Grouped GEMM + quantisation: d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
+    """Grouped GEMM + quantization: d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See
     :class:`cudnn.GroupedGemmQuant`."""
 
 def grouped_gemm_srelu(

@@ -49,6 +49,14 @@ def matrices(addresses: Any, rows: int, columns: int, dtype: Any, column_major: 
     return [(x.T if column_major else x).unsqueeze(-1) for x in tensors]
 
 
+def joined(addresses: Any, shape: tuple[int, int], dim: int, dtype: Any, column_major: bool) -> list[Any]:
+    """Matrices (rows, columns, 1) whose halves along ``dim`` are at separate pointers: first all first halves."""
+    rows, columns = (size // 2 if each == dim else size for each, size in enumerate(shape))
+    halves = matrices(addresses, rows, columns, dtype, column_major)
+    pairs = zip(halves[: len(halves) // 2], halves[len(halves) // 2 :], strict=True)
+    return [torch.cat(pair, dim) for pair in pairs]
+
+
 def scales(addresses: Any, rows: int, k: int, vector: int, dtype: Any) -> list[Any]:
     """The scale factors of matrices (rows, k), one tensor of atoms each; blockwise scales as :func:`matrices`."""
     if vector == BLOCKWISE_SIZE:

@@ -117,7 +117,7 @@ class SquaredReluExpertsBackward(ExpertsGemm):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
         if self.has("d_srelu") and self.semantics == "1.23":
             raise self.error("d_srelu tensor", "a tensor", "None, with the semantics 1.23")
-        quantised = self.has("d_srelu") and self.quantizes()
-        if self.has("sfd_col_d_srelu") != quantised:
+        quantized = self.has("d_srelu") and self.quantizes()
+        if self.has("sfd_col_d_srelu") != quantized:
             got = "a tensor" if self.has("sfd_col_d_srelu") else "None"
             raise self.error("sfd_col_d_srelu tensor", got, "a tensor with d_srelu and sfd_col, else None")

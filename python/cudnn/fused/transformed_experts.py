@@ -1,4 +1,4 @@
-"""What a grouped GEMM with a gated activation, a Hadamard transform and quantisers to four bits computes."""
+"""What a grouped GEMM with a gated activation, a Hadamard transform and quantizers to four bits computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VECTOR = 16  # elements that share a factor, and that are transformed together
 
 
 class TransformedExperts(ExpertsGemm):
-    """A grouped GEMM and a gated activation, which is rounded or quantised, and so is its transform."""
+    """A grouped GEMM and a gated activation, which is rounded or quantized, and so is its transform."""
 
     tensors = (
         *operands(),
@@ -63,7 +63,7 @@ class TransformedExperts(ExpertsGemm):
 
     def operations(self) -> tuple[Any, ...]:
         rounded = (*self.activation(), *self.multiplied_by("prob"), epilogue.Round("bfloat16"))
-        result = self.quantised("sfd", "norm_const") if self.has("sfd") else ()
+        result = self.quantized("sfd", "norm_const") if self.has("sfd") else ()
         before = (*self.scaled_product(), *self.biased(), self.store("c"))
         return (*before, *rounded, *self.transformed(), *result, self.store("d"))
 
@@ -87,11 +87,11 @@ class TransformedExperts(ExpertsGemm):
             if name == "rht_colwise":
                 operations.append(epilogue.StoreColumns(name, f"sf{name}", constant, value))
                 continue
-            operations += self.quantised(f"sf{name}", constant, value) if self.has(f"sf{name}") else ()
+            operations += self.quantized(f"sf{name}", constant, value) if self.has(f"sf{name}") else ()
             operations.append(self.store(name, value))
         return tuple(operations)
 
-    def quantised(self, scales: str, norm: str, value: str = "x") -> tuple[Any, ...]:
+    def quantized(self, scales: str, norm: str, value: str = "x") -> tuple[Any, ...]:
         """A value divided by its scale factors."""
         dtype = self.dtype_name(scales)
         return (epilogue.QuantizeRows(scales, FLOAT4, dtype, VECTOR, norm, value=value, by_value=True),)

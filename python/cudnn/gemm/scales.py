@@ -1,4 +1,4 @@
-"""Block scales in PyTorch: their layout in memory, quantising, dequantising.
+"""Block scales in PyTorch: their layout in memory, quantizing, dequantizing.
 
 Elements that are consecutive along ``k``, 16 or 32 of them, share a scale factor. GEMMs read and write scale factors in
 atoms of 128 rows x 4 blocks, 512 bytes: a tensor of the shape (32, 4, ceil(mn / 128), 4, ceil(blocks / 4), l), in which
@@ -125,11 +125,11 @@ def round_to(x: Any, dtype: Any) -> Any:
 def compute_block_scales(
     amax: Any, limit: float, scale_dtype: Any, norm: Any = 1.0, power_of_two: bool = False, up: bool = False
 ) -> tuple[Any, Any]:
-    """The scale factors of blocks with these largest magnitudes, and the multipliers that quantise their values.
+    """The scale factors of blocks with these largest magnitudes, and the multipliers that quantize their values.
 
         scale = round(amax * (1 / limit) * norm),  multiplier = min(norm / scale, largest float32),  0 where scale is 0
 
-    Every quantiser of the library has its scales from here, as kernels have theirs from the function of this name in
+    Every quantizer of the library has its scales from here, as kernels have theirs from the function of this name in
     ``cudnn_kernels.epilogue.quantize``. ``amax``, float32 or float64, is the type of computation and of multipliers.
     ``limit`` is what the largest magnitude becomes; :func:`round_scales` rounds, float32 scales only where they must be
     a ``power_of_two``. A finite amax gives a finite scale and a finite multiplier:
@@ -144,7 +144,7 @@ def compute_block_scales(
     NaN           NaN                      NaN                              NaN
     ============  =======================  ===============================  ===================
 
-    A block with an infinity or a NaN dequantises to infinity or NaN where it has one: 2^127 times the limit is more
+    A block with an infinity or a NaN dequantizes to infinity or NaN where it has one: 2^127 times the limit is more
     than float32 holds, and 0 times infinity is NaN. A float32 scale is a normal number, so that its reciprocal is
     finite, and so that arithmetic which flushes subnormal numbers does not lose it.
 
@@ -206,7 +206,7 @@ def scale_values(scales: Any) -> Any:
 def quantize_rows(
     x: Any, dtype: Any, scale_dtype: Any, vector: int, norm_const: Any = 1.0, rows: int = 1, power_of_two: bool = False
 ) -> tuple[Any, Any]:
-    """Quantises (m, n, l) with a scale factor for every ``vector`` elements along n: the elements and their scale
+    """Quantizes (m, n, l) with a scale factor for every ``vector`` elements along n: the elements and their scale
     factors.
 
     float32 scales are for 128 elements along n and for ``rows``, 1 or 128; ``power_of_two`` rounds them up to one.
@@ -269,9 +269,7 @@ def token_blocks(x: Any, offsets: Any) -> Any:
     return blocks
 
 
-def quantize_token_blocks(
-    x: Any, offsets: Any, dtype: Any = None, power_of_two: bool = False
-) -> tuple[Any, Any]:
+def quantize_token_blocks(x: Any, offsets: Any, dtype: Any = None, power_of_two: bool = False) -> tuple[Any, Any]:
     """Quantises tokens (rows, n), sorted by expert, with a float32 scale factor for every 128 tokens of an expert.
 
     Returns:
@@ -288,8 +286,8 @@ def quantize_token_blocks(
 def dequantize_token_blocks(x: Any, scales: Any, offsets: Any) -> Any:
     """The values (rows, n) of tokens in blocks, float32; the inverse of :func:`quantize_token_blocks`."""
     values = (x.float() * scales.unsqueeze(-1)).transpose(1, 2)
-    parts = [values[numbers].flatten(0, 1)[: tokens.stop - tokens.start] for tokens, numbers in token_block_ranges(offsets)]
-    return torch.cat(parts)
+    ranges = token_block_ranges(offsets)
+    return torch.cat([values[numbers].flatten(0, 1)[: tokens.stop - tokens.start] for tokens, numbers in ranges])
 
 
 def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:

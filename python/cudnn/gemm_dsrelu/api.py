@@ -25,7 +25,7 @@ class GemmDsrelu(SquaredReluGemm):
     """A GEMM, and the backward pass of a squared ReLU times a probability for each row.
 
         x     = alpha * (a * sfa) (b * sfb)^T        accumulated in float32
-        d     = 2 relu(x) * c * prob[m]              rounded, or quantised where it has 8 bits
+        d     = 2 relu(x) * c * prob[m]              rounded, or quantized where it has 8 bits
         dprob = dprob + sum over n of relu(x)^2 * c
         amax  = max(amax, max |d|)                   before d is rounded
 

@@ -1,4 +1,4 @@
-"""The projection of MLA's queries: a GEMM, rotary embeddings, and quantisation to MXFP8 by rows and by columns."""
+"""The projection of MLA's queries: a GEMM, rotary embeddings, and quantization to MXFP8 by rows and by columns."""
 
 from cudnn.gemm_proj_rope_mxfp8.projection import (
     GemmProjRopeMxfp8Bf16InSm100,

@@ -129,14 +129,14 @@ class Projection(FusedAPI):
 
 
 class GemmProjRopeMxfp8Bf16InSm100(Projection):
-    """MLA's projection of queries of bfloat16: rotary embeddings, and quantisation to MXFP8 by rows and by columns.
+    """MLA's projection of queries of bfloat16: rotary embeddings, and quantization to MXFP8 by rows and by columns.
 
         q = x w^T                              accumulated in float32, rounded to bfloat16; heads of 192 columns
         q[128 + i] = r[2 i] * cos[i] - r[2 i + 1] * sin[i]                 of every head, r = q[128:192], 0 <= i < 32;
         q[160 + i] = r[2 i + 1] * cos[32 + i] + r[2 i] * sin[32 + i]       in float32, not rounded again
 
-    ``out_fp8_row`` are the codes of q with a scale factor for 32 neighbouring columns of a head, in ``out_scales_row``;
-    ``out_fp8_col`` those with a factor for 32 neighbouring tokens of a column, in ``out_scales_col``. A factor is
+    ``out_fp8_row`` are the codes of q with a scale factor for 32 neighboring columns of a head, in ``out_scales_row``;
+    ``out_fp8_col`` those with a factor for 32 neighboring tokens of a column, in ``out_scales_col``. A factor is
     max |q| / 448, rounded up to a power of two, as float8_e8m0fnu's bits; codes are rounded to nearest, even at ties.
 
     All tensors are contiguous. m is a multiple of 128, n of 192, k of 8. With ``w_out_in``, w is (n, k), else (k, n).
@@ -193,9 +193,9 @@ class GemmProjRopeMxfp8Bf16InSm100(Projection):
 class GemmProjRopeMxfp8Mxfp8InSm100(Projection):
     """:class:`GemmProjRopeMxfp8Bf16InSm100` for x (m, k) and w (n, k) of float8_e4m3fn with scale factors.
 
-    The scale factors are float8_e8m0fnu's bits for 32 neighbouring elements along k, (m, k / 32) and (n, k / 32), row
+    The scale factors are float8_e8m0fnu's bits for 32 neighboring elements along k, (m, k / 32) and (n, k / 32), row
     by row. k is a multiple of 32, and the heads are even in number. On sm_90a, whose tensor cores know no block scales,
-    the operands are dequantised to bfloat16 in a workspace of the call.
+    the operands are dequantized to bfloat16 in a workspace of the call.
     """
 
     title = "GEMM + RoPE + MXFP8"
@@ -313,7 +313,7 @@ _mxfp8in_obj_cache = GemmProjRopeMxfp8Mxfp8InSm100.objects
 
 @full_precision()
 def gemm_proj_rope_mxfp8_reference(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, w_out_in: bool = False) -> Any:
-    """The rotated queries (m, n / 192, 192) in float32, neither rounded to bfloat16 nor quantised."""
+    """The rotated queries (m, n / 192, 192) in float32, neither rounded to bfloat16 nor quantized."""
     values = {"x": (x.float() @ _transposed(w, not w_out_in).float().t()).unsqueeze(2)}
     for operation in ROTATION:
         reference.REFERENCES[type(operation)](operation, values, {"cos": cos, "sin": sin})

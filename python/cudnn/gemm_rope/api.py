@@ -28,7 +28,7 @@ class GemmRope(DenseGemm):
 
         x = alpha * (a * sfa) (b * sfb)^T                   accumulated in float32
         c[m, left]  = x[m, left] * cos[p, i] - x[m, right] * sin[p, i]      p = positions[m], or m without positions
-        c[m, right] = x[m, right] * cos[p, i] + x[m, left] * sin[p, i]      rounded, or quantised where it has 8 bits
+        c[m, right] = x[m, right] * cos[p, i] + x[m, left] * sin[p, i]      rounded, or quantized where it has 8 bits
 
     Pair i is columns i and i + rotary_size / 2 of a head or, ``interleaved``, 2 i and 2 i + 1. Others are those of x.
     Without positions, cos and sin have a row for each row of a; with them, an out-of-range position makes the row of c
@@ -38,7 +38,7 @@ class GemmRope(DenseGemm):
         head_size: columns of a head, a multiple of 16; n is one of it.
         rotary_size: columns of a head that are rotated, its first ones: a multiple of 16, up to 256; default: all.
         rotated_begin, rotated_end: columns whose heads are rotated, such as Q and K but not V; default: all.
-        interleaved: pairs are neighbouring columns. Default: columns of the two halves.
+        interleaved: pairs are neighboring columns. Default: columns of the two halves.
         inverse: rotates back, as the gradient is: with -sin. Others are those of :class:`cudnn.GemmSwiglu`.
     """
 

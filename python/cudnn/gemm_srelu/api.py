@@ -62,7 +62,7 @@ class GemmSrelu(SquaredReluGemm):
 
         z    = alpha * (a * sfa) (b * sfb)^T         accumulated in float32
         c    = z                                     rounded
-        d    = relu(z)^2 * prob[m]                   of z unrounded; rounded, or quantised where it has 8 bits
+        d    = relu(z)^2 * prob[m]                   of z unrounded; rounded, or quantized where it has 8 bits
         amax = max(amax, max |d|)                    before d is rounded
 
     float32 operands are multiplied in TF32. A compiled object serves tensors of all sizes, of the samples' types and

@@ -14,7 +14,7 @@ PAIR = 32  # columns of up, then the same number of gate
 def interleave_glu_weights(weights: Any, *, order: str = "up_gate", gate_first: bool = False) -> Any:
     """Interleaves weights with concatenated halves of rows, as in checkpoints, to alternating blocks of 32 rows.
 
-    Done once, when the weights are loaded, and before they are quantised with scale factors in atoms. K-major weights
+    Done once, when the weights are loaded, and before they are quantized with scale factors in atoms. K-major weights
     need not be interleaved: fused GEMMs take them as they are with ``glu_layout="concatenated"``.
 
     Args:
@@ -44,7 +44,7 @@ def interleave_glu_weights(weights: Any, *, order: str = "up_gate", gate_first: 
 def interleave_gate_up(gate: Any, up: Any, *, gate_first: bool = False) -> Any:
     """The rows of two weight matrices in alternating blocks of 32, for ``b`` of a fused GEMM with SwiGLU.
 
-    Done once, when the weights are loaded, and before they are quantised with scale factors in atoms.
+    Done once, when the weights are loaded, and before they are quantized with scale factors in atoms.
 
     Args:
         gate, up: (inner, k) or (inner, k, l), of one type and device; inner a multiple of 32.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
+from cudnn.deprecation import renamed_arguments
 from cudnn.errors import make_error
 from cudnn.moe import reference
 from cudnn.runtime import flops
@@ -21,10 +22,11 @@ _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Maybe = torch.Tensor | None
 
 
-def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
+@renamed_arguments(row_of_choice="scatter_idx")
+def combine(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
     """Combines (unpermutes): each token's weighted sum of its rows, (T, H), in the dtype of rows. Differentiable.
 
-        out[t] = sum over k of weights[t, k] * rows[row_of_choice[t, k]]        in float32, in the order of k
+        out[t] = sum over k of weights[t, k] * rows[scatter_idx[t, k]]        in float32, in the order of k
 
     Slots whose row is -1 add nothing. A row belongs to at most one slot, as in the results of :func:`cudnn.moe.route`
     and :func:`cudnn.moe.sort`; the gradient relies on it. On CUDA tensors forward is one kernel and backward another;
@@ -32,7 +34,7 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
 
     Args:
         rows: (R, H), bfloat16, float16 or float32, on the CPU also float64, contiguous; H a multiple of 8.
-        row_of_choice: int32 (T, K), contiguous, K from 1 to 32: the row of each (token, k) slot, as
+        scatter_idx: int32 (T, K), contiguous, K from 1 to 32: the row of each (token, k) slot, as
             ``Routing.scatter_idx``.
         weights: float32 (T, K), or float64 for rows of float64, contiguous; None: the plain sum.
 
@@ -40,32 +42,32 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
         TypeError: an argument that is no tensor.
         ValueError: a shape, dtype or stride that is not allowed.
     """
-    for name, tensor in (("rows", rows), ("row_of_choice", row_of_choice), ("weights", weights)):
+    for name, tensor in (("rows", rows), ("scatter_idx", scatter_idx), ("weights", weights)):
         if name != "weights" or tensor is not None:
             check_tensor("combine", name, tensor)
-    return moe_combine(rows, row_of_choice, weights)
+    return moe_combine(rows, scatter_idx, weights)
 
 
 def _refuse(what: str, got: object, allowed: str, hint: str = "") -> None:
     raise make_error(ValueError, "combine", what, got, allowed, hint)
 
 
-def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:
+def _check(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: Maybe) -> None:
     if rows.ndim != 2 or rows.shape[1] % 8 or not rows.shape[1]:
         _refuse("shape of rows", tuple(rows.shape), "(R, H), H a multiple of 8")
     is_double = rows.dtype is torch.float64
     if rows.dtype not in _TYPES and (not is_double or architecture(rows)):
         allowed = f"{', '.join(map(str, _TYPES))}; on the CPU, not emulated, torch.float64 too"
         _refuse("type of rows", rows.dtype, allowed)
-    if row_of_choice.ndim != 2 or not 0 < row_of_choice.shape[1] <= MOST_SUMMED:
-        _refuse("shape of row_of_choice", tuple(row_of_choice.shape), f"(T, K), K from 1 to {MOST_SUMMED}")
-    if row_of_choice.dtype != torch.int32:
-        _refuse("type of row_of_choice", row_of_choice.dtype, "torch.int32", "pass row_of_choice.int()")
+    if scatter_idx.ndim != 2 or not 0 < scatter_idx.shape[1] <= MOST_SUMMED:
+        _refuse("shape of scatter_idx", tuple(scatter_idx.shape), f"(T, K), K from 1 to {MOST_SUMMED}")
+    if scatter_idx.dtype != torch.int32:
+        _refuse("type of scatter_idx", scatter_idx.dtype, "torch.int32", "pass scatter_idx.int()")
     dtype = torch.float64 if is_double else torch.float32
-    if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != dtype):
+    if weights is not None and (weights.shape != scatter_idx.shape or weights.dtype != dtype):
         got = f"{weights.dtype} of the shape {tuple(weights.shape)}"
-        _refuse("weights", got, f"{dtype} of the shape {tuple(row_of_choice.shape)}")
-    for name, tensor in (("rows", rows), ("row_of_choice", row_of_choice), ("weights", weights)):
+        _refuse("weights", got, f"{dtype} of the shape {tuple(scatter_idx.shape)}")
+    for name, tensor in (("rows", rows), ("scatter_idx", scatter_idx), ("weights", weights)):
         if tensor is not None and not tensor.is_contiguous():
             _refuse(f"strides of {name}", tensor.stride(), "contiguous", f"pass {name}.contiguous()")
         if tensor is not None and tensor.device != rows.device:
@@ -73,11 +75,11 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
 
 
 @custom_op("moe_combine", flops=flops.none)
-def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def moe_combine(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """See :func:`combine`."""
-    _check(rows, row_of_choice, weights)
+    _check(rows, scatter_idx, weights)
     weights = None if weights is None else placed(weights)
-    return combine_rows(placed(rows), placed(row_of_choice), weights)
+    return combine_rows(placed(rows), placed(scatter_idx), weights)
 
 
 def combine_rows(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
@@ -101,29 +103,29 @@ def combine_into(out: torch.Tensor, rows: torch.Tensor, scatter_idx: torch.Tenso
 
 
 @moe_combine.register_fake
-def _(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    _check(rows, row_of_choice, weights)
-    return rows.new_empty(row_of_choice.shape[0], rows.shape[1])
+def _(rows: torch.Tensor, scatter_idx: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    _check(rows, scatter_idx, weights)
+    return rows.new_empty(scatter_idx.shape[0], rows.shape[1])
 
 
 @custom_op("moe_combine_bwd", flops=flops.none)
 def moe_combine_bwd(
-    gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
+    gradient: torch.Tensor, rows: torch.Tensor, scatter_idx: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and weights; the latter has no elements without weights."""
     if not has_kernel(rows, "combine"):
-        return reference.combine_gradients(gradient, rows, row_of_choice, weights)
-    gradient, rows, row_of_choice = placed(gradient), placed(rows), placed(row_of_choice)
+        return reference.combine_gradients(gradient, rows, scatter_idx, weights)
+    gradient, rows, scatter_idx = placed(gradient), placed(rows), placed(scatter_idx)
     weights = None if weights is None else placed(weights)
     d_rows = torch.zeros_like(rows)  # zeros for rows without a slot
     d_weights = rows.new_zeros(0) if weights is None else torch.zeros_like(weights)
-    if row_of_choice.shape[0] and rows.shape[0]:
+    if scatter_idx.shape[0] and rows.shape[0]:
         if weights is None:
-            permute(gradient, row_of_choice, d_rows)
+            permute(gradient, scatter_idx, d_rows)
         else:
-            options = (rows.dtype, rows.shape[1], row_of_choice.shape[1], True, True)
+            options = (rows.dtype, rows.shape[1], scatter_idx.shape[1], True, True)
             launch = kernel(_GRADIENT, CombineConfiguration, *options)
-            launch(rows, row_of_choice, weights, gradient, d_rows, d_weights)
+            launch(rows, scatter_idx, weights, gradient, d_rows, d_weights)
     return d_rows, d_weights
 
 
@@ -159,7 +161,7 @@ def unpermute_weights(values: torch.Tensor, scatter_idx: torch.Tensor) -> torch.
 
 @moe_combine_bwd.register_fake
 def _(
-    gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
+    gradient: torch.Tensor, rows: torch.Tensor, scatter_idx: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(rows), rows.new_empty(0) if weights is None else torch.empty_like(weights)
 
@@ -169,8 +171,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    rows, row_of_choice, weights = ctx.saved_tensors
-    d_rows, d_weights = moe_combine_bwd(gradient.contiguous(), rows, row_of_choice, weights)
+    rows, scatter_idx, weights = ctx.saved_tensors
+    d_rows, d_weights = moe_combine_bwd(gradient.contiguous(), rows, scatter_idx, weights)
     return d_rows, None, None if weights is None else d_weights
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from cudnn.fused.host import FusedAPI
 from cudnn.moe import layer
-from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, SortedRows, grouped_gemm_ops, shape_of
+from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, SortedRows, grouped_gemm_ops
 from cudnn.runtime.recording import MAX_TOKENS, Key, record
 
 
@@ -60,7 +60,7 @@ def expert_kernels(e: Experts, adds: bool, top_k: int | None, max_tokens: int, a
     the meta device.
     """
     up, down = e.up, e.down
-    experts, _, h = shape_of(up)
+    experts, _, h = e.up_shape
     ops = GroupedGemmOps(e)
     up_main_grad, down_main_grad = (
         [torch.empty_like(w, dtype=torch.float32) for w in weights] if adds else [] for weights in (up, down)

@@ -7,7 +7,6 @@ activations by the rows' weights.
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,17 @@ from cudnn.errors import make_error
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
 from cudnn.moe.compile_ahead import layer_ops
-from cudnn.moe.experts import Experts, GroupedGemmOps, SortedRows, environment, grouped_gemm_ops, recipe_of, shape_of
+from cudnn.moe.experts import (
+    Experts,
+    GroupedGemmOps,
+    SortedRows,
+    environment,
+    grouped_gemm_ops,
+    recipe_of,
+    up_shape,
+)
 from cudnn.moe.main_grads import dummy_grads
-from cudnn.moe.operator import Weights, check_addresses, check_experts, listed, two
+from cudnn.moe.operator import Weights, check_addresses, check_experts, gemm_flops, listed, listed_up, two
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
 from cudnn.moe.routing import check_tensors
 from cudnn.runtime.memory import aligned
@@ -71,8 +78,7 @@ def moe_experts(
         counts: The rows of each expert, E integers: int32 or int64, ``[E]``, on the device of x; or on the host, as a
             tensor or a list, which is copied to the device. Counts whose sum is more than R are refused on the host;
             on the device they end the program with a launch failure.
-        up, down: of :func:`cudnn.ops.moe_mlp`; ``up`` also ``[E, 2, I, H]``, gates first, with ``glu_layout``
-            "concatenated".
+        up, down: of :func:`cudnn.ops.moe_mlp`.
         probs: The rows' weights, floating point, ``[R]`` or ``[R, 1]``. None: ones.
         up_bias, down_bias: of :func:`cudnn.ops.moe_mlp`.
         activation, glu_layout, linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of :func:`cudnn.ops.moe_mlp`.
@@ -89,13 +95,13 @@ def moe_experts(
     check_tensor(_WHERE, "x", x)
     _check_rows(x)
     check_tensors(_WHERE, probs=probs, up_bias=up_bias, down_bias=down_bias)
-    ups, downs = listed(_WHERE, "up", _flat("up", up, glu_layout)), listed(_WHERE, "down", down)
+    ups, downs = listed_up(_WHERE, "up", up, glu_layout), listed(_WHERE, "down", down)
     up_main_grad, down_main_grad = [], []
     if main_grads is not None:
         up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
-        up_main_grad = listed(_WHERE, "main_grads of up", _flat("main_grads of up", up_main_grad, glu_layout))
+        up_main_grad = listed_up(_WHERE, "main_grads of up", up_main_grad, glu_layout)
         down_main_grad = listed(_WHERE, "main_grads of down", down_main_grad)
-    counts, padded = device_counts(counts, x, shape_of(ups)[0])
+    counts, padded = device_counts(counts, x, up_shape(ups, glu_layout)[0])
     if probs is not None:
         probs = row_weights(probs, x)
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
@@ -105,16 +111,6 @@ def moe_experts(
     options = (activation, act_params, glu_layout, recipe_of(_WHERE, fp8), padded, save_preact)
     y, *_ = moe_experts_fwd_primitive(x, counts, probs, *weights, *options)
     return y
-
-
-def _flat(name: str, up: Weights, glu_layout: str) -> Weights:
-    """``[E, 2, I, H]``, which is concatenated, as ``[E, 2 I, H]``."""
-    if not isinstance(up, Tensor) or up.ndim != 4 or up.shape[1] != 2:
-        return up
-    if glu_layout != "concatenated":
-        got, hint = f"{tuple(up.shape)} with glu_layout={glu_layout!r}", "pass glu_layout='concatenated'"
-        raise make_error(ValueError, _WHERE, name, got, "[E, 2 I, H] for this layout", hint)
-    return up.flatten(1, 2)
 
 
 def device_counts(counts: Tensor | Sequence[int], x: Tensor, experts: int) -> tuple[Tensor, bool]:
@@ -177,7 +173,7 @@ def _check_rows(x: Tensor) -> None:
 def _check(rows: _Rows, e: Experts, main_grad: Sequence[Any]) -> None:
     _check_rows(rows.x)
     check_experts(_WHERE, rows.x, e, main_grad, rows.routed)
-    experts = shape_of(e.up)[0]
+    experts = e.up_shape[0]
     if not 0 < experts <= MOST_EXPERTS:
         raise make_error(ValueError, _WHERE, "experts of up", experts, f"1 to {MOST_EXPERTS}")
 
@@ -224,17 +220,23 @@ def _clear_padding(offsets: Tensor, out: Tensor) -> None:
         out[int(offsets[-1]) :] = 0
 
 
-def _flops_forward(x: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]]) -> int:
+def _flops_forward(
+    x: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], glu_layout: str
+) -> int:
     """Both GEMMs over all R rows: how many are padding is known on the device alone."""
-    return sum(2 * x[0] * prod(weight[0][-2:]) for weight in (up, down))
+    return sum(gemm_flops(x[0], up, down, glu_layout))
 
 
 def _flops_backward(
-    x: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], needs_grad: Sequence[bool]
+    x: Sequence[int],
+    up: Sequence[Sequence[int]],
+    down: Sequence[Sequence[int]],
+    glu_layout: str,
+    needs_grad: Sequence[bool],
 ) -> int:
     """The GEMMs of the gradients that are needed; all but that of down begin with dpreact."""
     dx, dprobs, dw_up, dw_down, dup_bias, _ = needs_grad
-    up_gemm, down_gemm = (2 * x[0] * prod(weight[0][-2:]) for weight in (up, down))
+    up_gemm, down_gemm = gemm_flops(x[0], up, down, glu_layout)
     return up_gemm * (dx + dw_up) + down_gemm * ((dx or dprobs or dw_up or dup_bias) + dw_down)
 
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
+from cudnn.deprecation import renamed_arguments
 from cudnn.errors import checked_number, make_error
 from cudnn.gemm.formats import name_of
 from cudnn.moe.combining import combine, moe_combine_bwd
@@ -167,24 +168,25 @@ class Exchange:
             raise make_error(ValueError, _WHERE, "tokens of x, indices and weights", got, "the same number")
         return Received(*_Dispatch.apply(x, weights, indices, self))
 
-    def combine(self, rows: Tensor, row_of_choice: Tensor, received: Received) -> Tensor:
+    @renamed_arguments(row_of_choice="scatter_idx")
+    def combine(self, rows: Tensor, scatter_idx: Tensor, received: Received) -> Tensor:
         """Each token's weighted sum of its experts' rows, over all ranks: (T, hidden), T tokens of this rank.
 
         Sums are in float32. Each rank's sum is rounded to ``dtype``; their sum, in a fixed order, is too.
 
         Args:
             rows: (rows, hidden), outputs of the local experts.
-            row_of_choice: int32 (R, K), the ``scatter_idx`` of :func:`cudnn.moe.sort` for ``received.indices``.
+            scatter_idx: int32 (R, K), that of :func:`cudnn.moe.sort` for ``received.indices``.
             received: The result of :meth:`dispatch`.
         """
         if rows.ndim != 2 or rows.shape[1] != self.hidden or rows.dtype != self.dtype:
             got = f"{rows.dtype} of the shape {tuple(rows.shape)}"
             raise make_error(ValueError, _WHERE, "rows", got, f"{self.dtype} of the shape (rows, {self.hidden})")
-        if row_of_choice.shape != received.indices.shape or row_of_choice.dtype != torch.int32:
-            got = f"{row_of_choice.dtype} of the shape {tuple(row_of_choice.shape)}"
+        if scatter_idx.shape != received.indices.shape or scatter_idx.dtype != torch.int32:
+            got = f"{scatter_idx.dtype} of the shape {tuple(scatter_idx.shape)}"
             allowed = f"torch.int32 of the shape {tuple(received.indices.shape)}"
-            raise make_error(ValueError, _WHERE, "row_of_choice", got, allowed)
-        return _Combine.apply(rows, received.weights, row_of_choice.contiguous(), received.sent, self)
+            raise make_error(ValueError, _WHERE, "scatter_idx", got, allowed)
+        return _Combine.apply(rows, received.weights, scatter_idx.contiguous(), received.sent, self)
 
     def _check(self, name: str, tensor: Tensor, columns: int, dtype: torch.dtype) -> None:
         if tensor.ndim != 2 or tensor.shape[1] != columns or tensor.dtype != dtype or tensor.device != self.device:

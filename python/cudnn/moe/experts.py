@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from cudnn import settings
 from cudnn.errors import make_error
 from cudnn.fused import registry
+from cudnn.fused.gated import LAYOUTS
 from cudnn.lazy import torch
 from cudnn.moe.combining import permute, permute_weights, unpermute_weights
 from cudnn.runtime.kernels import CompileAhead
 from cudnn.runtime.pointer_arrays import pointers
 from cudnn.runtime.recording import Key
-from cudnn.runtime.run import architecture, persistent
+from cudnn.runtime.run import architecture, constant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,8 @@ PERMUTE_COLUMNS = 896  # in the backward pass, if the GEMM has at least this man
 PERMUTE_COLUMNS_DW_UP = 2048  # in the weight gradient of up, which may run concurrently with a combine,
 GATHER_ROWS = 1024  # and always if experts have fewer rows than this on average.
 RECIPES = ("forward", "blockwise", "blockwise_save16")
+SEPARATE = "separate"
+GLU_LAYOUTS = (*LAYOUTS, SEPARATE)  # of the up weights of a gated activation
 ACT_PARAMS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
@@ -143,8 +146,9 @@ class Experts(NamedTuple):
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one tensor per expert.
 
     N is I or, for a gated activation, 2 I. ``glu_layout`` "interleaved": of every 64 rows the first 32 are gates;
-    "concatenated": the first I rows are gates. ``fp8``: a name in :data:`RECIPES` or "", as :func:`recipe_of` returns.
-    ``batch_invariant`` as in :class:`Permutation`.
+    "concatenated": the first I rows are gates; "separate": ``up`` has the tensors of the gates (E, I, H) and then as
+    many of the up projections. The pre-activation and ``up_bias`` of separate weights are concatenated. ``fp8``: a name
+    in :data:`RECIPES` or "", as :func:`recipe_of` returns. ``batch_invariant`` as in :class:`Permutation`.
     """
 
     up: Sequence[Tensor]
@@ -161,6 +165,16 @@ class Experts(NamedTuple):
     def trains_fp8(self) -> bool:
         """Whether the backward GEMMs take e4m3 operands too."""
         return self.fp8.startswith("blockwise")
+
+    @property
+    def up_shape(self) -> tuple[int, int, int]:
+        """(E, N, H)."""
+        return up_shape(self.up, self.glu_layout)
+
+    @property
+    def halves(self) -> int:
+        """2 if gates and up projections have separate tensors, else 1."""
+        return 1 + (self.glu_layout == SEPARATE)
 
 
 def recipe_of(where: str, fp8: bool | str) -> str:
@@ -187,6 +201,14 @@ def shape_of(weights: Sequence[Tensor]) -> tuple[int, int, int]:
     return (len(weights) if is_list(weights) else weights[0].shape[0], rows, columns)
 
 
+def up_shape(up: Sequence[Tensor], glu_layout: str) -> tuple[int, int, int]:
+    """(E, N, H) of up weights."""
+    experts, rows, columns = shape_of(up)
+    if glu_layout != SEPARATE:
+        return experts, rows, columns
+    return (experts // 2 if is_list(up) else experts), 2 * rows, columns
+
+
 def matrix(x: Tensor) -> Tensor:
     """A matrix (m, k) in the layout of the fused APIs, (m, k, 1)."""
     return x.unsqueeze(0).permute(1, 2, 0)
@@ -202,13 +224,38 @@ def weight_operand(weights: Sequence[Tensor], transpose: bool = False) -> tuple[
     if not is_list(weights):
         (stacked,) = weights
         return {"b": stacked.permute(2, 1, 0) if transpose else stacked.permute(1, 2, 0)}, {}
-    experts, rows, columns = shape_of(weights)
+    return {"b_ptrs": pointers(weights)}, _pointer_options(weights, shape_of(weights), transpose)
+
+
+def _pointer_options(weights: Sequence[Tensor], of: tuple[int, int, int], transpose: bool) -> dict[str, Any]:
+    """The options of a B operand whose weights (E, rows, columns) are behind pointers."""
+    experts, rows, columns = of
     shape, major = ((columns, rows), "n") if transpose else ((rows, columns), "k")
-    options = {"num_experts": experts, "b_shape": shape, "b_dtype": weights[0].dtype, "b_major": major}
-    return {"b_ptrs": pointers(weights)}, options
+    return {"num_experts": experts, "b_shape": shape, "b_dtype": weights[0].dtype, "b_major": major}
 
 
-_ONES: dict[Any, Tensor] = {}  # never freed: any stream may still read them
+def up_operand(e: Experts, transpose: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """:func:`weight_operand` of up. A TMA box reaches both halves of one stack, but not two addresses: gates and
+    up projections that are separate, or in a list, are loaded by separate boxes.
+    """
+    weights, shape = e.up, e.up_shape
+    if e.glu_layout == SEPARATE:
+        addresses = [address for w in weights for address in _addresses(w, w.shape[0] if w.ndim == 3 else 1)]
+    elif e.glu_layout == LAYOUTS[1] and is_list(weights) and not transpose:
+        addresses = [address for pair in zip(*(_addresses(w, 2) for w in weights), strict=True) for address in pair]
+    else:
+        return weight_operand(weights, transpose)
+    options = _pointer_options(weights, shape, transpose)
+    return {"b_ptrs": pointers(weights, addresses)}, {**options, "b_halves": True} if transpose else options
+
+
+def _addresses(x: Tensor, parts: int) -> range:
+    """The addresses of equal parts of a contiguous tensor."""
+    first, step = x.data_ptr(), x.numel() // parts * x.element_size()
+    return range(first, first + parts * step, step)
+
+
+_ONES: dict[Any, Tensor] = {}
 
 
 def ones(count: int, device: Any) -> Tensor:
@@ -217,7 +264,7 @@ def ones(count: int, device: Any) -> Tensor:
     if cached is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.ones(count, dtype=torch.float32, device=device)
-        cached = _ONES[count, device] = persistent(lambda: torch.ones(count, dtype=torch.float32, device=device))
+        cached = _ONES[count, device] = constant(lambda: torch.ones(count, dtype=torch.float32, device=device))
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return cached
@@ -227,7 +274,8 @@ class GroupedGemmOps:
     """The compiled grouped GEMMs of layers with one configuration: see :func:`grouped_gemm_ops`."""
 
     def __init__(self, e: Experts) -> None:
-        act_params = {"glu_layout": e.glu_layout, **dict(zip(ACT_PARAMS, e.act_params, strict=True))}
+        glu_layout = LAYOUTS[1] if e.glu_layout == SEPARATE else e.glu_layout
+        act_params = {"glu_layout": glu_layout, **dict(zip(ACT_PARAMS, e.act_params, strict=True))}
         self.act_options: dict[str, Any] = {}  # of the up GEMM, with the activation in its epilogue
         self.dact_options: dict[str, Any] = {"deterministic": True}  # of the GEMM that ends in its derivative
         if e.activation in GATED:

@@ -48,6 +48,7 @@ from cudnn.moe.experts import (
     pointers,
     shape_of,
     transposed,
+    up_operand,
     weight_operand,
 )
 from cudnn.moe.quantizing import (
@@ -80,7 +81,8 @@ class NeedsGrad(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients that are needed, else None.
 
-    Those of up and down are (E, rows, columns), or None if they were accumulated into ``main_grad``.
+    Those of up and down are (E, rows, columns), or None if they were accumulated into ``main_grad``. Of separate gate
+    and up weights: (2, E, I, H).
     """
 
     x: Tensor | None
@@ -99,12 +101,9 @@ class RouterBackward(Protocol):
 
         Returns:
             The gradient of each row's logit (R, 1, 1) and the router's weight (E, H), whose product
-            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient.
+            :func:`backward_up` adds to dx_row; None if other logits than those of the chosen experts have a gradient:
+            then the caller adds the router's contribution to dx.
         """
-        ...
-
-    def add_dx(self, dx: Tensor) -> None:
-        """Adds the router's contribution to dx, if :meth:`backward_weights` returned None."""
         ...
 
 
@@ -132,7 +131,7 @@ def forward(
     Returns:
         y (T, H), and preact, of :func:`empty_preact`.
     """
-    (experts, n, _), (_, h, intermediate), count = shape_of(e.up), shape_of(e.down), permutation.rows
+    (experts, n, _), (_, h, intermediate), count = e.up_shape, shape_of(e.down), permutation.rows
     gated = e.activation in GATED
     saved = empty_preact(x, count, e, save_preact)
     preact, preact_scales = blockwise.preact_of(saved, count, n) if save_preact else (None, None)
@@ -142,7 +141,8 @@ def forward(
         empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
     )
     common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
-    up, down = (_fp8_weight(w, e, save_preact) if e.fp8 else weight_operand(w) for w in (e.up, e.down))
+    up = _fp8_weight(e.up, e, save_preact) if e.fp8 else up_operand(e)
+    down = _fp8_weight(e.down, e, save_preact) if e.fp8 else weight_operand(e.down)
 
     # (1) Permute: the up GEMM gathers rows of x by ``a_index``, or reads a copy that is sorted by expert.
     tensors = {**common, **up[0], "bias": _bias(e.up_bias)}
@@ -212,7 +212,7 @@ def backward(
         weights: The router's weights (T, K); of sorted rows (R, 1) or None.
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
         combine: False: x's gradient is each row's, (R, H).
-        router: Whose contribution to x's gradient is added.
+        router: Gets the gradient of ``weights`` before x's, to which it may add.
         delayed: Gets functions that compute the weight gradients of down and of up, whose results are then None.
     """
     needs, router_dx = NeedsGrad(*needs_grad), None
@@ -221,8 +221,6 @@ def backward(
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
     dx, dw_up = backward_up(ops, x, dpreact, permutation, e, needs, main_grad[0], combine, router_dx, delayed)
-    if router is not None and grads.weights is not None and dx is not None and router_dx is None:
-        router.add_dx(dx)
     return grads._replace(x=dx, up=dw_up)
 
 
@@ -244,7 +242,8 @@ def backward_down(
     ``main_grad``: that of down. ``delayed`` as there.
     """
     run = blockwise.backward_down if e.trains_fp8 else _backward_down
-    wgrad = functools.partial(_wgrad, ops, "down", like=e.down, main_grad=main_grad, delayed=delayed)
+    shape, like = shape_of(e.down), e.down[0]
+    wgrad = functools.partial(_wgrad, ops, "down", like=like, shape=shape, main_grad=main_grad, delayed=delayed)
     gemms = run(ops, dy, preact, weights, permutation, e, needs.up_bias, wgrad if needs.down else None)
     dpreact, dprob, dw_down, dup_bias = gemms
     dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
@@ -343,7 +342,7 @@ def backward_up(
     A weight gradient that gathers rows of x leaves memory bandwidth unused: the combine of dx_row then runs
     concurrently, on a second stream.
     """
-    experts, n, h = shape_of(e.up)
+    experts, n, h = e.up_shape
     large = n >= PERMUTE_COLUMNS_DW_UP
 
     # (5) Weight gradient of up.
@@ -355,7 +354,9 @@ def backward_up(
         return {"offsets": permutation.offsets, **rows}
 
     def wgrad_up(margin: int = 0) -> Tensor | None:
-        return _wgrad(ops, "up", operands, e.up, main_grad, margin, delayed) if needs.up else None
+        if not needs.up:
+            return None
+        return _wgrad(ops, "up", operands, e.up[0], e.up_shape, main_grad, margin, delayed, e.halves)
 
     if not needs.x:
         return None, wgrad_up()
@@ -364,7 +365,7 @@ def backward_up(
     if e.trains_fp8:
         tensors, options = blockwise.dx_operands(e.up, dpreact)
     else:
-        tensors, options = weight_operand(e.up, transpose=True)
+        tensors, options = up_operand(e, transpose=True)
         tensors["a"] = matrix(dpreact)
     tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "d": matrix(dx_rows)}
     if router_dx is not None:
@@ -407,24 +408,45 @@ def _wgrad(
     ops: GroupedGemmOps,
     name: str,
     operands: Callable[[], dict[str, Any]],
-    like: Sequence[Tensor],
+    like: Tensor,
+    shape: tuple[int, int, int],
     main_grad: Sequence[Tensor],
     margin: int = 0,
     delayed: list[Callable[[], Tensor | None]] | None = None,
+    halves: int = 1,
 ) -> Tensor | None:
-    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed."""
+    """The weight gradient (E, m, n), a K-grouped GEMM; None if it is accumulated into ``main_grad``, or delayed.
+
+    With 2 ``halves``, the gradients of two separate weights, one GEMM each: (2, E, m / 2, n).
+    """
     if delayed is not None:
-        delayed.append(functools.partial(_wgrad, ops, name, operands, like, main_grad))
+        delayed.append(functools.partial(_wgrad, ops, name, operands, like, shape, main_grad, halves=halves))
         return None
-    dw, tensors, (experts, m, n) = None, operands(), shape_of(like)
-    fp8 = "sfa" in tensors
-    options = {"sf_vec_size": 128} if fp8 else {}
-    if not main_grad:
-        dw = like[0].new_empty(experts, m, n)
+    tensors, (experts, m, n), count = operands(), shape, len(main_grad) // halves
+    dw = None if main_grad else like.new_empty(halves, experts, m // halves, n)
+    for half, a in enumerate(tensors["a"].chunk(halves) if halves > 1 else [tensors["a"]]):
+        buffers = main_grad[half * count : (half + 1) * count]
+        _wgrad_into(ops, name, {**tensors, "a": a}, None if dw is None else dw[half], buffers, margin)
+    return dw if dw is None or halves > 1 else dw.view(shape)
+
+
+def _wgrad_into(
+    ops: GroupedGemmOps,
+    name: str,
+    tensors: dict[str, Any],
+    dw: Tensor | None,
+    main_grad: Sequence[Tensor],
+    margin: int,
+) -> None:
+    """The K-grouped GEMM that writes ``dw`` (E, m, n), or accumulates into ``main_grad``."""
+    experts, fp8 = tensors["offsets"].shape[0], "sfa" in tensors
+    options: dict[str, Any] = {"sf_vec_size": 128} if fp8 else {}
+    if dw is not None:
         tensors["wgrad"] = dw.permute(1, 2, 0)
     elif is_list(main_grad):
         tensors["wgrad_ptrs"] = pointers(main_grad)
-        options |= {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": main_grad[0].dtype}
+        shape, dtype = tuple(main_grad[0].shape), main_grad[0].dtype
+        options |= {"num_experts": experts, "wgrad_shape": shape, "wgrad_dtype": dtype}
     else:
         (tensors["wgrad"],) = main_grad
     rows = len(tensors["b"]) * 128 if fp8 else tensors["b"].shape[1]
@@ -432,7 +454,6 @@ def _wgrad(
     # Rows per expert, on average, rounded to a power of two: the tile heuristic depends on it.
     key = (name, *gathered, "wgrad" in tensors, bool(main_grad), margin, (rows // experts).bit_length())
     ops.run(key, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(main_grad)}, margin=margin)
-    return dw
 
 
 def empty_preact(x: Tensor, rows: int, e: Experts, saves: bool) -> Tensor:
@@ -440,7 +461,7 @@ def empty_preact(x: Tensor, rows: int, e: Experts, saves: bool) -> Tensor:
 
     In e4m3 it is bytes: R N values, and float32 scales (R, N / 128).
     """
-    n = shape_of(e.up)[1]
+    n = e.up_shape[1]
     if not saves:
         return x.new_empty(0)
     if e.fp8 == "blockwise" and gemm_quantizes(x):

@@ -23,15 +23,14 @@ from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import wide
 from cudnn.moe import compile_ahead
-from cudnn.moe import layer as expert_layer
-from cudnn.moe.autograd import LayerFunction, Saved
+from cudnn.moe.autograd import LayerFunction, forward
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
-from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, GroupedGemmOps, Permutation, recipe_of
-from cudnn.moe.operator import checked, in_shape_of, moe_mlp, tokens_of
+from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, recipe_of
+from cudnn.moe.operator import in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
 from cudnn.moe.quantizing import forget_quantized, weights_changed
 from cudnn.moe.router_linear import moe_router_linear
-from cudnn.moe.routing import RouterOutput, Routing, check_rule, logits_gradient, route, routed, rule_of, sort
+from cudnn.moe.routing import RouterOutput, Routing, check_rule, route, rule_of, sort
 from cudnn.moe.sharding import (
     device_of,
     draw_seed,
@@ -44,7 +43,7 @@ from cudnn.moe.sharding import (
 from cudnn.moe.tensor_parallel import sum_gradients, sum_over
 from cudnn.runtime import launch
 from cudnn.runtime.kernels import CompileAhead, compile_all
-from cudnn.runtime.memory import aligned
+from cudnn.runtime.launch_sequence import LaunchSequences
 from cudnn.runtime.registration import autocast_type, needs_dispatch
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
@@ -257,6 +256,7 @@ class MoE(torch.nn.Module):
             device = device_of(device, self._expert_mesh.mesh)
         factory_kwargs = {"device": device, "dtype": dtype}
         self._has_run = False
+        self._sequences = LaunchSequences()
         self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
         self.router.batch_invariant = batch_invariant
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
@@ -486,7 +486,7 @@ class MoE(torch.nn.Module):
         return result
 
     def compile(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
-        """With ``max_tokens``: compiles the kernels for up to so many tokens, in parallel, and waits for them.
+        """With ``max_tokens``: compiles the kernels of any number of tokens up to it, in parallel, and waits for them.
 
         The weights are on the GPU then. Without it, this is ``torch.nn.Module.compile``.
 
@@ -542,7 +542,7 @@ class MoE(torch.nn.Module):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
             result = LayerFunction.apply(self, return_routing, *inputs)
             return (result[0], RouterOutput(*result[1:])) if return_routing else (result, None)
-        y, _, _, output = self._forward(tokens, shared, weight, parameters, False, return_routing)
+        y, _, output = forward(self, tokens, shared, weight, parameters, False, return_routing)
         return y, output
 
     def _run_experts(self, tokens: Tensor, routing: Routing, parameters: Sequence[Tensor | None]) -> Tensor:
@@ -585,47 +585,6 @@ class MoE(torch.nn.Module):
         if type(router) is not _Router or router.is_customized or router.weight.dtype is not dtype:
             return False
         return not needs_dispatch([t for t in (tokens, router.weight, *parameters) if t is not None], True)
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        shared: Tensor | None,
-        router: Tensor,
-        parameters: Sequence[Any],
-        save_preact: bool,
-        return_routing: bool,
-    ) -> tuple[Tensor, Saved, GroupedGemmOps, RouterOutput | None]:
-        """y (T, hidden), the tensors to save for backward, the layer's GEMMs, and the router's output if wanted."""
-        # (1) Router GEMM, top-k, weights, and the sort by expert.
-        linear = moe_router_linear if self.batch_invariant else torch.nn.functional.linear
-        logits, tokens = linear(tokens, router), aligned(tokens)
-        rule = rule_of(self.top_k, *self._rule)
-        weights, indices, *permutation, chosen = routed(logits, self.correction, rule, self._scaling_factor)
-        saved_logits = logits if save_preact and rule.is_dense else chosen
-        output = RouterOutput(logits, weights, indices, permutation[0]) if return_routing else None
-        del logits  # if they are not saved, the experts reuse their memory
-        # (2) Shared experts are further slots of every token.
-        if shared is not None:
-            indices, weights = self._with_shared(indices), torch.cat([weights, shared], 1)
-            permutation = sort(indices, self.experts + self._shared_rows)
-        # (3) Experts: permute, up GEMM + activation, down GEMM, combine.
-        e = self._experts(parameters)
-        ops = checked(tokens, weights, indices, e, self._main_grad_lists())
-        rows = Permutation(*permutation, batch_invariant=self.batch_invariant)
-        y, preact = expert_layer.forward(ops, tokens, weights, rows, e, save_preact)
-        return y, Saved(tokens, saved_logits, preact, indices, weights, *permutation), ops, output
-
-    def _dlogits(self, dweights: Tensor, saved: Saved, by_row: bool) -> tuple[Tensor, Tensor | None]:
-        """The gradient of the logits (T, experts), from that of the routed experts' weights (T, top_k).
-
-        And, with ``by_row`` and if only the chosen experts' logits have a gradient, each row's (R, 1, 1), else None.
-        """
-        indices = saved.indices if not self._shared_rows else saved.indices[:, : self.top_k].contiguous()
-        rule = rule_of(self.top_k, *self._rule[:3])
-        dlogit_of_row = None if rule.is_dense or not by_row else dweights.new_empty(saved.gather_idx.numel(), 1, 1)
-        rows = None if dlogit_of_row is None else (saved.scatter_idx, dlogit_of_row)
-        arguments = (dweights, saved.logits, indices, self.experts, rule, self._scaling_factor, rows)
-        return logits_gradient(*arguments), dlogit_of_row
 
     def _padded_router(self, router: Tensor) -> Tensor:
         """The router's weight, contiguous, with rows of zeros for shared experts."""

@@ -23,15 +23,17 @@ from cudnn.moe.experts import (
     ACT_PARAMS,
     ACTIVATIONS,
     GATED,
+    GLU_LAYOUTS,
+    SEPARATE,
     WIDE,
     Experts,
     GroupedGemmOps,
     Permutation,
     environment,
     grouped_gemm_ops,
-    is_list,
     recipe_of,
     shape_of,
+    up_shape,
 )
 from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
@@ -83,14 +85,16 @@ def moe_mlp(
         routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
             and ``weights``, ``[T, K]``, differentiable: float32 or, for an x of float64, float64.
         up: ``[E, N, H]``, contiguous, of the dtype of x, or a list of E tensors ``[N, H]``. N is I, or 2 I for a gated
-            activation: of every 64 rows, the first 32 are gates; ``cudnn.interleave_glu_weights`` interleaves an
-            expert's concatenated halves.
+            activation, see ``glu_layout``; then also ``[E, 2, I, H]``, gates first, which is concatenated, or a pair of
+            weights, gates and up projections, each ``[E, I, H]`` or a list of E tensors ``[I, H]``.
         down: ``[E, H, I]``, contiguous, or a list of E tensors ``[H, I]``.
         up_bias, down_bias: ``[E, N]`` and ``[E, H]``.
         activation: "swiglu", "geglu" or "srelu", as in :class:`cudnn.GroupedGemmGlu` and
             :class:`cudnn.GroupedGemmSrelu`.
-        glu_layout: "interleaved", or "concatenated": the gates are the first I rows of ``up``, one tensor, and the
-            first I elements of ``up_bias``.
+        glu_layout: The order of up's rows. "interleaved": of every 64 rows the first 32 are gates;
+            ``cudnn.interleave_glu_weights`` makes such weights. "concatenated": the gates are the first I rows of each
+            expert, and the first I elements of ``up_bias``. "separate": ``up`` is a pair, ``up_bias`` is concatenated,
+            I is a multiple of 64. All are read in place, and gradients have the same layout.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
         fp8: GEMMs that take e4m3, with float32 scales: for 1 x 128 blocks of tokens, activations and gradients, along
             the dimension that the GEMM sums over, and for 128 x 128 blocks of weights. For gated activations and
@@ -107,7 +111,7 @@ def moe_mlp(
             tokens instead of gathering many rows, which takes up to 0.6 ps per element of the (T K, H) copy. The router
             is the caller's: its GEMM has to be batch-invariant too.
         main_grads: Float32 tensors of the shapes of up and down, or lists of them, that the backward pass accumulates
-            the gradients of up and down into; autograd then gets none.
+            the gradients of up and down into; autograd then gets none. Of separate weights, a pair for up.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
             has the experts from r E on, E on each rank, and routing is over all experts. A token is sent once to each
             rank that has one of its experts, and the sum over that rank's experts is sent back. Every rank calls, with
@@ -123,12 +127,12 @@ def moe_mlp(
         TypeError: an argument of another Python type, such as a group that is no process group.
         RuntimeError: a rank of the group did not call within the time limit.
     """
-    up, down, tokens = listed(_WHERE, "up", up), listed(_WHERE, "down", down), tokens_of(_WHERE, x)
+    up, down, tokens = listed_up(_WHERE, "up", up, glu_layout), listed(_WHERE, "down", down), tokens_of(_WHERE, x)
     recipe = recipe_of(_WHERE, fp8)
     up_main_grad, down_main_grad = [], []
     if main_grads is not None:
         up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
-        up_main_grad = listed(_WHERE, "main_grads of up", up_main_grad)
+        up_main_grad = listed_up(_WHERE, "main_grads of up", up_main_grad, glu_layout)
         down_main_grad = listed(_WHERE, "main_grads of down", down_main_grad)
     check_tensors(_WHERE, up_bias=up_bias, down_bias=down_bias)
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
@@ -145,9 +149,9 @@ def moe_mlp(
         check_tensor(_WHERE, "weights", weights)
         _check_slots(tokens, indices, weights)
         indices = _to_int32(indices).contiguous()
-        routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
-    elif routing.offsets.shape[0] != shape_of(up)[0]:
-        got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {shape_of(up)[0]}, the experts of up"
+        routing = Routing(indices, weights, *sort(indices, up_shape(up, glu_layout)[0]))
+    elif routing.offsets.shape[0] != (experts := up_shape(up, glu_layout)[0]):
+        got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {experts}, the experts of up"
         raise make_error(ValueError, _WHERE, "routing", got, allowed)
     experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, recipe)
     return in_shape_of(x, _single_rank(tokens, routing, *experts, batch_invariant))
@@ -170,12 +174,12 @@ def _expert_parallel(
         with torch.autocast(x.device.type, enabled=False):
             return _expert_parallel(cast(x), indices, weights, e, main_grad, group, time_limit)
     _check(x, indices, weights, e, main_grad)
-    experts, top_k = shape_of(e.up)[0] * ranks_of(_WHERE, group), indices.shape[1]
+    experts, top_k = e.up_shape[0] * ranks_of(_WHERE, group), indices.shape[1]
     biases = {"up_bias": e.up_bias is not None, "down_bias": e.down_bias is not None}
     config = describe_config(
         experts=experts,
         top_k=top_k,
-        up=shape_of(e.up),
+        up=e.up_shape,
         down=shape_of(e.down),
         **biases,
         dtype=x.dtype,
@@ -264,6 +268,24 @@ def listed(where: str, name: str, weights: Weights) -> list[torch.Tensor]:
     return tensors
 
 
+def listed_up(where: str, name: str, up: Any, glu_layout: str) -> list[torch.Tensor]:
+    """Up weights as a list; separate ones: gates, then up projections. ``[E, 2, I, H]`` is concatenated."""
+    if glu_layout == SEPARATE:
+        gates, ups = (
+            listed(where, name, each) for each in two(where, name, up, "a pair: the gates, the up projections")
+        )
+        if len(gates) != len(ups):
+            got, allowed = f"{len(gates)} and {len(ups)} tensors", "as many gates as up projections"
+            raise make_error(ValueError, where, name, got, allowed)
+        return [*gates, *ups]
+    if isinstance(up, torch.Tensor) and up.ndim == 4 and up.shape[1] == 2:
+        if glu_layout != LAYOUTS[1]:
+            got, hint = f"{tuple(up.shape)} with glu_layout={glu_layout!r}", "pass glu_layout='concatenated'"
+            raise make_error(ValueError, where, name, got, "[E, 2 I, H] for this layout", hint)
+        return listed(where, name, up.flatten(1, 2))
+    return listed(where, name, up)
+
+
 def two(where: str, name: str, pair: Any, allowed: str) -> tuple[Any, Any]:
     """Two values.
 
@@ -300,24 +322,28 @@ def check_experts(
     if e.activation not in ACTIVATIONS:
         allowed = " or ".join(map(repr, ACTIVATIONS))
         raise make_error(ValueError, where, "activation", repr(e.activation), allowed)
-    if e.glu_layout not in LAYOUTS:
-        allowed = " or ".join(map(repr, LAYOUTS))
+    if e.glu_layout not in GLU_LAYOUTS:
+        allowed = " or ".join(map(repr, GLU_LAYOUTS))
         raise make_error(ValueError, where, "glu_layout", repr(e.glu_layout), allowed)
-    if e.glu_layout == LAYOUTS[1] and (is_list(e.up) or e.activation not in GATED):
-        gated = e.activation in GATED
-        got = "a list of tensors" if gated else f"the activation {e.activation!r}"
-        hint = "interleave the weights once, by cudnn.interleave_glu_weights" if gated else "leave glu_layout out"
-        raise make_error(ValueError, where, "glu_layout 'concatenated'", got, "one tensor, and gates", hint)
-    for name, tensors in (("up", e.up), ("down", e.down)):
+    if e.glu_layout != LAYOUTS[0] and e.activation not in GATED:
+        got, name = f"the activation {e.activation!r}", f"glu_layout {e.glu_layout!r}"
+        raise make_error(ValueError, where, name, got, " or ".join(map(repr, GATED)), "leave glu_layout out")
+    for name, tensors, most in (("up", e.up, e.halves), ("down", e.down, 1)):
         first = tensors[0]
         differ = any(w.shape != first.shape for w in tensors)  # no set: sizes may be symbolic, which have no hash
-        if differ or first.ndim not in (2, 3) or (first.ndim == 3 and len(tensors) > 1):
-            shapes = {tuple(w.shape) for w in tensors}
-            raise make_error(ValueError, where, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]")
+        if differ or first.ndim not in (2, 3) or (first.ndim == 3 and len(tensors) > most):
+            shapes = sorted({tuple(w.shape) for w in tensors})
+            allowed = "[E, n, k], or a list of E tensors [n, k]" + ", and those of gates and up projections alike" * (
+                most - 1
+            )
+            hint = (
+                f"pass glu_layout={SEPARATE!r} for gates and up projections" if first.ndim == 3 and name == "up" else ""
+            )
+            raise make_error(ValueError, where, f"shape of {name}", shapes, allowed, hint)
         if any(not w.is_contiguous() for w in tensors):
             hint = f"pass {name}.contiguous(), made once"
             raise make_error(ValueError, where, f"strides of {name}", tensors[0].stride(), "contiguous tensors", hint)
-    up, down, h = shape_of(e.up), shape_of(e.down), x.shape[1]
+    up, down, h = e.up_shape, shape_of(e.down), x.shape[1]
     n = down[2] * (2 if e.activation in GATED else 1)
     if up != (down[0], n, h) or down[1] != h:
         got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if n > down[2] else "N = I"
@@ -342,21 +368,23 @@ def check_experts(
     devices = {tensor.device for tensor in (x, *routed, *e.up, *e.down, *biases, *main_grad[0], *main_grad[1])}
     if len(devices) > 1:
         raise make_error(ValueError, where, "devices", sorted(map(str, devices)), "one device", "move them to one")
-    for name, tensors, like in (("up", main_grad[0], e.up), ("down", main_grad[1], e.down)):
-        shape = shape_of(like)
-        of_one = len(tensors) == 1 and tensors[0].shape == shape
-        of_each = len(tensors) == shape[0] and all(w.shape == shape[1:] for w in tensors)
+    up = (up[0], up[1] // e.halves, up[2])
+    for name, tensors, shape, count in (("up", main_grad[0], up, e.halves), ("down", main_grad[1], down, 1)):
+        of_one = len(tensors) == count and all(w.shape == shape for w in tensors)
+        of_each = len(tensors) == count * shape[0] and all(w.shape == shape[1:] for w in tensors)
         typed = all(w.dtype is torch.float32 and w.is_contiguous() for w in tensors)
         if tensors and not (typed and (of_one or of_each)):
             got = sorted({f"{w.dtype} {tuple(w.shape)} with strides {w.stride()}" for w in tensors})
-            allowed = f"contiguous float32 {shape}, or {shape[0]} of {shape[1:]}"
+            allowed = f"contiguous float32 {shape}, or {shape[0]} of {shape[1:]}" + ", for each half" * (count - 1)
             raise make_error(ValueError, where, f"main_grads of {name}", " and ".join(got), allowed)
 
 
 def _check_multiples(where: str, h: int, intermediate: int, e: Experts, dtype: torch.dtype) -> None:
-    """Interleaved gates come in blocks of 32 rows of ``up``; rows of 16-bit tensors are loaded 16 bytes at a time."""
+    """Gates come in blocks of 32 rows of ``up``, separate ones in k tiles of 64; rows of 16-bit tensors are loaded 16
+    bytes at a time.
+    """
     of_h = 1 if dtype in WIDE else 8
-    of_i = 32 if e.activation in GATED else of_h
+    of_i = (64 if e.glu_layout == SEPARATE else 32) if e.activation in GATED else of_h
     why = f"for {e.activation!r} and {dtype}"
     if intermediate < 1 or intermediate % of_i:
         hint = "pad up's rows, gates and others alike, and down's columns with zeros, which changes no result"
@@ -418,17 +446,31 @@ def checked(
     return ops
 
 
-def _flops_forward(gather_idx: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]]) -> int:
+def gemm_flops(
+    rows: int, up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], glu_layout: str
+) -> tuple[int, int]:
+    """FLOPs of the up GEMM and of the down GEMM, from the shapes of their weights."""
+    halves = 1 + (glu_layout == SEPARATE)
+    return 2 * rows * prod(up[0][-2:]) * halves, 2 * rows * prod(down[0][-2:])
+
+
+def _flops_forward(
+    gather_idx: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], glu_layout: str
+) -> int:
     """Both GEMMs over all T K rows: how many are dropped is known on the device alone."""
-    return sum(2 * gather_idx[0] * prod(weight[0][-2:]) for weight in (up, down))
+    return sum(gemm_flops(gather_idx[0], up, down, glu_layout))
 
 
 def _flops_backward(
-    gather_idx: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]], needs_grad: Sequence[bool]
+    gather_idx: Sequence[int],
+    up: Sequence[Sequence[int]],
+    down: Sequence[Sequence[int]],
+    glu_layout: str,
+    needs_grad: Sequence[bool],
 ) -> int:
     """The GEMMs of the gradients that are needed; all but that of down begin with dpreact."""
     dx, dweights, dw_up, dw_down, dup_bias, _ = needs_grad
-    up_gemm, down_gemm = (2 * gather_idx[0] * prod(weight[0][-2:]) for weight in (up, down))
+    up_gemm, down_gemm = gemm_flops(gather_idx[0], up, down, glu_layout)
     dpreact = dx or dweights or dw_up or dup_bias
     return up_gemm * (dx + dw_up) + down_gemm * (dpreact + dw_down)
 

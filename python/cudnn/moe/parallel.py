@@ -225,10 +225,11 @@ def gradient_shapes(
     """The shapes of the gradients of x, weights, up, down and the biases; None if autograd does not need one, or if
     ``main_grad`` accumulates it.
     """
-    up, down = shape_of(e.up), shape_of(e.down)
+    up, down = e.up_shape, shape_of(e.down)
+    dw_up = up if e.halves == 1 else (2, up[0], up[1] // 2, up[2])
     returned = (need and not buffers for need, buffers in zip(needs_grad[2:4], main_grad, strict=True))
     wanted = [*needs_grad[:2], *returned, *needs_grad[4:]]
-    shapes = [x.shape, weights.shape, up, down, up[:2], down[:2]]
+    shapes = [x.shape, weights.shape, dw_up, down, up[:2], down[:2]]
     return [shape if want else None for shape, want in zip(shapes, wanted, strict=True)]
 
 
@@ -236,4 +237,6 @@ def unbind_experts(gradient: Tensor | None, like: Any) -> list[Tensor | None]:
     """The gradient of each tensor in the list ``like``."""
     if gradient is None:
         return [None] * len(like)
-    return list(gradient.unbind(0)) if is_list(like) else [gradient]
+    if is_list(like):
+        return list(gradient.flatten(0, -3).unbind(0))
+    return [gradient] if gradient.ndim == 3 else list(gradient.unbind(0))

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from cudnn.errors import checked_number, make_error
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -28,7 +30,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: The parameters, all ranks' in the same order.
-        max_norm: The norm to clip to.
+        max_norm: The norm to clip to, 0 or more; ``math.inf`` clips nothing.
         norm_type: The p of the p-norm, also ``math.inf``.
         error_if_nonfinite: Raises an error if the norm is NaN or infinite.
         foreach: As in PyTorch.
@@ -37,8 +39,12 @@ def clip_grad_norm_(
         The norm before clipping, a plain tensor.
 
     Raises:
+        ValueError, TypeError: ``max_norm`` is below 0, which would turn gradients round, NaN, or no number.
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
     """
+    max_norm = checked_number("clip_grad_norm_", "max_norm", max_norm, limit=True)
+    if max_norm < 0:
+        raise make_error(ValueError, "clip_grad_norm_", "max_norm", max_norm, "0 or more", "pass math.inf for no limit")
     groups: dict[Any, list[Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         gradient = parameter.grad

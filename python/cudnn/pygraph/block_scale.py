@@ -221,7 +221,7 @@ class BlockScaleMethods(NodeList[Operand]):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
-        """``input`` quantised to a narrow type, with one scale for each ``block_size`` elements along ``axis``.
+        """``input`` quantized to a narrow type, with one scale for each ``block_size`` elements along ``axis``.
 
         ``scale = round_up(amax(block) / largest(Y))`` and ``Y = round(input / scale)``, which saturates: the formula of
         cuDNN's documentation. Set the types on the results: Y FP8_E4M3, FP8_E5M2 or FP4_E2M1, the scale FP8_E8M0

@@ -4,7 +4,7 @@ A finalized variant pack refuses new pointers, so a plan keeps packs by their po
 call reads the addresses, finds the pack, asks PyTorch once whether the types are those seen before and no tensor is a
 negative view, and makes one call into cuDNN, which takes 3.6 us of host time on the machine with an H200. All else must
 be small compared with that: one Python frame, addresses read by inline method calls (a loop or ``map`` costs 0.3 us
-more for 4 tensors), no descriptor, no allocation, no synchronisation. For new addresses, one call into PyTorch compares
+more for 4 tensors), no descriptor, no allocation, no synchronization. For new addresses, one call into PyTorch compares
 types, layouts and devices of all tensors with those last accepted: reading shape and strides as tuples takes five
 times as long.
 

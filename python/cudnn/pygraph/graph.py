@@ -699,7 +699,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
             self._program.make_plan()
             return
         if not restored.plan:
-            _log.info("graph %r was serialised without a plan of cuDNN: one is built here", self.name)
+            _log.info("graph %r was serialized without a plan of cuDNN: one is built here", self.name)
             return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
         before = [Before(node, _restored(text, handle), *places) for node, text, *places in restored.before]

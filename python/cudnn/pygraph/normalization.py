@@ -1,4 +1,4 @@
-"""Normalisations: layer, adaptive layer, RMS, instance and batch, forward and backward."""
+"""Normalizations: layer, adaptive layer, RMS, instance and batch, forward and backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Dims = Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class NormType:
-    """Type of a normalisation: the axes of its statistics and of its parameters.
+    """Type of a normalization: the axes of its statistics and of its parameters.
 
     ``pooled`` gives, from the shapes of X and SCALE, the dimensions over which the statistics are taken.
     """
@@ -142,8 +142,8 @@ def _mean(t: Any, shape: Dims) -> Any:
 class NormForward(Normalization):
     """``Y = (X - MEAN) * INV_VARIANCE * SCALE + BIAS`` with ``INV_VARIANCE = 1 / sqrt(variance + EPSILON)``.
 
-    The variance is that of the population (divided by n). RMS normalisation subtracts no mean. In the training phase
-    MEAN and INV_VARIANCE are outputs too; batch normalisation in the inference phase takes them as inputs. Running
+    The variance is that of the population (divided by n). RMS normalization subtracts no mean. In the training phase
+    MEAN and INV_VARIANCE are outputs too; batch normalization in the inference phase takes them as inputs. Running
     statistics: ``next = (1 - MOMENTUM) * old + MOMENTUM * batch``, with the variance of the sample (n - 1).
     """
 
@@ -197,7 +197,7 @@ class NormForward(Normalization):
         _say_that_peers_are_absent(self)
         x, shape = values["X"], self._statistics
         results: dict[str, Any] = {}
-        if "MEAN" in values:  # batch normalisation with known statistics
+        if "MEAN" in values:  # batch normalization with known statistics
             centered, factor = x - values["MEAN"], values["INV_VARIANCE"]
         else:
             mean = _mean(x, shape) if self.norm.centered else 0.0
@@ -218,7 +218,7 @@ class NormForward(Normalization):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class NormBackward(Normalization):
-    """Gradients of a normalisation with respect to X, SCALE and BIAS.
+    """Gradients of a normalization with respect to X, SCALE and BIAS.
 
     With ``x' = (X - MEAN) * INV_VARIANCE``, ``g = DY * SCALE`` and ``mean()`` over the dimensions of the statistics:
     ``DX = INV_VARIANCE * (g - mean(g) - x' * mean(g * x'))``, DSCALE the sum of ``DY * x'`` and DBIAS that of DY over
@@ -340,11 +340,11 @@ def _phase_may_be_left_out(
 
 
 class NormalizationMethods(NodeList[Operand]):
-    """The methods that add normalisations.
+    """The methods that add normalizations.
 
     X is ``[N, C or hidden, ...]`` of rank 2 to 8; MEAN and INV_VARIANCE (``1 / sqrt(variance + epsilon)``) have its
     rank. ``epsilon`` and ``momentum`` are one-element tensors (``tensor_like`` of a CPU tensor passes them by value) or
-    Python numbers. The forward methods of layer, RMS and instance normalisation may be called without
+    Python numbers. The forward methods of layer, RMS and instance normalization may be called without
     ``norm_forward_phase``: that is the inference phase. Lists that are returned hold None for what is not computed.
     """
 
@@ -411,7 +411,7 @@ class NormalizationMethods(NodeList[Operand]):
         *,
         zero_centered_gamma: bool = False,
     ) -> Results:
-        """Layer normalisation (Ba, Kiros and Hinton, 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
+        """Layer normalization (Ba, Kiros and Hinton, 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
 
         The statistics go over the dimensions along which ``scale`` varies: ``[1, D, 1, 1]`` with X of
         ``[N, D, 1, 1]``, or a vector ``[D]`` for the last dimension. With ``zero_centered_gamma`` the scale is
@@ -453,7 +453,7 @@ class NormalizationMethods(NodeList[Operand]):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
-        """Root-mean-square normalisation (Zhang and Sennrich, 2019): ``[Y, INV_VARIANCE]``, the last in training only.
+        """Root-mean-square normalization (Zhang and Sennrich, 2019): ``[Y, INV_VARIANCE]``, the last in training only.
 
         INV_VARIANCE is ``1 / sqrt(mean(X * X) + epsilon)`` over the dimensions along which ``scale`` varies.
         """
@@ -493,7 +493,7 @@ class NormalizationMethods(NodeList[Operand]):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
-        """Layer normalisation with a scale and bias for each batch entry (dimension 0); returns as ``layernorm``."""
+        """Layer normalization with a scale and bias for each batch entry (dimension 0); returns as ``layernorm``."""
         return self._forward(AdaLayerNorm, locals())
 
     @overload
@@ -530,7 +530,7 @@ class NormalizationMethods(NodeList[Operand]):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
-        """Instance normalisation (Ulyanov et al., 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
+        """Instance normalization (Ulyanov et al., 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
 
         Statistics per sample and channel, ``[N, C, 1, ..]``; scale and bias ``[1, C, 1, ..]``.
         """
@@ -549,7 +549,7 @@ class NormalizationMethods(NodeList[Operand]):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
-        """Batch normalisation in training (Ioffe and Szegedy, 2015).
+        """Batch normalization in training (Ioffe and Szegedy, 2015).
 
         Everything but X and Y is ``[1, C, 1, ..]``. ``next = (1 - momentum) * running + momentum * batch``, where the
         variance is that of the sample (n - 1). ``peer_stats``: buffers ``[2, 4 C, 1, ..]`` through which several GPUs

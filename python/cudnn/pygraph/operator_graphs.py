@@ -12,6 +12,7 @@ from cudnn.enums import heur_mode
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.tensor import Tensor
 from cudnn.runtime import recording
+from cudnn.runtime.launch_capture import captures, record_graph
 
 MOST = 256
 """Graphs that a cache holds; the oldest goes first."""
@@ -57,7 +58,10 @@ def run(
                 cached = cache[key]
         graph, tensors = cached
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
-        graph.execute({tensors[name]: x for name, x in data.items()}, workspace)
+        by_tensor = {tensors[name]: x for name, x in data.items()}
+        if captures:
+            record_graph(graph, by_tensor, workspace)
+        graph.execute(by_tensor, workspace)
 
 
 def backend(device: torch.device) -> dict[str, Any]:

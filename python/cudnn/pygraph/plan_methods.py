@@ -98,12 +98,12 @@ class PlanMethods:
         return "reference" if plan is None else plan.config.tag
 
     def get_behavior_notes(self) -> list[behavior_note]:
-        """Behaviour notes of the plan that ``execute`` runs."""
+        """Behavior notes of the plan that ``execute`` runs."""
         plan = self._plan()
         return [] if plan is None else [*plan.config.behavior_notes]
 
     def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
-        """Behaviour notes of a configuration."""
+        """Behavior notes of a configuration."""
         plans = self._plans("get_behavior_notes_for_plan_at_index", index)
         return [] if plans is None else plans.config_at(index).behavior_notes
 

@@ -1,4 +1,4 @@
-"""Reductions over dimensions, and the statistics that batch normalisation starts from."""
+"""Reductions over dimensions, and the statistics that batch normalization starts from."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class ReductionMethods(NodeList[Operand]):
         return self._add(Reduction, name, compute_data_type, inputs, ["Y"], mode=mode).outputs["Y"]
 
     def genstats(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> list[Tensor]:
-        """Sums per channel of ``input`` ``[N, C, ...]`` and of its squares, the start of batch normalisation.
+        """Sums per channel of ``input`` ``[N, C, ...]`` and of its squares, the start of batch normalization.
 
         Returns ``[SUM, SQ_SUM]``, each ``[1, C, 1, ...]``.
         """

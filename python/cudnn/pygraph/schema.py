@@ -1,4 +1,4 @@
-"""Checks data from outside, such as a serialised graph, against the type annotations of what they become."""
+"""Checks data from outside, such as a serialized graph, against the type annotations of what they become."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from cudnn import enums
 
-# The enumerations that a serialised graph may name, and no other attribute of their module.
+# The enumerations that a serialized graph may name, and no other attribute of their module.
 ENUMERATIONS: dict[str, type[enums.Enumeration]] = {
     name: cls
     for name, cls in vars(enums).items()

@@ -23,7 +23,7 @@ FORMAT = 2
 
 
 class Restored(NamedTuple):
-    """What a serialised graph holds."""
+    """What a serialized graph holds."""
 
     name: str
     context: Context
@@ -33,7 +33,7 @@ class Restored(NamedTuple):
     override_shape: bool
     plan: str | None  # cuDNN's JSON; "" where only the reference executor was built; None where nothing was
     origin: Origin
-    before: list[tuple[str, str, int, int, int, int]]  # as program.Before, each graph serialised
+    before: list[tuple[str, str, int, int, int, int]]  # as program.Before, each graph serialized
 
 
 def describe(name: str, context: Context, nodes: Sequence[Node], on_cpu: bool = False) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
         if written == FORMAT:
             return _restore(document, with_plan=not isinstance(data, str))
     raise make_error(
-        ValueError, "deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialise with this version"
+        ValueError, "deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialize with this version"
     )
 
 
@@ -119,7 +119,7 @@ def refusing(what: str) -> Generator[None]:
             what,
             f"no graph ({type(error).__name__}: {error!s:.200})",
             "what serialize() returned, or the JSON text of a graph",
-            "serialise the graph again",
+            "serialize the graph again",
         ) from None
 
 

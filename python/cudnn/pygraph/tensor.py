@@ -138,7 +138,7 @@ class Tensor:
         return 0 if self.uid is None else self.uid
 
     def set_uid(self, uid: int) -> Tensor:
-        """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
+        """Assigns the number by which the tensor is found in a serialized graph and in a dict of data; 0 is allowed."""
         number = _integer(self.name, "uid", uid)
         if not 0 <= number < _LIMIT:
             raise make_error(
@@ -234,11 +234,11 @@ class Tensor:
         return self
 
     def get_vector_count(self) -> int:
-        """Elements of a vector along the vector dimension; 1 where the tensor is not vectorised."""
+        """Elements of a vector along the vector dimension; 1 where the tensor is not vectorized."""
         return self.vector_count
 
     def get_vector_dimension(self) -> int:
-        """The vectorised dimension, -1 if there is no such dimension."""
+        """The vectorized dimension, -1 if there is no such dimension."""
         return self.vector_dimension
 
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> Tensor:

@@ -36,7 +36,7 @@ _TYPES = ("bfloat16", "float16")
 
 
 class RmsNormRhtAmax(FusedAPI):
-    """RMSNorm, a normalised Hadamard transform of every 16 columns, and the largest magnitude of every group of rows.
+    """RMSNorm, a normalized Hadamard transform of every 16 columns, and the largest magnitude of every group of rows.
 
         y[i, :] = x[i, :] * rsqrt(mean(x[i, :]^2) + eps) * w            in float32
         o[i, :] = each 16 columns of y[i, :] times H16 / 4              rounded to the type of x

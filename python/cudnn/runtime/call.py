@@ -12,6 +12,7 @@ from cudnn import settings
 from cudnn.lazy import torch
 from cudnn.runtime import launch
 from cudnn.runtime.codegen import define
+from cudnn.runtime.launch_capture import captures, record
 from cudnn.runtime.tensor_guards import guard
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.signature import workspace_size
@@ -61,6 +62,8 @@ def run(tensors, scalars, stream, workspace):
         stream = current_stream(index) if stream is None else raw_stream(stream, index)
         {allocated}
         num_sms = layout.num_sms
+        if captures:
+            record(kernel, slots, ({arguments},))
         kernel({arguments})
     except (TypeError, ValueError, AttributeError, RuntimeError):
         retry = recover(tensors, scalars)
@@ -142,6 +145,9 @@ class Call:
         )
         scope: dict[str, Any] = {
             "kernel": self.kernel,
+            "slots": self.plan.slots,
+            "captures": captures,
+            "record": record,
             "torch": torch,
             "constants": dict(api.constants),
             "last": CheckedTensors(lambda *_: False, -1, 0, 0),

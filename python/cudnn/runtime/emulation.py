@@ -12,6 +12,7 @@ from cudnn.errors import make_error
 from cudnn.runtime import recording
 from cudnn.runtime.architecture import ARCHITECTURES
 from cudnn.runtime.kernels import emulated, emulated_kernel
+from cudnn.runtime.launch_capture import captures, record
 
 
 @contextlib.contextmanager
@@ -60,7 +61,10 @@ def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None
         recorder.launch(source, configuration, arch)
         return
     with contextlib.nullcontext() if emulated.get() else emulation(arch):
-        emulated_kernel(source, configuration, arch)(*arguments)
+        function = emulated_kernel(source, configuration, arch)
+        if captures:
+            record(function, configuration.slots(), arguments)
+        function(*arguments)
 
 
 def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callable[..., None]:

@@ -29,19 +29,20 @@ _TABLES: dict[Any, _PointerArray] = {}
 MOVES = 4  # tables kept of a storage that gets other memory, as one that is resized to 0 and back
 
 
-def pointers(tensors: Sequence[Tensor]) -> Tensor:
-    """The addresses of tensors, on their device: as long as the first one's memory is there, since a CUDA graph that
-    reads them cannot make them. Where a storage gets other memory, they are kept for its last four places.
+def pointers(tensors: Sequence[Tensor], addresses: Sequence[int] = ()) -> Tensor:
+    """The addresses of tensors, or ``addresses`` in their memory, on their device: as long as the first one's memory is
+    there, since a CUDA graph that reads them cannot make them. Where a storage gets other memory, they are kept for its
+    last four places.
 
     PyTorch's allocator is told of other streams than the default one that read them, so that their memory is not used
     again too early.
     """
     first = tensors[0]
-    key = (first.device, *(tensor.data_ptr() for tensor in tensors))
+    key = (first.device, *(addresses or (tensor.data_ptr() for tensor in tensors)))
     table = _TABLES.get(key)
     if table is None:
-        addresses = persistent(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
-        table = _PointerArray(addresses, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
+        array = persistent(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
+        table = _PointerArray(array, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
         every, memory_key = list(_TABLES.items()), (table.memory.cdata, table.offset, len(key))
         moved = [other for other, old in every if (old.memory.cdata, old.offset, len(other)) == memory_key]
         for other in [*(other for other, old in every if old.memory.expired()), *moved[: 1 - MOVES]]:

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from cudnn.errors import find_signature_error, make_error
 from cudnn.runtime import kernels, recording
 from cudnn.runtime.flops import register as register_flops
+from cudnn.runtime.launch_sequence import repeated
 from cudnn.runtime.vmap import one_by_one
 from cudnn.strided import check_strided
 
@@ -50,13 +51,15 @@ def custom_op(
     mutates: Collection[str] = (),
     *,
     flops: Callable[..., int],
+    repeats: bool = False,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Registers a function as the operator ``cudnn::<name>``, which ``mutates`` these arguments.
 
     ``autocast`` names the tensors, or lists of them, that take the type of ``torch.autocast``, as PyTorch's own
     operators of the kind do: those of 32 and 16 bits. The operator itself then runs outside of autocast. ``schema``:
     from the function's types. ``flops``: the number of floating-point operations, from the shapes of the arguments
-    that it names; see :func:`cudnn.runtime.flops.register`.
+    that it names; see :func:`cudnn.runtime.flops.register`. ``repeats``: the function's launches are repeated without
+    it where host time matters; see :func:`cudnn.runtime.launch_sequence.repeated`.
     """
 
     def register(function: Callable[P, R]) -> Operator[P, R]:
@@ -66,7 +69,7 @@ def custom_op(
         operator.__signature__ = inspect.signature(function)  # that of __call__ is generic
         names = list(operator.__signature__.parameters)
         positions = frozenset(names.index(each) for each in autocast)
-        operator.prepare(positions)
+        operator.prepare(positions, repeats)
         register_flops(operator, flops)
         for device in ("cpu", "cuda") if autocast else ():
             _library.impl(name, _cast(operator, device, positions), f"Autocast{device.upper()}")
@@ -83,13 +86,17 @@ class _Operator(CustomOpDef):
     autocast, the profiler, tracing, compilers and tensors of other classes go that way.
     """
 
-    def prepare(self, cast: Collection[int]) -> None:
+    def prepare(self, cast: Collection[int], repeats: bool) -> None:
         """Precomputes what calls need of the schema."""
         arguments = self._opoverload._schema.arguments
         self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
         self._places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
+        parameters = inspect.signature(self._init_fn).parameters.values()
+        self._parameters = [(p.name, p.default, _classes(a.type)) for p, a in zip(parameters, arguments, strict=True)]
         self._function, self._rule = None, None
+        has_lists = any("List" in str(a.type) for a in arguments)
+        self._run = repeated(self._init_fn, self._places) if repeats and not has_lists else self._init_fn
         self._last = _differentiable(self, self._refuse, lambda **_: None)
         self._apply = _plain_apply(self._last)
         if not self._mutated:  # PyTorch takes no gradient of others; theirs are refused in its words
@@ -157,16 +164,27 @@ class _Operator(CustomOpDef):
         except TypeError as better:
             raise better from error
 
+    def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """All arguments in order, with the defaults.
+
+        None if some are missing, unknown or given twice, or one is of a type that the schema has not.
+        """
+        rest = self._parameters[len(args) :]
+        complete = (*args, *[kwargs.get(name, default) for name, default, _ in rest])
+        if len(args) > self._count or sum(name in kwargs for name, _, _ in rest) != len(kwargs):
+            return None
+        fits = all(isinstance(x, classes) for x, (_, _, classes) in zip(complete, self._parameters, strict=True))
+        return complete if fits else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._opoverload(*args, **kwargs)
         derived = differentiating()
         if kwargs or len(args) != self._count:
-            if not derived and recording.current() is None:
+            complete = self._complete(args, kwargs)
+            if complete is None:  # PyTorch finds out what is wrong
                 return self._dispatch(*args, **kwargs)
-            bound = inspect.signature(self._init_fn).bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args
+            args = complete
         tensors: list[torch.Tensor] = []
         for position in self._places:
             value = args[position]
@@ -186,7 +204,24 @@ class _Operator(CustomOpDef):
             return self._opoverload(*args) if writes else self._apply(args, *tensors)
         for position in self._mutated:
             torch.autograd.graph.increment_version(args[position])
-        return self._init_fn(*args)
+        return self._run(*args)
+
+
+_CLASSES: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor,),
+    "float": (float, int, torch.SymFloat, torch.SymInt),
+    "int": (int, torch.SymInt, torch.dtype),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def _classes(schema_type: Any) -> tuple[type, ...]:
+    """The Python classes of an argument by its type in a schema, where "int" is a dtype too."""
+    name = str(schema_type)
+    inner = name.removeprefix("Optional[").removesuffix("]") if name.startswith("Optional[") else name
+    classes = (list, tuple) if inner.startswith("List[") else _CLASSES[inner]
+    return classes if inner == name else (*classes, type(None))
 
 
 def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -257,11 +292,12 @@ def needs_dispatch(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
 
 def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., Any]) -> Any:
     """The operator's function for autograd: of its arguments, and of the tensors among them, some of them in lists."""
-    function, positions = operator._init_fn, operator._places
+    positions = operator._places
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            function = operator._init_fn if torch._C._are_functorch_transforms_active() else operator._run
             with kernels.CompileAhead(functools.partial(_both_passes, operator, arguments)):
                 result = function(*arguments)
             return tuple(result) if isinstance(result, list) else result  # a list would have no gradient

@@ -11,6 +11,7 @@ import torch
 
 from cudnn.gemm.formats import name_of
 from cudnn.runtime import launch
+from cudnn.runtime.launch_capture import captures, record
 from cudnn_kernels.architecture import ARCHITECTURES
 
 T = TypeVar("T")
@@ -48,7 +49,10 @@ class Kernel:
             launch.emulate(self.source, self.configuration, launch.emulated_architecture(), first, *rest, 0)
             return
         loaded = self.loaded.get(index) or self._load(index)
-        loaded(first, *rest, launch.raw_stream(None, index))
+        stream = launch.raw_stream(None, index)
+        if captures:
+            record(loaded, self.configuration.slots(), (first, *rest, stream))
+        loaded(first, *rest, stream)
 
     def _load(self, index: int) -> Callable[..., None]:
         arch = launch.device_architecture(index)
@@ -71,6 +75,21 @@ def persistent(make: Callable[[], T]) -> T:
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
+
+
+_CONSTANTS: dict[int, torch.Tensor] = {}  # never freed: any stream may still read them
+
+
+def constant(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A :func:`persistent` tensor that is never freed and never changes."""
+    x = persistent(make)
+    _CONSTANTS[x.untyped_storage().data_ptr()] = x
+    return x
+
+
+def is_constant(x: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of a :func:`constant`."""
+    return x.untyped_storage().data_ptr() in _CONSTANTS
 
 
 def run(source: str, configuration: Any, *arguments: Any) -> None:

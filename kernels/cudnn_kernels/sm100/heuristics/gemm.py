@@ -47,6 +47,7 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     n = min(-(-n // step) * step, max_n // step * step)
     n = max(n, 128) if problem.b.index else n  # each CTA of a pair gathers whole lines of 128 bytes
     n = 256 if problem.concat_glu and (scaled or n == 192) else n  # atoms, or equal slices, of both halves
+    n = max(n, m // 2) if problem.concat_glu and problem.b.halves else n  # each CTA of a pair loads blocks of both
     # Two epilogue stages leave space for two operand stages.
     k_tile = (CTA_ROWS + n * CTA_ROWS // m) * 128 + SCALE_BYTES
     fits = 64 * 2 * CTA_ROWS * traits.staged_bits_per_column // 8 + 2 * k_tile + OTHER_BYTES <= SHARED_MEMORY

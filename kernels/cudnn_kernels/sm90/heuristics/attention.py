@@ -84,6 +84,8 @@ registers.
 """
 SOFTCAP_BACKWARD_TILES = SMALL_BACKWARD_TILES | {(64, 64): {"tile": (64, 128)}}
 """The same with a softcap."""
+LONGEST_FIRST_HEAD_DIMS = (192, 128), (192, 192), (256, 256)
+"""Where KV blocks of varlen batches are sorted: CTA pairs, whose blocks are large and not scheduled dynamically."""
 COMPRESSION_TILES: dict[HeadDims, tuple[int, int]] = {
     (32, 32): (192, 128),
     (64, 64): (192, 128),
@@ -184,6 +186,11 @@ def schedules_backward_dynamically(heads: HeadDims, right: bool, softcap: bool) 
     Not at head dimension 96, where it is slower, nor with a softcap at 128, which needs its registers.
     """
     return right and (heads == (64, 64) or (heads == (128, 128) and not softcap))
+
+
+def sorts_backward_blocks(heads: HeadDims, varlen: bool, right: bool) -> bool:
+    """Whether the backward pass takes KV blocks of a varlen batch in the order of their steps, longest first."""
+    return varlen and right and heads in LONGEST_FIRST_HEAD_DIMS
 
 
 def configure_compression(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from cudnn.api_base import TupleDict
 
 __all__ = ["GroupedGemm", "GroupedGemmSm100", "grouped_gemm_wrapper", "grouped_gemm_wrapper_sm100"]
+
+HALVES = 128  # k of two halves of whole k tiles
 
 
 class GroupedGemm(ExpertsGemm):
@@ -34,6 +37,8 @@ class GroupedGemm(ExpertsGemm):
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
         generate_c: c is stored, into ``sample_c``.
+        b_halves: ``b_ptrs`` has two addresses for each expert, of the matrices (n, k / 2) that are the halves of k:
+            first those of all experts' first halves. Elements have 16 bits; k is a multiple of 128.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
 
@@ -75,6 +80,7 @@ class GroupedGemm(ExpertsGemm):
         use_dynamic_sched: bool = False,
         *,
         sample_a_index: Tensor | None = None,
+        b_halves: bool = False,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -114,6 +120,12 @@ class GroupedGemm(ExpertsGemm):
         if self.has("c") != bool(self.generate_c):
             got = "a tensor" if self.has("c") else "None"
             raise self.error("c tensor", got, "a tensor with generate_c=True, else None")
+        if self.b_halves and self.has("b"):
+            raise self.error("b_halves", True, "False, where b is a tensor")
+        if self.b_halves and self.dtype_name("b") not in NARROW:
+            raise self.unsupported("b_dtype, with b_halves", self.dtype_name("b"), " or ".join(NARROW))
+        if self.b_halves and sizes["k"] % HALVES:
+            raise self.error("k, with b_halves", sizes["k"], f"multiples of {HALVES}")
 
 
 class GroupedGemmSm100(GroupedGemm):
@@ -147,6 +159,7 @@ def grouped_gemm_wrapper(
     current_stream: Any = None,
     *,
     a_index: Tensor | None = None,
+    b_halves: bool = False,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``d_tensor, c_tensor``.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
-from cudnn.fused.grouped import FLOATS, bias_gradient, indexed, token_blocks
+from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward, token_blocks
+from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import BlockScales, OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
@@ -24,7 +24,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a gated activation.
 
         x     = alpha[e]^2 * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
-        d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantised
+        d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantized
         dprob = dprob + sum over n of x * y
         dbias = sum over the rows of each expert of d_row, before rounding
         amax  = max(amax, max |d_row|) of each expert, of gates and of others, before rounding
@@ -32,7 +32,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu and dsituglu of beta[e] * c; dgeglu of c,
     times beta[e] for operands without scale factors. With ``semantics="1.23"``, dgeglu knows neither alpha nor beta.
     The sums of dprob are added up in no fixed order, unless ``_deterministic`` is True. With ``sfd_row``, ``sfd_col``
-    and ``norm_const``, ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`.
+    and ``norm_const``, ``d_row`` and ``d_col`` are quantized, as those of :class:`cudnn.GroupedGemmQuant`.
     ``a_index`` as of :class:`cudnn.GroupedGemmGlu`.
 
     For fp8 training with float32 scale factors of 128 elements, the results are those that later GEMMs read: ``d_row``
@@ -253,8 +253,8 @@ def grouped_gemm_dglu_wrapper(
     others: d_col; amax for a d of 16 bits; scale factors for operands of 8 bits, which need ``norm_const_tensor``.
     ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor``: written and returned, last,
     where it is given; likewise ``d_blocks_tensor``, ``activation_blocks_tensor`` and their scale factors, which are not
-    returned. Operands with float32 scale factors: d_row and, for a ``d_dtype`` of 8 bits, sfd_row. Other arguments and errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its
-    ``_deterministic``.
+    returned. Operands with float32 scale factors: d_row and, for a ``d_dtype`` of 8 bits, sfd_row. Other arguments and
+    errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its ``_deterministic``.
     """
     _deterministic = deterministic
     results = call(GroupedGemmDgluSm100, locals())

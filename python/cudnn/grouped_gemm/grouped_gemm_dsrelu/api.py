@@ -27,7 +27,7 @@ class GroupedGemmDsrelu(SquaredReluExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a squared ReLU.
 
         x       = alpha[e] * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
-        d_row   = 2 x relu(c) * prob[m]                          the gradient of c; rounded or quantised
+        d_row   = 2 x relu(c) * prob[m]                          the gradient of c; rounded or quantized
         dprob   = dprob + sum over n of x relu(c)^2
         dbias   = sum over the rows of each expert of d_row, before rounding
         d_srelu = relu(c)^2 * prob[m]                            what the forward pass made of c
@@ -35,7 +35,7 @@ class GroupedGemmDsrelu(SquaredReluExpertsBackward):
 
     With ``semantics="1.23"``: ``d_row = 2 relu(x) c * prob[m]``, ``dprob`` adds ``relu(x)^2 c``, and there is no
     ``d_srelu``. The sums of dprob are added up in no fixed order, unless ``deterministic`` is True. With ``sfd_row``,
-    ``sfd_col`` and ``norm_const``, ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`,
+    ``sfd_col`` and ``norm_const``, ``d_row`` and ``d_col`` are quantized, as those of :class:`cudnn.GroupedGemmQuant`,
     and ``d_srelu`` by 32 tokens of a column, with ``sfd_col_d_srelu``.
 
     Args:

@@ -34,10 +34,10 @@ class GroupedGemmGlu(GatedExperts):
                                                                u' = max(min(u, glu_clamp_max), glu_clamp_min)
         situglu  y = situ_beta2 tanh(u / situ_beta2) * situ_beta1 tanh(g / situ_beta1) * sigmoid(g)
 
-    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
+    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantized by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out. With ``sfd_row`` of float32, (m, n / 256,
-    1), and ``sf_vec_size=128``, ``d`` alone is quantised, by 128 columns of a row; ``norm_const`` is 1 where it is not
-    given. Operands have 16 bits then, or float32 scale factors on sm_90a. With ``sfc``, c is quantised by 128 columns
+    1), and ``sf_vec_size=128``, ``d`` alone is quantized, by 128 columns of a row; ``norm_const`` is 1 where it is not
+    given. Operands have 16 bits then, or float32 scale factors on sm_90a. With ``sfc``, c is quantized by 128 columns
     of a row too, on sm_90a.
 
     With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
@@ -51,8 +51,10 @@ class GroupedGemmGlu(GatedExperts):
             4.0 and 25.0 for those of situglu, which are positive.
         situ_beta1: what None is for it in calls.
         glu_layout: ``"interleaved"``: alternating blocks of 32 gates and 32 ups in columns of c, rows of b and elements
-            of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is a
-            tensor, k-major, without scale factors.
+            of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is
+            k-major, without scale factors. ``b_ptrs`` has two addresses for each expert then, of matrices (n / 2, k) of
+            16 bits: first those of all experts' gates, then those of the others, which may lie anywhere.
+        power_of_two_scales: float32 ``sfd_row`` are rounded up to powers of two.
         generate_c: for the wrapper, whether c is stored for operands without scale factors.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
@@ -119,6 +121,7 @@ class GroupedGemmGlu(GatedExperts):
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
         sample_sfc: Tensor | None = None,
+        power_of_two_scales: bool = False,
         arch: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -217,6 +220,7 @@ def grouped_gemm_glu_wrapper(
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
     sfc_tensor: Tensor | None = None,
+    power_of_two_scales: bool = False,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -1,4 +1,4 @@
-"""Grouped GEMM + GLU + Hadamard transform + quantisation."""
+"""Grouped GEMM + GLU + Hadamard transform + quantization."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = [
 
 class GroupedGemmGluHadamardQuant(TransformedExperts):
     """A GEMM of the tokens of each expert with the expert's weights, a gated activation, its Hadamard transform of rows
-    or of columns, and both rounded or quantised to four bits.
+    or of columns, and both rounded or quantized to four bits.
 
         c = alpha[e] * acc + bias[n, e]                          acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         v = bfloat16(glu_alpha * y * prob[m])                    y of c unrounded and clamped, as that of GroupedGemmGlu
-        d = v                                                    or quantised by 16 columns of a row, with sfd
-        rht_rowwise = bfloat16(H v / 4)                          of 16 columns of a row; or quantised likewise
-        rht_colwise = bfloat16(H v / 4)                          of 16 tokens of a column, quantised by these
+        d = v                                                    or quantized by 16 columns of a row, with sfd
+        rht_rowwise = bfloat16(H v / 4)                          of 16 columns of a row; or quantized likewise
+        rht_colwise = bfloat16(H v / 4)                          of 16 tokens of a column, quantized by these
 
-    H is that of :class:`cudnn.GroupedGemmGluHadamard`. A quantiser's factor is s = max |v| / 6 * norm_const, rounded,
+    H is that of :class:`cudnn.GroupedGemmGluHadamard`. A quantizer's factor is s = max |v| / 6 * norm_const, rounded,
     and its elements are v norm_const / s, rounded; transforms have rht_norm_const instead. Experts have multiples of
     256 rows.
 
@@ -49,7 +49,7 @@ class GroupedGemmGluHadamardQuant(TransformedExperts):
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
 
-    title = "Grouped GEMM + GLU + Hadamard + quantisation"
+    title = "Grouped GEMM + GLU + Hadamard + quantization"
 
     def __init__(
         self,

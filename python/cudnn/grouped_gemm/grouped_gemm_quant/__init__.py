@@ -1,3 +1,3 @@
-"""A GEMM of the tokens of several experts, weighted, biased and quantised in one kernel."""
+"""A GEMM of the tokens of several experts, weighted, biased and quantized in one kernel."""
 
 from cudnn.grouped_gemm.grouped_gemm_quant.api import *

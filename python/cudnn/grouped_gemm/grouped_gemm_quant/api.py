@@ -1,4 +1,4 @@
-"""Grouped GEMM + quantisation."""
+"""Grouped GEMM + quantization."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 
 class GroupedGemmQuant(ExpertsGemm):
-    """A GEMM of the tokens of each expert with the expert's weights, weighted and biased, rounded or quantised.
+    """A GEMM of the tokens of each expert with the expert's weights, weighted and biased, rounded or quantized.
 
         w    = alpha[e] * row_scale[m]                           row_scale, prob: 1 by default
         d    = w * acc * prob[m]                                 acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         d    = w * acc + prob[m] * bias[n, e]                    with a bias: prob weights nothing else
         amax = max(amax, max |d|) of each expert                 before d is rounded
 
-    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
+    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantized by 32 columns of a row, and ``d_col`` by 32
     tokens of a column. Expert e has the rows from ``padded_offsets[e - 1]`` to before ``padded_offsets[e]``.
 
     Args:
@@ -49,7 +49,7 @@ class GroupedGemmQuant(ExpertsGemm):
         arch: as for :class:`cudnn.GemmSwiglu`.
     """
 
-    title = "Grouped GEMM + quantisation"
+    title = "Grouped GEMM + quantization"
     tensors = (
         *operands(),
         *quantized("d", "n"),

@@ -33,7 +33,7 @@ class GroupedGemmSrelu(ExpertsGemm):
         d    = relu(c)^2 * prob[m]                               of c unrounded
         amax = max(amax, max |d|) of each expert                 before d is rounded
 
-    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
+    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantized by 32 columns of a row, and ``d_col`` by 32
     tokens of a column. ``prob`` may not be left out.
 
     Args:

@@ -267,7 +267,7 @@ class Attention(Node):
                     cudnnGraphNotSupportedError,
                     self.where,
                     "score modifier",
-                    f"the name of a Python function, {function!r}, from a serialised graph",
+                    f"the name of a Python function, {function!r}, from a serialized graph",
                     "the function",
                     "build the graph again with it, or restore its plan",
                 )

@@ -1,7 +1,7 @@
 """An explanation as SVG: a drawing in layers, after Sugiyama, Tagawa and Toda (1981).
 
 Boxes get layers by their longest path, arrows that skip layers get a bend in each, crossings shrink as every box moves
-to the mean position of its neighbours, and the order fixed so is spread out.
+to the mean position of its neighbors, and the order fixed so is spread out.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _layers(picture: Drawing) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
     return layers, chains
 
 
-def _neighbours(chains: dict[Arrow, list[str]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def _neighbors(chains: dict[Arrow, list[str]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     above: dict[str, list[str]] = {}
     below: dict[str, list[str]] = {}
     for chain in chains.values():
@@ -98,8 +98,8 @@ def _neighbours(chains: dict[Arrow, list[str]]) -> tuple[dict[str, list[str]], d
 
 
 def _untangle(layers: list[list[str]], chains: dict[Arrow, list[str]]) -> None:
-    """Sorts every layer by the mean position of its neighbours, alternating downwards and upwards."""
-    above, below = _neighbours(chains)
+    """Sorts every layer by the mean position of its neighbors, alternating downwards and upwards."""
+    above, below = _neighbors(chains)
     positions = {key: position for layer in layers for position, key in enumerate(layer)}
     for sweep in range(_SWEEPS):
         toward, order = (above, layers) if sweep % 2 == 0 else (below, layers[::-1])
@@ -112,8 +112,8 @@ def _untangle(layers: list[list[str]], chains: dict[Arrow, list[str]]) -> None:
 def _spread(
     layers: list[list[str]], chains: dict[Arrow, list[str]], sizes: dict[str, tuple[float, float]]
 ) -> dict[str, float]:
-    """The middle of each box from the left: as near to its neighbours as the order in its layer lets it be."""
-    above, below = _neighbours(chains)
+    """The middle of each box from the left: as near to its neighbors as the order in its layer lets it be."""
+    above, below = _neighbors(chains)
 
     def width(key: str) -> float:
         return sizes.get(key, (_BEND, 0.0))[0]

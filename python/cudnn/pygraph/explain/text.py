@@ -112,7 +112,7 @@ def _plan(explained: Explanation, plan: ExplainedPlan) -> list[str]:
     facts = {
         "knobs": ", ".join(f"{name}={value}" for name, value in plan.knobs.items()),
         "numerical notes": ", ".join(plan.numerical_notes),
-        "behaviour notes": ", ".join(plan.behavior_notes),
+        "behavior notes": ", ".join(plan.behavior_notes),
         "workspace": f"{plan.workspace} bytes",
     }
     return lines + [f"  {name}: {text}" for name, text in facts.items() if text]

@@ -20,6 +20,7 @@ from cudnn_kernels.sm90.heuristics.attention import (
     BACKWARD_TILES,
     configure_backward,
     schedules_backward_dynamically,
+    sorts_backward_blocks,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class SdpaBackward(Gradients, Attention):
     dsink = -sum exp(sink - lse) d over all rows of a head.
 
     On Hopper (sm_90a), dq is added up in float32, in an order that may change from call to call unless
-    ``deterministic``. The kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator
-    only, never on a chip.
+    ``deterministic``. ``batch_invariant`` is deterministic too, and the gradients of a sequence, save for dsink, have
+    the same bits whatever other sequences the call has. The kernels for Blackwell (sm_100a) always sum in the same
+    order; they have run in the emulator only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
     results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q and, for sums of
@@ -51,6 +53,7 @@ class SdpaBackward(Gradients, Attention):
     """
 
     deterministic: bool
+    batch_invariant: bool
     title = "attention, backward"
     tensors = (
         queries("q", "d"),
@@ -103,6 +106,7 @@ class SdpaBackward(Gradients, Attention):
         sample_dlse: Tensor | None = None,
         sample_sink: Tensor | None = None,
         sample_dsink: Tensor | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(locals())
 
@@ -148,7 +152,7 @@ class SdpaBackward(Gradients, Attention):
         """How many of the last KV blocks are split, and into how many CTAs each, by the samples' sizes."""
         sizes = super().sizes(self.descs)
         heads = (sizes["d"], sizes["dv"])
-        if (self._target() or "sm_90a") != "sm_90a" or heads not in HEADS or self.packed:
+        if (self._target() or "sm_90a") != "sm_90a" or heads not in HEADS or self.packed or self.batch_invariant:
             return {"split": 0, "parts": 1}
         c = configure_backward("bfloat16", heads, **self.kernel_options(heads))
         return kv_block_split.split_of_window(c, sizes, self.window, self.expected_num_sms())
@@ -158,8 +162,10 @@ class SdpaBackward(Gradients, Attention):
         """Whether KV blocks add to dQ in order (dQ_semaphore, deterministic): on request, and where it is faster."""
         sizes = super().sizes(self.descs)
         c = configure_backward("bfloat16", (sizes["d"], sizes["dv"]), **self.ends(), softcap=self.softcap > 0)
-        ordered = self.deterministic or kv_block_split.ordered_dq_is_faster(
-            c, sizes, self.window, self.expected_num_sms()
+        ordered = (
+            self.deterministic
+            or self.batch_invariant
+            or kv_block_split.ordered_dq_is_faster(c, sizes, self.window, self.expected_num_sms())
         )
         self._logger.info("dq is accumulated %s", "in order, deterministic" if ordered else "in any order")
         return ordered
@@ -168,6 +174,8 @@ class SdpaBackward(Gradients, Attention):
         """Options of a configuration for Hopper, without split."""
         softcap, right = self.softcap > 0, self.window.right is not None
         options = {"softcap": softcap, "deterministic": self.ordered_dq, **self.row_options()}
+        options["one_direction"] = self.batch_invariant
+        options["longest_first"] = sorts_backward_blocks(heads, self.packed, right)
         return self.ends() | options | {"dynamic_scheduler": schedules_backward_dynamically(heads, right, softcap)}
 
     def row_options(self) -> dict[str, bool]:

@@ -1,0 +1,41 @@
+"""Where kernels are launched, the launch is shown to the captures of :mod:`cudnn.runtime.launch_sequence`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class LaunchCapture(Protocol):
+    """Records the launches of one thread."""
+
+    thread: int
+
+    def record(self, function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
+        """Takes a kernel, its signature and the arguments of a launch."""
+        ...
+
+    def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
+        """Takes a graph of cuDNN and the arguments of its ``execute``."""
+        ...
+
+
+captures: list[LaunchCapture] = []
+"""The active captures of all threads. Code that launches a kernel calls :func:`record` if there is any, code that
+executes a graph :func:`record_graph`.
+"""
+
+
+def record(function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
+    """Shows a launch to the captures of this thread."""
+    for capture in captures:
+        if capture.thread == threading.get_ident():
+            capture.record(function, slots, arguments)
+
+
+def record_graph(graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
+    """Shows an execution of a graph to the captures of this thread."""
+    for capture in captures:
+        if capture.thread == threading.get_ident():
+            capture.record_graph(graph, data, workspace)

@@ -1,0 +1,430 @@
+"""Repeats the launches of a function on tensors with less host time than the function itself takes.
+
+A function that only allocates memory, takes views and launches kernels does the same at every call with tensors of the
+same metadata, but for addresses. :class:`LaunchSequences` runs it, from the second such call on records it, and later
+writes the new addresses into the recorded arguments and launches the kernels: one allocation holds all temporary
+tensors, no view is made, and nothing is derived again. A sequence is used where host time matters, so for small tensors
+alone: temporary tensors do not share memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cudnn import settings
+from cudnn.lazy import tvm_ffi
+from cudnn.runtime.codegen import define
+from cudnn.runtime.launch_capture import captures
+from cudnn.runtime.run import architecture, is_constant
+from cudnn.runtime.tensor_guards import guard
+from cudnn_kernels.signature import Stream
+
+MAX_SEQUENCES = 256
+"""Keys of one :class:`LaunchSequences`, the oldest of which are dropped."""
+MAX_VARIANTS = 4
+"""Recorded sequences of a key, for tensors of different metadata."""
+MAX_ELEMENTS = 2**23
+"""Of the first tensor of a :func:`repeated` function: with more, a GPU takes longer than the host."""
+MAX_TEMPORARY_BYTES = 2**25
+"""Of temporary tensors in a sequence."""
+_ALIGNMENT = 256
+_ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
+_NONE, _INT, _FLOAT, _DL_TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
+_CPU, _CUDA = 1, 2  # DLDeviceType
+_DL_TENSOR_WORDS = 6  # of 8 bytes: data, device, dimensions and type, shape, strides, byte offset
+_DTYPES = {  # DLDataTypeCode and bits
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+}
+
+Tensors = tuple[Any, ...]
+"""Tensors or None."""
+
+
+class LaunchSequences:
+    """Runs functions of tensors, and repeats their launches. A copy of it, also a pickled one, begins without any."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[Hashable, list[Callable[..., Tensors | None]]] = {}
+
+    def __reduce__(self) -> tuple[type[LaunchSequences], tuple[()]]:
+        return LaunchSequences, ()
+
+    def __call__(self, key: Hashable, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
+        """The results of ``function(*tensors)``.
+
+        Args:
+            key: Calls with the same key, whose tensors have the same metadata, launch the same kernels. It has what the
+                function depends on besides tensors.
+            function: Gives new tensors, its arguments or None.
+            tensors: They need no autograd.
+        """
+        known = self._sequences.get(key)
+        if known is None:
+            self._remember(key)
+            return function(*tensors)
+        for run in known:
+            results = run(*tensors)
+            if results is not None:
+                return results
+        if len(known) == MAX_VARIANTS:
+            return function(*tensors)
+        with Capture() as capture:
+            results = function(*tensors)
+        known.append(capture.sequence(tensors, results))
+        return results
+
+    def _remember(self, key: Hashable) -> None:
+        with _lock:
+            while len(self._sequences) >= MAX_SEQUENCES:
+                del self._sequences[next(iter(self._sequences))]
+            self._sequences.setdefault(key, [])
+
+
+_lock = threading.Lock()
+
+
+def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """An operator's function whose launches are repeated where its first tensor is small.
+
+    Args:
+        function: Its results depend on its arguments and on the library's settings alone.
+        places: The positions of its tensors, of which the first is never None.
+    """
+    sequences = LaunchSequences()
+    plain = frozenset((torch.Tensor, torch.nn.Parameter))
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        first = args[places[0]]
+        if first.is_meta or first.numel() > MAX_ELEMENTS:
+            return function(*args)
+        arch = "cuda" if first.is_cuda else architecture(first)
+        if not arch:  # the reference
+            return function(*args)
+
+        def call(*tensors: torch.Tensor | None) -> Tensors:
+            arguments = list(args)
+            for place, x in zip(places, tensors, strict=True):
+                arguments[place] = x
+            results = function(*arguments)
+            return results if isinstance(results, tuple) else (results,)
+
+        key = (*[x.shape if type(x) in plain else x for x in args], arch, settings.texts())
+        results = sequences(key, call, tuple([args[place] for place in places]))
+        result, *others = results
+        return results if others else result
+
+    return run
+
+
+class KernelLaunch(NamedTuple):
+    """A compiled kernel, its signature and the arguments of a launch."""
+
+    function: Callable[..., None]
+    slots: Sequence[Any]
+    arguments: tuple[Any, ...]
+
+
+class GraphLaunch(NamedTuple):
+    """A graph of cuDNN and the arguments of its ``execute``."""
+
+    graph: Any
+    data: dict[Any, Any]
+    workspace: Any
+
+
+class Capture(TorchDispatchMode):
+    """Records the allocations, views and launches of this thread within its block.
+
+    Attributes:
+        origins: By the ``id`` of a tensor that was allocated or is a view: it, and the tensor that it is a view of.
+        launches: Kernels or graphs and their arguments, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.launches: list[KernelLaunch | GraphLaunch] = []
+        self._computes = False  # outside of kernels that are recorded
+
+    def __enter__(self) -> Any:
+        captures.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        captures.remove(self)
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in _ALLOCATIONS:
+            self.origins[id(result)] = result, result
+        elif func.is_view:
+            origin = self.origin(args[0])
+            for x in result if isinstance(result, (list, tuple)) else [result]:
+                self.origins[id(x)] = x, origin
+        else:
+            self._computes = True
+        return result
+
+    def origin(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor that x is a view of, or x."""
+        return self.origins.get(id(x), (x, x))[1]
+
+    def record(self, function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
+        self.launches.append(KernelLaunch(function, slots, tuple(arguments)))
+
+    def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
+        self.launches.append(GraphLaunch(graph, dict(data), workspace))
+
+    def sequence(self, tensors: Tensors, results: Tensors) -> Callable[..., Tensors | None]:
+        """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
+        try:
+            if self.launches and not self._computes:
+                return LaunchSequence(tensors, results, self).run
+        except _NotRepeatableError:
+            pass
+        return lambda *_: None
+
+
+class _NotRepeatableError(Exception):
+    """A call does more than a :class:`LaunchSequence` can."""
+
+
+_TEMPLATE = """
+def run({tensors}):
+    if {conditions} or not matches({present}):
+        return None
+    {pointers}
+    if ({all_pointers}) & 15:
+        return None
+    {allocations}
+    try:
+        frame = frames.pop()
+    except IndexError:
+        frame = new_frame()
+    {frame} = frame
+    {writes}
+    {launches}
+    frames.append(frame)
+    return ({returned})
+"""
+
+
+class LaunchSequence:
+    """Launches with the arguments that were recorded, on other tensors of the same metadata.
+
+    The arguments of all launches lie in one block of memory, a frame, in the layout of the C interface of TVM FFI. A
+    call takes a frame that no other thread uses. ``run`` gives the results, or None if the tensors differ, are not
+    aligned to 16 bytes, or a launch fails.
+    """
+
+    def __init__(self, tensors: Tensors, results: Tensors, capture: Capture) -> None:
+        self._capture = capture
+        self._words: list[int] = []
+        self._pointers: list[tuple[int, int]] = []  # a word and the word whose address it gets
+        self._writes: dict[str, list[int]] = {}  # words by the name of the address that is written to them at each call
+        self._dl_tensors: dict[Any, int] = {}
+        self._arguments = {id(x): f"t{i}" for i, x in reversed([*enumerate(tensors)]) if x is not None}
+        self._allocated: dict[str, torch.Tensor] = {}  # results
+        self._temporaries: dict[int, int] = {}  # byte offsets in the workspace, by the id of the tensor
+        self._size = 0
+        returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
+        self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
+        scope: dict[str, Any] = {}
+        steps = [self._add_launch(i, launch, scope) for i, launch in enumerate(capture.launches)]
+        if self._size > MAX_TEMPORARY_BYTES:  # the workspaces of graphs are allocated one by one
+            raise _NotRepeatableError
+        present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
+        scope |= {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
+        device = present[0][1].device
+        scope |= {
+            "empty_workspace": lambda: torch.empty((self._size,), dtype=torch.uint8, device=device),
+            "matches": guard([x for _, x in present]),
+            "frames": [],
+            "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
+            "launch": _launch(),
+            "index": device.index,
+            "current_stream": torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream,
+            "current_device": torch._C._cuda_getDevice if device.type == "cuda" else _no_device,
+        }
+        self.run = define("run", self._source(tensors, [name for name, _ in present], returned, steps), scope)
+        del self._capture  # and its tensors
+
+    def _source(self, tensors: Tensors, present: Sequence[str], returned: Sequence[str], steps: Sequence[str]) -> str:
+        """The code of ``run``, which is the same for tensors of other sizes."""
+        conditions = []
+        for i, x in enumerate(tensors):
+            same = self._arguments.get(id(x), "None")
+            conditions.append(f"t{i} is None" if same == f"t{i}" else f"t{i} is not {same}")
+        addresses = {name: f"p_{name}" for name in present}
+        addresses |= {name: f"{name}.data_ptr()" for name in (*self._allocated, "workspace")}
+        addresses["stream"] = "current_stream(index)"
+        writes = [
+            "".join(f"words[{word}] = " for word in words) + addresses[name] for name, words in self._writes.items()
+        ]
+        allocations = [f"{name} = empty_{name}()" for name in self._allocated]
+        allocations += ["workspace = empty_workspace()"] if self._size else []
+        if any(isinstance(launch, GraphLaunch) for launch in self._capture.launches):
+            conditions.append("current_device() != index")  # a graph runs on the current device
+        return _TEMPLATE.format(
+            tensors=", ".join(f"t{i}" for i in range(len(tensors))),
+            conditions=" or ".join(conditions),
+            present=", ".join(present),
+            pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in present),
+            all_pointers=" | ".join(f"p_{name}" for name in present),
+            allocations="\n    ".join(allocations or ["pass"]),
+            frame=", ".join(["words", "result", *(f"a{i}" for i in range(1, len(self._frame_words)))]),
+            writes="\n    ".join(writes),
+            launches="\n    ".join(steps),
+            returned="".join(f"{name}, " for name in returned),
+        )
+
+    def _name_result(self, name: str, x: torch.Tensor | None) -> str:
+        """The variable of a result: an argument, or a tensor that each call allocates."""
+        if x is None:
+            return "None"
+        if id(x) in self._arguments:
+            return self._arguments[id(x)]
+        origin = self._capture.origin(x)
+        if id(origin) in self._arguments or id(x) not in self._capture.origins or _extent(origin) != _extent(x):
+            raise _NotRepeatableError
+        self._arguments[id(origin)] = self._arguments[id(x)] = name
+        self._allocated[name] = x
+        return name
+
+    def _add_launch(self, i: int, launch: KernelLaunch | GraphLaunch, scope: dict[str, Any]) -> str:
+        """The code of a launch, whose names are put into ``scope``."""
+        if isinstance(launch, KernelLaunch):
+            scope[f"kernel{i}"], scope[f"handle{i}"] = launch.function, _handle(launch.function)
+            self._frame_words.append(self._add_arguments(launch.slots, launch.arguments))
+            arguments = f"a{len(self._frame_words) - 1}, {len(launch.arguments)}"
+            return f"if launch(handle{i}, {arguments}, result):\n        return None  # the function raises the error"
+        data = []
+        for j, (key, x) in enumerate(launch.data.items()):
+            name = self._arguments.get(id(x))
+            if name is None:
+                raise _NotRepeatableError
+            scope[f"key{i}_{j}"] = key
+            data.append(f"key{i}_{j}: {name}")
+        scope[f"graph{i}"], scope[f"empty_workspace{i}"] = launch.graph, _allocation(launch.workspace)
+        return f"graph{i}.execute({{{', '.join(data)}}}, empty_workspace{i}())"
+
+    def _add_arguments(self, slots: Sequence[Any], arguments: Sequence[Any]) -> int:
+        """Appends a launch's arguments, each a TVMFFIAny; the first word."""
+        values: list[tuple[int, int | None, Any]] = []
+        for slot, x in zip(slots, arguments, strict=True):
+            if isinstance(x, torch.Tensor):
+                values.append((_DL_TENSOR, self._add_tensor(x), None))
+            elif isinstance(x, float):
+                values.append((_FLOAT, None, struct.unpack("<Q", struct.pack("<d", x))[0]))
+            elif type(x) is int:
+                values.append((_INT, None, "stream" if isinstance(slot, Stream) else x % 2**64))
+            else:
+                raise _NotRepeatableError
+        first = len(self._words)
+        for type_index, tensor, value in values:
+            word = self._append(type_index, 0 if isinstance(value, str) or value is None else value) + 1
+            if tensor is not None:
+                self._pointers.append((word, tensor))
+            elif value == "stream":
+                self._writes.setdefault("stream", []).append(word)
+        return first
+
+    def _add_tensor(self, x: torch.Tensor) -> int:
+        """Appends a DLTensor with its shape and strides, once; its first word."""
+        key = (id(self._capture.origin(x)), x.data_ptr(), x.dtype, x.shape, x.stride())
+        if key in self._dl_tensors:
+            return self._dl_tensors[key]
+        if x.dtype not in _DTYPES or x.is_neg() or x.is_conj():
+            raise _NotRepeatableError
+        code, bits = _DTYPES[x.dtype]
+        device = (_CUDA if x.device.type == "cuda" else _CPU) | (x.device.index or 0) << 32
+        address, name, offset = self._locate(x)
+        sizes = self._append(*(size % 2**64 for size in (*x.shape, *x.stride())))
+        first = self._append(address, device, x.ndim | code << 32 | bits << 40 | 1 << 48, 0, 0, offset)
+        self._pointers += [(first + 3, sizes), (first + 4, sizes + x.ndim)]
+        if name:
+            self._writes.setdefault(name, []).append(first)
+        self._dl_tensors[key] = first
+        return first
+
+    def _locate(self, x: torch.Tensor) -> tuple[int, str, int]:
+        """A tensor's address, if it is always the same, or the name of the memory that it is in; and a byte offset."""
+        origin = self._capture.origin(x)
+        if is_constant(origin) or not x.numel():
+            return x.data_ptr(), "", 0
+        offset, name = x.data_ptr() - origin.data_ptr(), self._arguments.get(id(origin))
+        if name is not None:
+            return 0, name, offset
+        if id(origin) not in self._capture.origins:
+            raise _NotRepeatableError
+        if id(origin) not in self._temporaries:
+            begin, end = _extent(origin)
+            self._temporaries[id(origin)] = self._size
+            self._size += (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        return 0, "workspace", offset + self._temporaries[id(origin)]
+
+    def _append(self, *words: int) -> int:
+        """Appends words to the frame; the index of the first."""
+        self._words += words
+        return len(self._words) - len(words)
+
+
+def _new_frame(words: Sequence[int], pointers: Sequence[tuple[int, int]], addresses: Sequence[int]) -> tuple[Any, ...]:
+    """Memory for the arguments of all launches, and the addresses of some of its words."""
+    memory = (ctypes.c_uint64 * len(words))(*words)
+    base = ctypes.addressof(memory)
+    for word, target in pointers:
+        memory[word] = base + 8 * target
+    return memoryview(memory).cast("B").cast("Q"), *(base + 8 * word for word in addresses)
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the end of the last one."""
+    elements = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.data_ptr(), x.data_ptr() + (elements * x.element_size() if x.numel() else 0)
+
+
+def _allocation(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that allocates tensors with the metadata of x."""
+    shape, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
+    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _handle(function: Any) -> int:
+    """The C handle of a compiled kernel, which may be an object that wraps a function of TVM FFI."""
+    wrapped = getattr(function, "__tvm_ffi_object__", None)
+    function = function if isinstance(function, tvm_ffi.Function) or wrapped is None else wrapped()
+    return function.__chandle__()
+
+
+@functools.cache
+def _launch() -> Callable[[int, int, int, int], int]:
+    """``TVMFFIFunctionCall(function, arguments, count, result)``, which gives 0 on success."""
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    call = library.TVMFFIFunctionCall
+    call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p), ctypes.c_int
+    return call
+
+
+def _null_stream(index: int | None) -> int:
+    return 0
+
+
+def _no_device() -> None:
+    pass

@@ -1,0 +1,131 @@
+"""Launches that are repeated give the bits of the functions that they were recorded from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.moe import autograd
+from cudnn.nn import MoE
+from cudnn.ops import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
+from cudnn.runtime.launch_sequence import LaunchSequences
+
+CALLS = 5
+LAYERS: list[dict[str, Any]] = [
+    {"renormalize": True},
+    {},
+    {"renormalize": True, "into_main_grad": True},
+    {"score": "sigmoid", "correction_bias": True, "bias": True},
+    {"renormalize": True, "activation": "srelu", "shared_experts": 1},
+    {"renormalize": True, "fp8": True},
+]
+
+
+def passes(layer: MoE, x: torch.Tensor, dy: torch.Tensor, routing: bool) -> list[torch.Tensor]:
+    """All results of both passes, with the router's loss if it has one."""
+    x = x.clone().requires_grad_()
+    weights: list[Any] = [layer.up, layer.down] if layer.into_main_grad else []
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    result = layer(x, return_routing=routing)
+    y, output = result if routing else (result, None)
+    inputs = [x, *layer.parameters()]
+    grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
+    sums = [weight.main_grad for weight in weights]
+    with torch.no_grad():
+        inferred = layer(x)
+    return [each for each in (y, *(output or ()), *grads, *sums, inferred) if each is not None]
+
+
+def repeats(sequences: dict[Any, list[Callable[..., Any]]]) -> int:
+    """Recorded sequences that can be repeated."""
+    return sum(run.__name__ == "run" for runs in sequences.values() for run in runs)
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("routing", [False, True])
+def test_layers(options: dict[str, Any], routing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = MoE(256, 128, 8, 2, device="cuda", **options)
+    for tokens in (1, 300):
+        for call in range(CALLS):
+            x, dy = (torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            with torch.no_grad():
+                layer.up.mul_(1.01)  # in place, as an optimizer does
+                if call == 3:
+                    layer.down = torch.nn.Parameter(layer.down.clone())  # at another address
+            actual = passes(layer, x, dy, routing)
+            with monkeypatch.context() as patched:
+                patched.setattr(autograd, "_sequence_key", lambda *_: None)
+                expected = passes(layer, x, dy, routing)
+            assert len(actual) == len(expected)
+            assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    if options in LAYERS[:4]:
+        assert repeats(layer._sequences._sequences) >= 4
+
+
+def test_graphs_and_streams_take_repeated_launches() -> None:
+    layer = MoE(256, 128, 8, 2, renormalize=True, device="cuda")
+    x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(3):
+            expected = layer(x)
+        assert repeats(layer._sequences._sequences) == 1
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(y, layer(x))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**7)
+            later = layer(x)
+            expected = layer(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(later, expected)
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor([0, 100, 101, 256], dtype=torch.int32, device="cuda")
+    return flash_attn_varlen_func(q, k, v, ends, ends, 155, 155, causal=True)
+
+
+FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[..., torch.Tensor]]] = {
+    "flash": ((2, 128, 4, 64), lambda q, k, v: flash_attn_func(q, k, v, causal=True)),
+    "packed": ((256, 4, 128), packed),
+    "cuDNN": ((2, 4, 128, 64), lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)),
+    "fused": ((2, 4, 128, 64), lambda *x: scaled_dot_product_attention(*x, is_causal=True, backend="fused")),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_attention(name: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``joined``: q, k and v are views of one tensor, whose memory overlaps."""
+    shape, function = FUNCTIONS[name]
+
+    def both(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        q, k, v = (x[..., i, :] for i in range(3)) if joined else (x[..., i, :].contiguous() for i in range(3))
+        y = function(q, k, v)
+        return [y, *torch.autograd.grad(y, [x], dy)]
+
+    def run_function(self: Any, key: Any, function: Any, tensors: Any) -> Any:
+        return function(*tensors)
+
+    for _ in range(CALLS):
+        x = torch.randn(*shape[:-1], 3, shape[-1], device="cuda", dtype=torch.bfloat16)
+        dy = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        actual = both(x, dy)
+        with monkeypatch.context() as patched:
+            patched.setattr(LaunchSequences, "__call__", run_function)
+            expected = both(x, dy)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)  # dQ's sums may come in any order
+        assert torch.equal(actual[0], expected[0])
