@@ -307,6 +307,30 @@ def test_names_of_recipes() -> None:
     assert operands.recipe_of("moe_mlp", "blockwise") == "blockwise"
 
 
+@pytest.mark.parametrize("where", [*WHERE, GPU])
+def test_changes_that_nothing_announces_are_found(where: str) -> None:
+    """A later pass raises an error, though no version counts the change and no optimizer made it."""
+    layer = MoE(128, 128, 4, 2, fp8="blockwise", device="cuda" if where == "gpu" else "cpu")
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            copies = quantized_both_ways([layer.up])
+            if where == "gpu":
+                torch.cuda.synchronize()
+        assert copies.values.shape == layer.up.shape
+
+    with within(where):
+        passes(3)
+        layer.up.data.mul_(1.01)
+        with pytest.raises(RuntimeError, match=r"weights, fp8='blockwise': got other .* layer\.weights_changed"):
+            passes(3)
+        layer.weights_changed()
+        passes(3)
+        layer.up.data.mul_(1.01)
+        layer.weights_changed()
+        passes(3)
+
+
 @pytest.mark.gpu
 def test_the_same_bits_in_a_cuda_graph_and_in_every_run() -> None:
     """A replay quantizes weights that have changed since the capture."""

@@ -262,6 +262,26 @@ class QuantizeConfiguration:
 
 
 @dataclass(frozen=True)
+class CheckQuantizedConfiguration:
+    """Sets ``changed`` if row ``row`` of any BLOCK rows of x (rows, columns) is not rounded to its e4m3 copy."""
+
+    dtype: str
+    columns: int
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        across = self.columns // BLOCK
+        return (
+            Tensor("x", self.dtype, ("rows", self.columns), (self.columns, 1)),
+            Tensor("quantized", FP8_DTYPE, ("rows", self.columns), (self.columns, 1)),
+            Tensor("scales", "float32", ("rows / 128", across), (across, 1), align=4),
+            Tensor("changed", "int32", (1,), (1,), align=4),
+            Scalar("row", "int32"),
+            Stream(),
+        )
+
+
+@dataclass(frozen=True)
 class QuantizeTokensConfiguration:
     """Quantizes tokens of ``columns`` elements, a multiple of BLOCK, to e4m3 by token columns, with ``by_rows`` by rows
     too. ``gathers``: row r of the experts' is token ``gather_idx[r]``; else x is the rows.

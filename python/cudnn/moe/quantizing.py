@@ -11,13 +11,20 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cudnn.errors import make_error
 from cudnn.gemm.scales import quantize_token_blocks, token_block_count
 from cudnn.moe import reference
 from cudnn.runtime import launch
 from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, persistent
-from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration, QuantizeTokensConfiguration
+from cudnn_kernels.moe.configuration import (
+    BLOCK,
+    CheckQuantizedConfiguration,
+    QuantizeConfiguration,
+    QuantizeTokensConfiguration,
+)
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
+_CHECK = "cudnn_kernels.moe.check_quantized:CheckQuantized"
 _QUANTIZE_TOKENS = "cudnn_kernels.moe.quantize_tokens:QuantizeTokens"
 _cache: Any = WeakTensorKeyDictionary()
 _replayed: Any = WeakTensorKeyDictionary()  # weights that a CUDA graph trains
@@ -120,6 +127,51 @@ def gemm_quantizes(x: torch.Tensor) -> bool:
     return architecture(x) != "sm_100a"
 
 
+class _Check:
+    """Compares weights with their copies in one row of each 128, another row in each pass that reads the copies.
+
+    A GPU's result is read when a later pass begins, without waiting for it.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.changed = persistent(lambda: torch.zeros(1, dtype=torch.int32, device=x.device))
+        self.seen = persistent(lambda: torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=x.is_cuda))
+        self.done = torch.cuda.Event() if x.is_cuda else None
+        self.passes = 0
+        if x.is_cuda:  # the default stream has written zeros
+            torch.cuda.current_stream(x.device).wait_stream(torch.cuda.default_stream(x.device))
+
+    def run(self, weights: Sequence[torch.Tensor], values: torch.Tensor, scales: torch.Tensor) -> None:
+        """Starts a comparison, of one of a list's tensors. Raises a RuntimeError if an earlier one found a change."""
+        if self.passes:
+            self.raise_if_changed()
+        row, index = self.passes % BLOCK, self.passes % len(weights)
+        x, self.passes = weights[index].detach(), self.passes + 1
+        if x.ndim == 2:
+            values, scales = values[index], scales[index]
+        flat = [t.reshape(-1, t.shape[-1]) for t in (x, values, scales)]
+        if has_kernel(x, "quantize"):
+            kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(*flat, self.changed, row)
+        else:
+            again, _ = reference.quantize(flat[0], BLOCK, flat[2])
+            same = again[row::BLOCK].float().eq(flat[1][row::BLOCK].float()) | flat[1][row::BLOCK].float().isnan()
+            self.changed.fill_(not bool(same.all()))
+        if not x.is_meta:  # on which kernels are recorded
+            self.seen.copy_(self.changed, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
+    def raise_if_changed(self) -> None:
+        """Raises a RuntimeError if a comparison has ended that found a change."""
+        if (self.done is None or self.done.query()) and int(self.seen):
+            self.seen.zero_()
+            self.changed.zero_()
+            got = "other values than were quantized, without a new version and without a step of an optimizer"
+            allowed = "the values of the optimizer's last step"
+            hint = "call layer.weights_changed() or cudnn.moe.weights_changed(weight) after such a change"
+            raise make_error(RuntimeError, "MoE", "weights, fp8='blockwise'", got, allowed, hint)
+
+
 @dataclass
 class _Cached:
     """Cached e4m3 weights. Their memory is reused while the weights keep their ``addresses``: CUDA graphs may read it.
@@ -133,6 +185,7 @@ class _Cached:
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...] | None = None
     steps: int = 0
+    check: _Check | None = None
     stream: int = 0
     done: Any = None
     streams: dict[int, Any] = field(default_factory=dict)
@@ -144,6 +197,9 @@ class _Cached:
             self.stream, self.done = self.current_stream(), self.done or torch.cuda.Event()
             self.done.record(self.streams[self.stream])
         self.versions, self.steps = versions, _steps.count
+        if self.check is not None:
+            self.check.raise_if_changed()
+            self.check = None
 
     def is_valid(self, versions: tuple[int, ...] | None) -> bool:
         """Whether the copies are of weights with these versions."""
@@ -244,7 +300,11 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: b
         if cached is not None:
             cached.versions = None
     elif cached is not None and len(cached.tensors) >= (4 if by_step else 2) and cached.is_valid(versions):
-        return cached.read(captures)
+        copies = cached.read(captures)
+        if by_step and not captures:
+            cached.check = cached.check or _Check(copies[0])
+            cached.check.run(weights, *copies[:2])
+        return copies
     caches = not ((trains and not by_step) or captures or versions is None)
     if cached is not None and not captures:
         if by_step and len(cached.tensors) == 2:
