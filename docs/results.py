@@ -271,7 +271,7 @@ def _model_label(shape: str, case: str) -> str:
     return case
 
 
-ATTENTION = {"cudnn.sdpa": "cudnn-fused", "FlashAttention-4": "FlashAttention-4", "cuDNN": "cuDNN"}
+ATTENTION = {"cudnn.sdpa": "cudnn-fused", "cuDNN": "cuDNN"}
 FLASH_ATTN = {
     "cudnn.ops": "cudnn-fused",
     "FlashAttention-4": "FlashAttention-4",

@@ -151,28 +151,15 @@ def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pyte
     assert not fp8.check(fp8.prepare()())
 
 
-def flash_attention(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[Any, Any]) -> Any:
-    """FlashAttention-4's interface, of (b, s, h, d): bottom right, with the log-sum-exp."""
-    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-    left, right = (None, 0) if causal else window_size
-    mask = mask if right is None else mask.tril(right)
-    mask = mask if left is None else mask.triu(-left)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    return o.transpose(1, 2), None
-
-
 def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_cpu(monkeypatch)
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=flash_attention))
     deselected: list[Any] = []
     monkeypatch.setattr(cudnn.pygraph, "deselect_engines", lambda self, names: deselected.append(names))
     benchmark, shape = bench.find("sdpa"), (2, 70, 4, 2, 64, 64)
     for case in (attention.Case(*shape), attention.Case(*shape, causal=True, window=20, dtype="fp16")):
         for which in attention.PASSES:
             found = [x for x in attention.candidates(case, which) if x.name != attention.FLEX]
-            assert found[0].name == attention.FLASH
+            assert found[0].name == attention.GRAPH
             assert [x.check(x.prepare()()) for x in found] == [""] * len(found), (case.label, which)
             assert found[-1].ours
             assert "wrong result: " in found[-1].check(collections.defaultdict(lambda: torch.zeros(2, 4, 70, 64)))
@@ -310,6 +297,7 @@ SMALL_CASES = (
     flash_attn.Case(4, 2, (64, 64), lengths=(33, 1, 14), window=5, sink=True),
     flash_attn.Case(2, 1, (192, 128), 2, 24),
     flash_attn.Case(2, 1, (64, 64), 2, 24, window=7, softcap=2.0),
+    flash_attn.Case(2, 1, (64, 64), 2, 24, causal=False),
 )
 
 
@@ -348,7 +336,7 @@ def test_functions_of_flash_attention_agree_on_cpu_tensors(
     ] * 4
     assert [bool(row.flops) for row in rows] == [True] * 4 + [False] * 4  # host time has no rate
     assert all(row.ratios[0] == (1.0, 1.0, 1.0) for row in rows)
-    for part in ["mask", *["learnable_sink"] * case.sink, *["softcap"] * (case.softcap > 0)]:
+    for part in [*["mask"] * case.causal, *["learnable_sink"] * case.sink, *["softcap"] * (case.softcap > 0)]:
         flash_attention_4(monkeypatch, **{name: with_lse(function, part) for name, function in both.items()})
         refused = [row.refused.split(":")[0] for row in measured() if not row.ours]
         assert refused == ["wrong result"] * 4, part
@@ -366,7 +354,7 @@ def test_problems_of_flash_attention() -> None:
     benchmark = bench.find("flash_attn")
     full, quick = (benchmark.problems(bench.Options("bf16", quick=x)) for x in (False, True))
     labels = [problem.label for problem in full]
-    assert len(labels) == len(set(labels)) == 2 * (3 + 2 + 11) + 2
+    assert len(labels) == len(set(labels)) == 2 * (3 + 2 + 13) + 2
     assert [problem.label for problem in quick] == [*labels[:8], labels[10]]
     assert {(problem.clock, bool(problem.tokens)) for problem in quick} == {
         (bench.QUICK, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
@@ -130,6 +131,7 @@ class Built:
     def __init__(self) -> None:
         self.keys: list[Any] = []
         self.fails: set[Any] = set()
+        self.killed = 0
         self.group: Any = types.SimpleNamespace(wait=lambda: None)
 
     def build(self, each: Any) -> tuple[bytes, float]:
@@ -140,6 +142,9 @@ class Built:
 
     def close(self) -> None:
         """Nothing runs."""
+
+    def kill(self) -> None:
+        self.killed += 1
 
 
 @pytest.fixture
@@ -173,11 +178,31 @@ def test_a_single_kernel_is_compiled_here(built: Built) -> None:
     assert not built.keys
 
 
+def test_workers_start_while_kernels_are_listed(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import the compiler meanwhile. Those without work end."""
+    monkeypatch.setenv("CUDNN_COMPILE_JOBS", "4")
+    started: list[int] = []
+    monkeypatch.setattr(compile_pool, "start_workers", lambda count: started.append(count) or [built] * count)
+
+    def listed(count: int, arch: str) -> list[Any]:
+        assert started == [4]
+        return [key(512 * n) for n in range(1, count + 1)]
+
+    for count in (1, 2):
+        started.clear()
+        monkeypatch.setattr(kernels, "_pool", None)
+        with kernels.CompileAhead(functools.partial(listed, count)):
+            kernels.kernel(*key(512 * count))
+        assert started == [4], "the pool took the workers that were there"
+    assert not kernels.pool()._idle
+
+
 def test_an_outer_block_has_precedence(built: Built) -> None:
     both = [key(512), key(1024)]
     with kernels.CompileAhead(lambda arch: both), kernels.CompileAhead(lambda arch: pytest.fail("listed")):
         kernels.kernel(*both[0])
         kernels.kernel(*key(2048))  # not listed: compiled alone
+    kernels.kernel(*both[1])  # waits for the worker
     assert set(map(repr, built.keys)) == set(map(repr, both))
 
 

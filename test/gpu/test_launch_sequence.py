@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.moe import autograd
+from cudnn.moe import autograd, route
 from cudnn.nn import MoE
-from cudnn.ops import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
+from cudnn.ops import flash_attn_func, flash_attn_varlen_func, moe_mlp, scaled_dot_product_attention
 from cudnn.runtime.launch_sequence import LaunchSequences
 
 CALLS = 5
@@ -91,6 +91,33 @@ def test_graphs_and_streams_take_repeated_launches() -> None:
         assert torch.equal(later, expected)
 
 
+def run_function(self: LaunchSequences, key: Any, function: Callable[..., Any], tensors: Any) -> Any:
+    """In place of ``LaunchSequences.__call__``."""
+    return function(*tensors)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = MoE(256, 128, 8, 2, renormalize=True, bias=bias, device="cuda")
+    weights = (layer.up, layer.down, layer.up_bias, layer.down_bias)
+
+    def both(x: torch.Tensor, logits: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        x, logits = x.clone().requires_grad_(), logits.clone().requires_grad_()
+        y = moe_mlp(x, route(logits, 2, renormalize=True), *weights)
+        inputs = [x, logits, *(weight for weight in weights if weight is not None)]
+        return [y, *torch.autograd.grad(y, inputs, dy)]
+
+    for _ in range(CALLS):
+        x, dy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        logits = torch.randn(64, 8, device="cuda", dtype=torch.float32)
+        actual = both(x, logits, dy)
+        with monkeypatch.context() as patched:
+            patched.setattr(LaunchSequences, "__call__", run_function)
+            expected = both(x, logits, dy)
+        assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     ends = torch.tensor([0, 100, 101, 256], dtype=torch.int32, device="cuda")
     return flash_attn_varlen_func(q, k, v, ends, ends, 155, 155, causal=True)
@@ -115,9 +142,6 @@ def test_attention(name: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> 
         q, k, v = (x[..., i, :] for i in range(3)) if joined else (x[..., i, :].contiguous() for i in range(3))
         y = function(q, k, v)
         return [y, *torch.autograd.grad(y, [x], dy)]
-
-    def run_function(self: Any, key: Any, function: Any, tensors: Any) -> Any:
-        return function(*tensors)
 
     for _ in range(CALLS):
         x = torch.randn(*shape[:-1], 3, shape[-1], device="cuda", dtype=torch.bfloat16)

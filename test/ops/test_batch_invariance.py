@@ -53,7 +53,7 @@ def test_the_numbers_of_splits() -> None:
     for batch, batch_invariant in ((1, True), (100, True), (1, False), (100, False)):
         q, k, o = (torch.empty(batch, 2, n, 64, dtype=torch.bfloat16, device="meta") for n in (1, 8192, 1))
         lse = torch.empty(batch, 2, 1, dtype=torch.float32, device="meta")
-        options = {"num_splits": BATCH_INVARIANT_SPLITS} if batch_invariant else {}
+        options: dict[str, Any] = {"num_splits": BATCH_INVARIANT_SPLITS} if batch_invariant else {}
         api = SdpaForward(q, k, k, o, lse, arch="sm_90a", **options)
         splits.add((batch_invariant, api.constants["splits"]))
     assert len(splits) == 3

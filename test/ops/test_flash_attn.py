@@ -12,7 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from cudnn.attention.flash_op import flash_attn_append, flash_attn_kvcache
 from cudnn.ops import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from cudnn.sdpa import SdpaForward
 from support.dense_attention import attend, band
 from support.packings import Packing, check, dense, exact, packings, passes
 from support.selection import FULL, brief, within
@@ -315,6 +317,40 @@ def test_new_keys_that_do_not_fit_are_not_written() -> None:
         flash_attn_with_kvcache(wide[0], *pages, *wide[1:], cache_seqlens=14, block_table=table)
     assert pages[:, [0, 2], 14:].all()
     assert caches.sum() == new[:, :2].sum() * 2
+
+
+@pytest.mark.parametrize("arch", [*brief(["sm_90a", "sm_100a"], 0)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_kernels_keep_to_the_caches_whatever_the_values_are(
+    paged: bool, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host does not read lengths and pages: wrong ones make the sequence's results NaN, and no others."""
+    monkeypatch.setattr(SdpaForward, "check_values", lambda *_: None)
+    lengths = torch.tensor([30, -3, 46, 2**31 - 1, 3, 45], dtype=torch.int32)
+    fits = [True, False, False, False, True, True]
+    q, new = torch.randn(6, 1, 4, 64).bfloat16(), torch.randn(6, 3, 2, 64).bfloat16()
+    caches = [torch.randn(6, 48, 2, 64).bfloat16() for _ in range(2)]
+    table = None
+    if paged:
+        caches = [x.view(18, 16, 2, 64) for x in caches]
+        table = torch.arange(18, dtype=torch.int32).view(6, 3)
+        lengths[0], table[0, 2], fits[0] = 31, -1, False  # of three new keys one is before the page
+        table[5, 1], fits[5] = 18, False
+        table[4, 1:] = 99  # behind the end
+    before = [x.clone() for x in caches]
+    with within(arch):
+        ends = flash_attn_append(*caches, new, new, lengths, table)
+        out, lse = flash_attn_kvcache(q, *caches, ends, table, None, 0.125, True, -1, -1, 0.0, 0)
+    assert ends.tolist() == [int(lengths[0]) + 3, -1, -1, -1, 6, 48]
+    assert out.isnan().all(3).all(2)[:, 0].tolist() == lse.isnan().all(1)[:, 0].tolist() == [not x for x in fits]
+    assert out[fits].isfinite().all()
+    for cache, old in zip(caches, before, strict=True):
+        rows, untouched = cache.view(6, 48, 2, 64), old.view(6, 48, 2, 64)
+        for i, first in ((0, int(lengths[0])), (4, 3), (5, 45)):
+            count = 1 if paged and i == 0 else 3
+            assert torch.equal(rows[i, first : first + count], new[i, :count])
+            untouched[i, first : first + count] = rows[i, first : first + count]
+        assert torch.equal(rows, untouched)
 
 
 def test_a_cache_in_one_graph_for_any_length() -> None:

@@ -61,7 +61,9 @@ def decoded(own: int, others: list[int], place: int, rows: int, page: int = 0, *
     room = max(lengths) + rows + 7
     room += -room % max(page, 1)
     entries = [drawn((rows, n + rows), heads, head, i == place, device) for i, n in enumerate(lengths)]
-    caches = [torch.full((len(lengths), room, heads[1], 64), 3.0, dtype=torch.bfloat16, device=device) for _ in "kv"]
+    caches: Any = [
+        torch.full((len(lengths), room, heads[1], 64), 3.0, dtype=torch.bfloat16, device=device) for _ in "kv"
+    ]
     for i, (_, k, v, _) in enumerate(entries):
         for cache, x in zip(caches, (k, v), strict=True):
             cache[i, : lengths[i]] = x[: lengths[i]]

@@ -166,6 +166,34 @@ class DecodeConfiguration(ForwardConfiguration):
         return region("o_partial", 4 * self.head_dim_v, *per_row), region("lse_partial", 4, *per_row)
 
 
+INVALID_SEQLEN = -1
+"""The length of a sequence that its cache cannot have."""
+
+
+@dataclass(frozen=True)
+class AppendConfiguration:
+    """Writes new keys and values into a cache: (b, keys, hk, d), or (pages, page, hk, d) if it is ``paged``.
+
+    ``new_seqlen_k`` receives the lengths with the new keys.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    paged: bool
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        tensors = {"k": ("b", "new"), "v": ("b", "new"), "k_cache": ("pages", "page"), "v_cache": ("pages", "page")}
+        heads = {"k": self.head_dim, "v": self.head_dim_v}
+        return (
+            *[Tensor(x, self.dtype, (*rows, "hk", heads[x[0]]), (None, None, None, 1)) for x, rows in tensors.items()],
+            *[vector(name, "int32", "b") for name in ("seqlen_k", "new_seqlen_k")],
+            *[Tensor("page_table", "int32", ("b", "pages of one"), (None, 1), align=4)] * self.paged,
+            Stream(),
+        )
+
+
 @dataclass(frozen=True)
 class BackwardConfiguration(AttentionConfiguration):
     """dQ, dK and dV.

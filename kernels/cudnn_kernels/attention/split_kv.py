@@ -6,7 +6,7 @@ partial O and LSE in the workspace. A second kernel combines them, in a fixed or
 
 Sequences may have different lengths (``seqlen_k``), and K and V may be paged: TMA loads an n_block page by page. Pages
 are rows of one matrix, and a :func:`seqlen_info.ragged_view` clips the loads at the end of the sequence: rows beyond
-are 0.
+are 0. O and LSE are NaN where a length is not one that the cache can hold, or a page that is read does not exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.attention import DecodeConfiguration, seqlen_info
 from cudnn_kernels.attention.flash_bwd_preprocess import workspace_tensors
@@ -42,6 +42,7 @@ class KVCacheParams:
     kv_heads: Int32
     tiles_per_head: Int32  # m_blocks of a head of K
     seqlen_k_max: Int32  # keys that the cache of a sequence holds
+    num_pages: Int32
     page_strides: list  # of K and of V
     row_strides: list
     seqlens_k: Any
@@ -99,7 +100,8 @@ class SplitKV(Forward):
             qhead_per_kvhead,
             kv_heads,
             tiles_per_head,
-            arguments["k"].shape[2],
+            arguments["k"].shape[2] * (arguments["page_table"].shape[1] if c.page_size else 1),
+            arguments["k"].shape[0],
             page_strides,
             row_strides,
             arguments.get("seqlen_k"),
@@ -140,6 +142,7 @@ class SplitKV(Forward):
         seqlen_k, qhead_per_kvhead = Int32(scheduler.seqlen_k_max), scheduler.qhead_per_kvhead
         if const_expr(scheduler.seqlens_k is not None):
             seqlen_k = Int32(scheduler.seqlens_k[batch])
+            seqlen_k = Int32(select_(self.is_seqlen(scheduler, seqlen_k), seqlen_k, Int32(0)))
         mask = PackGQAMask(
             scheduler.seqlen_q * qhead_per_kvhead,
             seqlen_k,
@@ -151,6 +154,32 @@ class SplitKV(Forward):
         return CacheTileInfo(
             m_block * self.tile_m, kv_head * qhead_per_kvhead, kv_head, batch, Int32(0), Int32(0), mask, scheduler
         )
+
+    def is_seqlen(self, cache: KVCacheParams, seqlen_k: Int32) -> Boolean:
+        """Whether a sequence's cache can have this length."""
+        return (seqlen_k >= 0) & (seqlen_k <= cache.seqlen_k_max)
+
+    def is_page(self, cache: KVCacheParams, page: Int32) -> Boolean:
+        """Whether there is such a page."""
+        return (page >= 0) & (page < cache.num_pages)
+
+    @cute.jit
+    def store_lse(self, params: Params, info: CacheTileInfo, row: Int32, thread: Int32, lse: Any) -> None:
+        """LSE becomes NaN, and with it O, if the length or a page of the split is wrong."""
+        cache, nan = info.cache, Float32(0.0)
+        if const_expr(cache.seqlens_k is not None):
+            if not self.is_seqlen(cache, Int32(cache.seqlens_k[info.batch])):
+                nan = Float32(Float32.nan)
+        if const_expr(cache.page_table is not None):
+            begin, _, _, end = self.n_block_range(info)
+            first = begin * self.tile_n // self.c.page_size
+            last = cute.ceil_div(cutlass.min(end * self.tile_n, info.mask.seqlen_k), self.c.page_size)
+            for i in cutlass.range(first + cute.arch.lane_idx(), last, WARP_SIZE, unroll=1):
+                if not self.is_page(cache, Int32(cache.page_table[info.batch, i])):
+                    nan = Float32(Float32.nan)
+            nan = cute.arch.warp_reduction_sum(nan)
+        lse_or_nan = [lse[slot] + nan for slot in range(self.score_rows.slots)]
+        Forward.store_lse(self, params, info, row, thread, lse_or_nan)
 
     def n_block_range(self, info: TileInfo) -> tuple[Int32, Int32, Int32, Int32]:
         """The split's share of the n_blocks that the tile's rows see."""
@@ -207,6 +236,7 @@ class SplitKV(Forward):
             page_idx = Int32(0)
             if (cute.arch.lane_idx() < count) & (key < info.mask.seqlen_k):
                 page_idx = Int32(page_table[info.batch, key // page_size])
+                page_idx = Int32(select_(self.is_page(info.cache, page_idx), page_idx, Int32(0)))
         for box_idx in cutlass.range_constexpr(count):
             key, page = n_block * self.tile_n + box_idx * rows_per_copy, page_idx
             if const_expr(page_table is not None):

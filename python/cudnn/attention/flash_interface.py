@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.attention.flash_op import BATCH_INVARIANT_SPLITS, check_cache, flash_attn, flash_attn_kvcache
+from cudnn.attention.flash_op import (
+    BATCH_INVARIANT_SPLITS,
+    check_cache,
+    flash_attn,
+    flash_attn_append,
+    flash_attn_kvcache,
+)
 from cudnn.errors import checked_number, make_error
 from cudnn.runtime.registration import autocast_type
 
@@ -214,9 +220,7 @@ def flash_attn_with_kvcache(
         q, k, v = (x.to(autocast_type(x) or x.dtype) for x in (q, k, v))
         check_cache(q, k_cache, v_cache, lengths, block_table, sinks)
         _check_new(where, k, v, k_cache, v_cache, lengths, block_table)
-        for new, cache in ((k, k_cache), (v, v_cache)):
-            _append(new, cache, lengths, block_table)
-        lengths = lengths + k.shape[1]
+        lengths = flash_attn_append(k_cache, v_cache, k.detach(), v.detach(), lengths, block_table)
     out, lse = flash_attn_kvcache(q.detach(), k_cache, v_cache, lengths, block_table, sinks, *options, splits)
     return (out, lse) if return_softmax_lse else out
 
@@ -326,14 +330,3 @@ def _check_new(
         if not all(0 <= number < k_cache.shape[0] for number in of_new):
             allowed = f"pages from 0 to {k_cache.shape[0] - 1}, up to the end of each sequence with its new keys"
             raise make_error(ValueError, where, "block_table", table.tolist(), allowed)
-
-
-def _append(new: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, table: Maybe) -> None:
-    """Writes new keys or values behind those of each sequence."""
-    position = lengths.long()[:, None] + torch.arange(new.shape[1], dtype=torch.int64, device=new.device)
-    if table is None:
-        first = torch.arange(cache.shape[0], dtype=torch.int64, device=new.device)[:, None]
-        cache[first, position] = new.detach()
-    else:
-        page = table.long().gather(1, position // cache.shape[1])
-        cache[page, position % cache.shape[1]] = new.detach()

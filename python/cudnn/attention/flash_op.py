@@ -13,12 +13,16 @@ import torch
 from cudnn.errors import make_error
 from cudnn.full_precision import full_precision
 from cudnn.fused.object_cache import run
+from cudnn.gemm.formats import name_of
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
+from cudnn.runtime.run import has_kernel
+from cudnn.runtime.run import run as run_kernel
 from cudnn.runtime.vmap import in_front, one_by_one
 from cudnn.sdpa import SdpaBackward, SdpaForward, heuristics, reference
 from cudnn.sdpa.reference import Window
+from cudnn_kernels.attention import AppendConfiguration
 
 WHERE = "flash_attn"
 BATCH_INVARIANT_SPLITS = 8
@@ -193,7 +197,7 @@ def _run(api: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) ->
             reference.backward(tensors, window, scale, packed, softcap)
 
 
-@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention, repeats=True)
+@custom_op("flash_attn", autocast=("q", "k", "v"), flops=flops.flash_attention, repeats=SMALL)
 def flash_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -261,7 +265,7 @@ def _gradients(
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward, repeats=True)
+@custom_op("flash_attn_bwd", flops=flops.flash_attention_backward, repeats=SMALL)
 def flash_attn_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -333,7 +337,46 @@ def _backward(ctx: Any, d_o: Maybe, d_lse: Maybe) -> tuple[Any, ...]:
 flash_attn.register_autograd(_backward, setup_context=_setup)
 
 
-@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached, repeats=True)
+@custom_op("flash_attn_append", mutates=("k_cache", "v_cache"), flops=flops.none)
+def flash_attn_append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+) -> torch.Tensor:
+    """Writes new keys and values (b, s_new, hk, d) behind those of each sequence, and returns the lengths with them.
+
+    The kernel writes nothing of a sequence without room, whose length becomes -1, nor into a page that does not exist.
+    On the CPU the values were checked.
+    """
+    if not k.numel():
+        return cache_seqlens + k.shape[1]
+    if k.dtype in _HALVES and has_kernel(k, "flash_attn_append"):
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1]) or x.data_ptr() % 16:
+                got, allowed = f"the strides {x.stride()}", "a last stride of 1, others and the address of 16 bytes"
+                raise make_error(ValueError, "flash_attn_with_kvcache", name, got, allowed, "call .contiguous()")
+        tensors = [aligned(k), aligned(v), k_cache, v_cache, cache_seqlens.contiguous()]
+        lengths = torch.empty_like(tensors[-1])
+        configuration = AppendConfiguration(name_of(k.dtype), k.shape[-1], v.shape[-1], block_table is not None)
+        tables = [] if block_table is None else [block_table.contiguous()]
+        run_kernel("cudnn_kernels.attention.append_kv:AppendKV", configuration, *tensors, lengths, *tables)
+        return lengths
+    position = cache_seqlens.long()[:, None] + torch.arange(k.shape[1], dtype=torch.int64, device=k.device)
+    page = torch.arange(k.shape[0], dtype=torch.int64, device=k.device)[:, None]
+    if block_table is not None:
+        page = block_table.long().gather(1, position // k_cache.shape[1])
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[page, position % cache.shape[1]] = new
+    return cache_seqlens + k.shape[1]
+
+
+flash_attn_append.register_fake(lambda k_cache, v_cache, k, v, lengths, table: torch.empty_like(lengths))
+
+
+@custom_op("flash_attn_kvcache", autocast=("q",), flops=flops.flash_attention_cached, repeats=SMALL)
 def flash_attn_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -436,3 +479,11 @@ def over_batches(operator: Callable[..., Any]) -> Any:
 for _operator in (flash_attn, flash_attn_bwd):
     _operator.register_vmap(over_batches(_operator))
 flash_attn_kvcache.register_vmap(lambda info, dims, *x: one_by_one(flash_attn_kvcache, info.batch_size, dims, x))
+
+
+@flash_attn_append.register_vmap
+def _(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    if dims[0] is None or dims[1] is None:
+        hint = "map over k_cache and v_cache too"
+        raise make_error(ValueError, "flash_attn_with_kvcache", "k_cache", "one for all", "one for each call", hint)
+    return one_by_one(flash_attn_append, info.batch_size, dims, arguments)

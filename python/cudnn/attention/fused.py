@@ -11,7 +11,7 @@ from cudnn.attention.graphs import check, layouts, over_batches
 from cudnn.fused.object_cache import run
 from cudnn.runtime import flops, launch
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, heuristics
 from cudnn.sdpa.base import MOST_SUMS
 
@@ -136,8 +136,9 @@ def attend_with(
         inputs, longest = [x.flatten(0, 1) for x in inputs], (batch * rows, batch * keys)
         ends = _offsets(q, k, lengths)
     window = left - 1 if left != -1 else -1, 0 if is_causal and right == -1 else right
-    arguments: tuple[Any, ...] = (*inputs, *ends, sinks, *longest, scale, False, *window, 0.0, False, alignment == 0)
-    o, _ = flash_attn(*arguments, batch_invariant)
+    switches = False, alignment == 0, batch_invariant
+    arguments: tuple[Any, ...] = (*inputs, *ends, sinks, *longest, scale, False, *window, 0.0, *switches)
+    o, _ = flash_attn(*arguments)
     return ((o if o.ndim == 4 else o.unflatten(0, (batch, rows))).transpose(1, 2),)
 
 
@@ -179,7 +180,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention, repeats=True)
+@custom_op("fused_sdpa", autocast=NAMES, flops=flops.attention, repeats=SMALL)
 def fused_sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -214,7 +215,7 @@ def _gradients(
     return q, k, v
 
 
-@custom_op("fused_sdpa_bwd", flops=flops.attention_backward, repeats=True)
+@custom_op("fused_sdpa_bwd", flops=flops.attention_backward, repeats=SMALL)
 def fused_sdpa_bwd(
     do: torch.Tensor,
     q: torch.Tensor,

@@ -16,7 +16,7 @@ from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.operator_graphs import GraphCache, Tensors, run
 from cudnn.runtime import flops
 from cudnn.runtime.memory import aligned, is_readable
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
 from cudnn.runtime.vmap import in_front, one_by_one
 
 _WHERE = "scaled_dot_product_attention"
@@ -351,7 +351,7 @@ def _scores(bias: Maybe, seed: Maybe) -> dict[str, torch.Tensor]:
     return found
 
 
-@custom_op("sdpa", autocast=("q", "k", "v", "bias"), flops=flops.attention, repeats=True)
+@custom_op("sdpa", autocast=("q", "k", "v", "bias"), flops=flops.attention, repeats=SMALL)
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -461,7 +461,7 @@ def _of_one_key(do: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float,
     return [d_q.flatten(1, 2), d_k.sum(2), d_v.sum(2), of_score.flatten(1, 2)]
 
 
-@custom_op("sdpa_bwd", flops=flops.attention_backward, repeats=True)
+@custom_op("sdpa_bwd", flops=flops.attention_backward, repeats=SMALL)
 def sdpa_bwd(
     dO: torch.Tensor,
     q: torch.Tensor,

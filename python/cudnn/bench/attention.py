@@ -1,7 +1,4 @@
-"""Benchmark of attention, forward and backward, against FlashAttention-4 (if installed), cuDNN and PyTorch.
-
-FlashAttention-4: ``pip install flash-attn-4==4.0.0b36 quack-kernels==0.6.5 torch-c-dlpack-ext einops``.
-"""
+"""Benchmark of attention, forward and backward, against cuDNN and PyTorch. FlashAttention-4: ``flash_attn``."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ from cudnn.sdpa import SdpaBackward, SdpaForward
 from cudnn_kernels.attention import DESCALES
 
 NAME = "sdpa"
-OURS, FLASH, GRAPH, FLEX = "cudnn.sdpa", "FlashAttention-4", "cuDNN", "flex attention"
+OURS, GRAPH, FLEX = "cudnn.sdpa", "cuDNN", "flex attention"
 OURS_FP8, GRAPH_FP8 = f"{OURS}, fp8", f"{GRAPH}, fp8"
-PACKAGES = {FLASH: "flash-attn-4", GRAPH: CUDNN, GRAPH_FP8: CUDNN}
+PACKAGES = {GRAPH: CUDNN, GRAPH_FP8: CUDNN}
 SHAPES = (
     (4, 4096, 16, 16, 128, 128),
     (1, 16384, 16, 16, 128, 128),
@@ -95,7 +92,7 @@ def benchmark() -> Benchmark:
     """The benchmark; a shape is like those of ``SHAPES``."""
     return Benchmark(
         title="Attention",
-        yardsticks=(FLASH, GRAPH),
+        yardsticks=(GRAPH,),
         dtypes=("bf16", "fp16"),
         dimensions={"B": 1, "S": 1, "HQ": 1, "HK": 1, "D": 8, "DV": 8},
         problems=problems,
@@ -151,7 +148,6 @@ def candidates(case: Case, which: str, quick: bool = False) -> list[Candidate]:
     )
     expected = exact(case, q, k, v, do, which)
     implementations: dict[str, Callable[..., Call]] = {
-        FLASH: flash_attention,
         GRAPH: graph,
         FLEX: flex_attention,
         OURS: ours,
@@ -250,20 +246,6 @@ def differentiated(run: Callable[..., Any], which: str, q: Any, k: Any, v: Any, 
         o = run(*inputs)
     gradients = functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True)
     return lambda: dict(zip(("dq", "dk", "dv"), gradients(), strict=True))
-
-
-def flash_attention(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
-    """FlashAttention-4, whose tensors are (b, s, h, d)."""
-    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
-
-    window = (case.window, 0) if case.window else (None, None)
-    options = {"causal": case.causal and not case.window, "window_size": window}
-
-    def run(*tensors: Any) -> Any:
-        output = flash_attn_func(*(x.transpose(1, 2) for x in tensors), **options)
-        return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
-
-    return differentiated(run, which, q, k, v, do)
 
 
 def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:

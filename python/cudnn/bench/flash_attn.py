@@ -13,11 +13,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from cudnn.bench import GPU, HOST, QUICK, Benchmark, Call, Candidate, Options, Problem, off_by_norm, operands
-from cudnn.bench.attention import FLASH, PACKAGES, PASSES, TOLERANCE, differentiated
+from cudnn.bench.attention import PASSES, TOLERANCE, differentiated
 from cudnn.lazy import torch
 
 NAME = "flash_attn"
-OURS, SDPA = "cudnn.ops", "sdpa"
+OURS, FLASH, SDPA = "cudnn.ops", "FlashAttention-4", "sdpa"
+PACKAGES = {FLASH: "flash-attn-4"}
 EAGER = "eager, sequences not separated"
 """gpt-oss has no ``"sdpa"``; its ``"eager"`` attention lets the sequences of a packed batch attend to one another."""
 MODULES = {FLASH: "flash_attn.cute", OURS: "cudnn.ops"}
@@ -30,7 +31,7 @@ TRAINING_TOLERANCE = 0.05  # of the norm, after all layers
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences of one length, or packed ones of ``lengths``; causal, also with a ``window`` of keys."""
+    """``batch`` sequences of one length, or packed ones of ``lengths``; ``causal``, maybe with a ``window`` of keys."""
 
     heads: int
     kv_heads: int
@@ -41,6 +42,7 @@ class Case:
     window: int = 0
     sink: bool = False
     softcap: float = 0.0
+    causal: bool = True
 
     @property
     def label(self) -> str:
@@ -48,7 +50,7 @@ class Case:
         tokens = (sum(self.lengths),) if self.lengths else (self.batch, self.length)
         sizes = "x".join(map(str, (*tokens, self.heads, self.kv_heads, *self.head_dims)))
         packing = [] if not self.lengths else [f"{len(self.lengths)} sequences"]
-        mask = f"window {self.window}" if self.window else "causal"
+        mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
         options = ["sinks"] * self.sink + [f"softcap {self.softcap:g}"] * (self.softcap > 0)
         return f"{sizes} {', '.join([*packing, mask, *options])}"
 
@@ -57,7 +59,7 @@ class Case:
         scores = 0.0
         for n in self.lengths or (self.length,) * self.batch:
             hidden = max(n - self.window, 0) if self.window else 0
-            scores += (n * (n + 1) - hidden * (hidden + 1)) / 2
+            scores += (n * (n + 1) - hidden * (hidden + 1)) / 2 if self.causal else n * n
         d, dv = self.head_dims
         return 2.0 * self.heads * scores * (d + dv if which == "forward" else 3 * d + 2 * dv)
 
@@ -91,6 +93,8 @@ OTHERS = (
     Case(8, 8, (256, 256), 4, 4096),
     Case(8, 8, (256, 256), 1, 16384),
     Case(16, 2, (256, 256), 4, 4096),
+    Case(16, 16, (128, 128), 1, 16384, causal=False),
+    Case(8, 8, (256, 256), 4, 4096, causal=False),
     Case(8, 4, (256, 256), lengths=MIXED, window=1024, softcap=50.0),
 )
 SMALL = (
@@ -201,7 +205,11 @@ def prepare(name: str, case: Case, which: str, tensors: Sequence[Any]) -> Call:
 def function(case: Case, module: Any) -> Callable[..., Any]:
     """``run(q, k, v)``: O by a module with FlashAttention's names."""
     window = (case.window - 1, 0) if case.window else (None, None)
-    options: dict[str, Any] = {"causal": not case.window, "window_size": window, "softcap": case.softcap}
+    options: dict[str, Any] = {
+        "causal": case.causal and not case.window,
+        "window_size": window,
+        "softcap": case.softcap,
+    }
     options |= {"learnable_sink": case.sinks()} if case.sink else {}
     run = module.flash_attn_varlen_func if case.lengths else module.flash_attn_func
     if case.lengths:
@@ -250,8 +258,9 @@ def sequence(case: Case, sinks: Any, q: Any, k: Any, v: Any) -> Any:
         scores = case.softcap * (scores / case.softcap).tanh()
     token = torch.arange(q.shape[1], dtype=torch.int64, device=q.device)
     distance = token[:, None] - token
-    hidden = (distance < 0) | (distance >= case.window) if case.window else distance < 0
-    scores = scores.masked_fill(hidden, -torch.inf)
+    if case.causal:
+        hidden = (distance < 0) | (distance >= case.window) if case.window else distance < 0
+        scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is None:
         return scores.softmax(-1) @ v
     return torch.cat([scores, sinks.expand(-1, q.shape[1], 1)], -1).softmax(-1)[..., :-1] @ v

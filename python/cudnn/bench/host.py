@@ -141,6 +141,7 @@ def grouped_gemms(size: int) -> list[Candidate]:
 def attention(size: int) -> list[Candidate]:
     """The class and the operators of attention, and PyTorch's and FlashAttention-4's functions."""
     from cudnn.bench import attention as attention_bench
+    from cudnn.bench.flash_attn import FLASH
     from cudnn.ops import flash_attn_func, scaled_dot_product_attention
 
     case = attention_bench.Case(1, size, 4, 4, 64, 64, causal=True)
@@ -161,7 +162,7 @@ def attention(size: int) -> list[Candidate]:
             lambda: lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
         ),
         timed("cudnn.ops.flash_attn_func", lambda: lambda: flash_attn_func(*tokens, causal=True)),
-        timed(f"{attention_bench.FLASH}, flash_attn_func", flash_attention, False, "flash-attn-4"),
+        timed(f"{FLASH}, flash_attn_func", flash_attention, False, "flash-attn-4"),
     ]
 
 

@@ -13,7 +13,7 @@ from cudnn.fused.host import FusedAPI
 from cudnn.fused.linear import linear_operator
 from cudnn.fused.wrapper import prepare, sizes
 from cudnn.lazy import torch
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
 
 _STREAMS = ("stream", "current_stream")
 
@@ -53,7 +53,7 @@ def register(name: str) -> Any:
     run.__name__, run.__doc__, run.__module__ = name, wrapper.__doc__, api.__module__
     run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     schema = torch.library.infer_schema(run, mutates_args=())
-    operator = custom_op(name, api.autocast_inputs, schema, flops=flops, repeats=True)(run)
+    operator = custom_op(name, api.autocast_inputs, schema, flops=flops, repeats=SMALL)(run)
     operator.register_fake(fake)
     if api.gradients is not None:
         setup, backward = api.gradients

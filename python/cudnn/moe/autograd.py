@@ -86,7 +86,7 @@ def _sequence_key(layer: MoE, tokens: Tensor) -> tuple[Any, ...] | None:
         return None
     rule = (layer.top_k, *layer._rule, layer._scaling_factor)
     experts = (layer.activation, layer.glu_layout, layer.batch_invariant, *layer._act_params.values())
-    return (count, arch, *rule, *experts, *environment())
+    return (count, tokens.dtype, arch, *rule, *experts, *environment())
 
 
 def _forward(

@@ -30,7 +30,7 @@ from cudnn.moe.operator import Weights, check_addresses, check_experts, gemm_flo
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
 from cudnn.moe.routing import check_tensors
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import FEW, custom_op
 from cudnn.runtime.run import architecture, has_kernel, kernel
 from cudnn.runtime.vmap import one_by_one
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, RowOffsetsConfiguration
@@ -182,15 +182,15 @@ _CHECKED: dict[Any, GroupedGemmOps] = {}
 
 
 def _checked(rows: _Rows, e: Experts, main_grad: Sequence[Sequence[Tensor]]) -> GroupedGemmOps:
-    """Checks the arguments and returns the GEMMs. Arguments like earlier ones, except lists, skip the check."""
+    """Checks the arguments and returns the GEMMs. Calls like earlier ones, except of longer lists, skip the check."""
     x, lists = rows.x, (e.up, e.down, *main_grad)
-    firsts = [(t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT) for w in lists for t in w[:1]]
+    firsts = [(t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT) for w in lists for t in w[:2]]
     biases = [None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in (e.up_bias, e.down_bias)]
     options = (e.activation, *e.act_params, e.glu_layout, e.fp8, None if x.is_cuda else architecture(x))
     described = (x.ndim, x.shape[1:], x.stride()[1:], x.dtype, x.device, *(t.device for t in rows.routed))
     key = (*firsts, *biases, tuple(map(len, lists)), described, options, environment())
     ops = _CHECKED.get(key)
-    if ops is None or max(map(len, lists)) > 1:
+    if ops is None or max(map(len, lists)) > 2:
         _check(rows, e, main_grad)
         check_addresses(_WHERE, e, main_grad)
         ops = _CHECKED[key] = layer_ops(x, e, bool(main_grad[0]), None)
@@ -240,7 +240,9 @@ def _flops_backward(
     return up_gemm * (dx + dw_up) + down_gemm * ((dx or dprobs or dw_up or dup_bias) + dw_down)
 
 
-@custom_op("moe_experts_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward)
+@custom_op(
+    "moe_experts_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward, repeats=FEW
+)
 def moe_experts_fwd_primitive(
     x: torch.Tensor,
     counts: torch.Tensor,
@@ -307,7 +309,7 @@ def _(
     return _empty(rows, experts, save_preact)
 
 
-@custom_op("moe_experts_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward)
+@custom_op("moe_experts_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward, repeats=FEW)
 def moe_experts_bwd_primitive(
     gradient: torch.Tensor,
     x: torch.Tensor,

@@ -238,21 +238,18 @@ def up_operand(e: Experts, transpose: bool = False) -> tuple[dict[str, Tensor], 
     """:func:`weight_operand` of up. A TMA box reaches both halves of one stack, but not two addresses: gates and
     up projections that are separate, or in a list, are loaded by separate boxes.
     """
-    weights, shape = e.up, e.up_shape
-    if e.glu_layout == SEPARATE:
-        addresses = [address for w in weights for address in _addresses(w, w.shape[0] if w.ndim == 3 else 1)]
-    elif e.glu_layout == LAYOUTS[1] and is_list(weights) and not transpose:
-        addresses = [address for pair in zip(*(_addresses(w, 2) for w in weights), strict=True) for address in pair]
-    else:
+    weights, are_listed = e.up, is_list(e.up)
+    if e.glu_layout != SEPARATE and (e.glu_layout != LAYOUTS[1] or not are_listed or transpose):
         return weight_operand(weights, transpose)
-    options = _pointer_options(weights, shape, transpose)
+    experts, rows, columns = e.up_shape
+    half = rows // 2 * columns * weights[0].element_size()  # bytes of a matrix of gates
+    addresses: list[Any] = [w.data_ptr() for w in weights]
+    if e.glu_layout != SEPARATE:
+        addresses += [first + half for first in addresses]
+    elif not are_listed:
+        addresses = [range(first, first + experts * half, half) for first in addresses]
+    options = _pointer_options(weights, e.up_shape, transpose)
     return {"b_ptrs": pointers(weights, addresses)}, {**options, "b_halves": True} if transpose else options
-
-
-def _addresses(x: Tensor, parts: int) -> range:
-    """The addresses of equal parts of a contiguous tensor."""
-    first, step = x.data_ptr(), x.numel() // parts * x.element_size()
-    return range(first, first + parts * step, step)
 
 
 _ONES: dict[Any, Tensor] = {}

@@ -423,11 +423,12 @@ def _wgrad(
         delayed.append(functools.partial(_wgrad, ops, name, operands, like, shape, main_grad, halves=halves))
         return None
     tensors, (experts, m, n), count = operands(), shape, len(main_grad) // halves
-    dw = None if main_grad else like.new_empty(halves, experts, m // halves, n)
+    dw = None if main_grad else like.new_empty(shape if halves == 1 else (halves, experts, m // halves, n))
     for half, a in enumerate(tensors["a"].chunk(halves) if halves > 1 else [tensors["a"]]):
         buffers = main_grad[half * count : (half + 1) * count]
-        _wgrad_into(ops, name, {**tensors, "a": a}, None if dw is None else dw[half], buffers, margin)
-    return dw if dw is None or halves > 1 else dw.view(shape)
+        dw_of_half = dw if dw is None or halves == 1 else dw[half]
+        _wgrad_into(ops, name, {**tensors, "a": a}, dw_of_half, buffers, margin)
+    return dw
 
 
 def _wgrad_into(

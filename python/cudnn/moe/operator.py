@@ -39,7 +39,7 @@ from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import autocast_type, custom_op, in_type
+from cudnn.runtime.registration import FEW, autocast_type, custom_op, in_type
 from cudnn.runtime.run import architecture
 from cudnn.runtime.vmap import one_by_one
 
@@ -414,7 +414,7 @@ def checked(
     e: Experts,
     main_grad: Sequence[Sequence[torch.Tensor]],
 ) -> GroupedGemmOps:
-    """Checks a layer's arguments and returns its GEMMs. Arguments like earlier ones, except lists, skip the check.
+    """Checks a layer's arguments and returns its GEMMs. Calls like earlier ones skip the check, but for longer lists.
 
     Raises:
         ValueError: as :func:`moe_mlp`.
@@ -423,7 +423,7 @@ def checked(
     firsts = [
         (t.shape, t.dtype, t.device, t.is_contiguous(), t.data_ptr() % ALIGNMENT)
         for tensors in lists
-        for t in tensors[:1]
+        for t in tensors[:2]
     ]
     biases = [None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in (e.up_bias, e.down_bias)]
     lengths = tuple(map(len, lists))
@@ -439,7 +439,7 @@ def checked(
     options = (e.activation, *e.act_params, e.glu_layout, e.fp8, None if x.is_cuda else architecture(x))
     key = (*firsts, *biases, lengths, routed, tokens, options, environment())
     ops = _CHECKED.get(key)
-    if ops is None or max(lengths) > 1:
+    if ops is None or max(lengths) > 2:
         _check(x, indices, weights, e, main_grad)
         check_addresses(_WHERE, e, main_grad)
         ops = _CHECKED[key] = layer_ops(x, e, bool(main_grad[0]), indices.shape[1])
@@ -475,7 +475,9 @@ def _flops_backward(
     return up_gemm * (dx + dw_up) + down_gemm * (dpreact + dw_down)
 
 
-@custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward)
+@custom_op(
+    "moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"), flops=_flops_forward, repeats=FEW
+)
 def moe_mlp_fwd_primitive(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -539,7 +541,7 @@ def _(
     return _empty(x, gather_idx, experts, save_preact)
 
 
-@custom_op("moe_mlp_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward)
+@custom_op("moe_mlp_bwd_primitive", mutates=("up_main_grad", "down_main_grad"), flops=_flops_backward, repeats=FEW)
 def moe_mlp_bwd_primitive(
     gradient: torch.Tensor,
     x: torch.Tensor,

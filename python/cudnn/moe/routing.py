@@ -16,7 +16,7 @@ from cudnn.errors import checked_number, make_error
 from cudnn.gemm.formats import wide
 from cudnn.moe import reference
 from cudnn.runtime import flops
-from cudnn.runtime.registration import custom_op
+from cudnn.runtime.registration import SMALL, custom_op
 from cudnn.runtime.run import Kernel, architecture, has_kernel, kernel
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
@@ -303,7 +303,7 @@ def _check_indices(indices: torch.Tensor, experts: int) -> None:
     _check_rows(where, *indices.shape)
 
 
-@custom_op("moe_route", flops=flops.none)
+@custom_op("moe_route", flops=flops.none, repeats=SMALL)
 def moe_route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -386,7 +386,7 @@ def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
     return indices.new_empty(experts), indices.new_empty(indices.numel()), torch.empty_like(indices)
 
 
-@custom_op("moe_route_bwd", flops=flops.none)
+@custom_op("moe_route_bwd", flops=flops.none, repeats=SMALL)
 def moe_route_bwd(
     gradient: torch.Tensor,
     logits: torch.Tensor,
@@ -451,7 +451,7 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
 moe_route.register_autograd(_backward, setup_context=_setup)
 
 
-@custom_op("moe_sort", flops=flops.none)
+@custom_op("moe_sort", flops=flops.none, repeats=SMALL)
 def moe_sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sort`."""
     _check_indices(indices, experts)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -109,8 +109,30 @@ class Pool:
         self._futures: dict[Key, Future[bytes]] = {}
         self._busy: set[Key] = set()  # compiled by another process: waited for once nothing else is left
         self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
         self._threads = 0
         self._progress = _Progress()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Starts workers, which import the compiler while the block finds out what it submits to them.
+
+        Those that are not needed end with the block.
+        """
+        with self._lock:
+            if not self._threads and not self._idle:
+                with contextlib.suppress(WorkerError):  # ``submit`` tries again, and logs it
+                    self._idle = start_workers(jobs())
+        try:
+            yield
+        finally:
+            with self._lock:
+                idle, self._idle = self._idle, []
+            for worker in idle:
+                if any(other.group is worker.group for other in list(self._workers)):
+                    worker.close()
+                else:
+                    worker.kill()
 
     def submit(self, keys: Iterable[Key]) -> list[Future[bytes]]:
         """Queues kernels, the first ones first, unless they are queued; returns the futures of their object files."""
@@ -144,11 +166,13 @@ class Pool:
         """Starts threads, each with a worker."""
         if count < 1:
             return
+        workers: list[Worker | None] = [*self._idle[:count]]
+        del self._idle[:count]
         try:
-            workers: list[Worker | None] = [*start_workers(count)]
+            workers += start_workers(count - len(workers)) if count > len(workers) else []
         except WorkerError as error:
             _logger.warning("kernels are compiled one after another: %s", error)
-            workers = [None]
+            workers = workers or [None]
         self._workers.update(worker for worker in workers if worker is not None)
         for worker in workers:
             self._threads += 1
@@ -171,7 +195,7 @@ class Pool:
         if worker is not None:
             self._workers.discard(worker)
             worker.close()
-            if all(other.group is not worker.group for other in list(self._workers)):
+            if all(other.group is not worker.group for other in (*self._workers, *self._idle)):
                 worker.group.wait()  # reaps the process
 
     def _next(self) -> Key | None:

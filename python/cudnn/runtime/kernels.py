@@ -113,13 +113,16 @@ def _compile_ahead(arch: str) -> None:
     if keys is None:
         _operation.kernels = None
         return
-    try:
-        missing = _missing(keys(arch))
-    except Exception as error:  # the call goes on, and raises if the error is the caller's
-        _logger.warning("kernels are compiled one after another: %s: %s", type(error).__name__, error)
+    if not jobs():
         return
-    if len(missing) > 1 and jobs():
-        pool().submit(missing)
+    with pool().starting():
+        try:
+            missing = _missing(keys(arch))
+        except Exception as error:  # the call goes on, and raises if the error is the caller's
+            _logger.warning("kernels are compiled one after another: %s: %s", type(error).__name__, error)
+            return
+        if len(missing) > 1:
+            pool().submit(missing)
 
 
 def _nothing(arch: str) -> Iterable[Key]:

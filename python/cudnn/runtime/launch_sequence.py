@@ -31,15 +31,12 @@ MAX_SEQUENCES = 256
 """Keys of one :class:`LaunchSequences`, the oldest of which are dropped."""
 MAX_VARIANTS = 4
 """Recorded sequences of a key, for tensors of different metadata."""
-MAX_ELEMENTS = 2**23
-"""Of the first tensor of a :func:`repeated` function: with more, a GPU takes longer than the host."""
 MAX_TEMPORARY_BYTES = 2**25
 """Of temporary tensors in a sequence."""
 _ALIGNMENT = 256
 _ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
 _NONE, _INT, _FLOAT, _DL_TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
 _CPU, _CUDA = 1, 2  # DLDeviceType
-_DL_TENSOR_WORDS = 6  # of 8 bytes: data, device, dimensions and type, shape, strides, byte offset
 _DTYPES = {  # DLDataTypeCode and bits
     torch.int32: (0, 32),
     torch.int64: (0, 64),
@@ -79,7 +76,7 @@ class LaunchSequences:
             results = run(*tensors)
             if results is not None:
                 return results
-        if len(known) == MAX_VARIANTS:
+        if len(known) >= MAX_VARIANTS:
             return function(*tensors)
         with Capture() as capture:
             results = function(*tensors)
@@ -96,34 +93,46 @@ class LaunchSequences:
 _lock = threading.Lock()
 
 
-def repeated(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: int) -> Callable[..., Any]:
     """An operator's function whose launches are repeated where its first tensor is small.
 
     Args:
         function: Its results depend on its arguments and on the library's settings alone.
-        places: The positions of its tensors, of which the first is never None.
+        places: The positions of its tensors and lists of tensors. The first is a tensor.
+        max_elements: Of the first tensor: with more, a GPU takes longer than the host.
     """
     sequences = LaunchSequences()
-    plain = frozenset((torch.Tensor, torch.nn.Parameter))
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         first = args[places[0]]
-        if first.is_meta or first.numel() > MAX_ELEMENTS:
+        if first.is_meta or first.numel() > max_elements:
             return function(*args)
         arch = "cuda" if first.is_cuda else architecture(first)
         if not arch:  # the reference
             return function(*args)
+        arguments: list[Any] = [tuple(x) if isinstance(x, (list, tuple)) else x for x in args]
+        tensors: list[torch.Tensor | None] = []
+        for place in places:
+            x = arguments[place]
+            if type(x) is not tuple:
+                tensors.append(x)
+                arguments[place] = None if x is None else x.shape
+            elif len(x) > 1:  # passed as addresses, which are not an argument of a launch
+                return function(*args)
+            else:
+                tensors += x
+                arguments[place] = (len(x), *[each.shape for each in x])
 
         def call(*tensors: torch.Tensor | None) -> Tensors:
-            arguments = list(args)
-            for place, x in zip(places, tensors, strict=True):
-                arguments[place] = x
-            results = function(*arguments)
+            given, rest = list(args), iter(tensors)
+            for place in places:
+                is_list = isinstance(given[place], (list, tuple))
+                given[place] = [next(rest) for _ in given[place]] if is_list else next(rest)
+            results = function(*given)
             return results if isinstance(results, tuple) else (results,)
 
-        key = (*[x.shape if type(x) in plain else x for x in args], arch, settings.texts())
-        results = sequences(key, call, tuple([args[place] for place in places]))
+        results = sequences((*arguments, first.dtype, arch, settings.texts()), call, tuple(tensors))
         result, *others = results
         return results if others else result
 
@@ -253,7 +262,7 @@ class LaunchSequence:
         scope |= {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
         device = present[0][1].device
         scope |= {
-            "empty_workspace": lambda: torch.empty((self._size,), dtype=torch.uint8, device=device),
+            "empty_workspace": _workspace(self._size, device),
             "matches": guard([x for _, x in present]),
             "frames": [],
             "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
@@ -356,6 +365,7 @@ class LaunchSequence:
         device = (_CUDA if x.device.type == "cuda" else _CPU) | (x.device.index or 0) << 32
         address, name, offset = self._locate(x)
         sizes = self._append(*(size % 2**64 for size in (*x.shape, *x.stride())))
+        # Words of a DLTensor: data, device, dimensions and type, shape, strides, byte offset.
         first = self._append(address, device, x.ndim | code << 32 | bits << 40 | 1 << 48, 0, 0, offset)
         self._pointers += [(first + 3, sizes), (first + 4, sizes + x.ndim)]
         if name:
@@ -404,6 +414,11 @@ def _allocation(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that allocates tensors with the metadata of x."""
     shape, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _workspace(size: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function that allocates bytes."""
+    return lambda: torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _handle(function: Any) -> int:

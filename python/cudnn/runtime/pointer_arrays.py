@@ -29,10 +29,10 @@ _TABLES: dict[Any, _PointerArray] = {}
 MOVES = 4  # tables kept of a storage that gets other memory, as one that is resized to 0 and back
 
 
-def pointers(tensors: Sequence[Tensor], addresses: Sequence[int] = ()) -> Tensor:
+def pointers(tensors: Sequence[Tensor], addresses: Sequence[int | range] = ()) -> Tensor:
     """The addresses of tensors, or ``addresses`` in their memory, on their device: as long as the first one's memory is
     there, since a CUDA graph that reads them cannot make them. Where a storage gets other memory, they are kept for its
-    last four places.
+    last four places. A range stands for all its addresses, and takes less time to look up.
 
     PyTorch's allocator is told of other streams than the default one that read them, so that their memory is not used
     again too early.
@@ -41,7 +41,8 @@ def pointers(tensors: Sequence[Tensor], addresses: Sequence[int] = ()) -> Tensor
     key = (first.device, *(addresses or (tensor.data_ptr() for tensor in tensors)))
     table = _TABLES.get(key)
     if table is None:
-        array = persistent(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
+        values = [value for each in key[1:] for value in (each if isinstance(each, range) else (each,))]
+        array = persistent(lambda: torch.tensor(values, dtype=torch.int64, device=key[0]))
         table = _PointerArray(array, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
         every, memory_key = list(_TABLES.items()), (table.memory.cdata, table.offset, len(key))
         moved = [other for other, old in every if (old.memory.cdata, old.offset, len(other)) == memory_key]

@@ -31,6 +31,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WRONG_TYPE = re.compile(r"for argument '(?P<argument>\w+)' but instead found type '(?P<type>[^']*)'")
 _library = torch.library.Library("cudnn", "FRAGMENT")
 _CURE = "To fix it, detach its tensors, or compute this part in PyTorch."
+SMALL = 2**23
+"""Elements of a tensor with more of which a GPU takes longer than the host,"""
+FEW = 2**20
+"""and of tokens, of which a layer of experts makes several copies."""
 _TWICE = f"nothing here is differentiated twice. {_CURE}"
 
 
@@ -51,15 +55,15 @@ def custom_op(
     mutates: Collection[str] = (),
     *,
     flops: Callable[..., int],
-    repeats: bool = False,
+    repeats: int = 0,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Registers a function as the operator ``cudnn::<name>``, which ``mutates`` these arguments.
 
     ``autocast`` names the tensors, or lists of them, that take the type of ``torch.autocast``, as PyTorch's own
     operators of the kind do: those of 32 and 16 bits. The operator itself then runs outside of autocast. ``schema``:
     from the function's types. ``flops``: the number of floating-point operations, from the shapes of the arguments
-    that it names; see :func:`cudnn.runtime.flops.register`. ``repeats``: the function's launches are repeated without
-    it where host time matters; see :func:`cudnn.runtime.launch_sequence.repeated`.
+    that it names; see :func:`cudnn.runtime.flops.register`. ``repeats``: the most elements of the
+    first tensor with which launches are repeated; see :func:`cudnn.runtime.launch_sequence.repeated`.
     """
 
     def register(function: Callable[P, R]) -> Operator[P, R]:
@@ -86,7 +90,7 @@ class _Operator(CustomOpDef):
     autocast, the profiler, tracing, compilers and tensors of other classes go that way.
     """
 
-    def prepare(self, cast: Collection[int], repeats: bool) -> None:
+    def prepare(self, cast: Collection[int], repeats: int) -> None:
         """Precomputes what calls need of the schema."""
         arguments = self._opoverload._schema.arguments
         self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
@@ -95,8 +99,7 @@ class _Operator(CustomOpDef):
         parameters = inspect.signature(self._init_fn).parameters.values()
         self._parameters = [(p.name, p.default, _classes(a.type)) for p, a in zip(parameters, arguments, strict=True)]
         self._function, self._rule = None, None
-        has_lists = any("List" in str(a.type) for a in arguments)
-        self._run = repeated(self._init_fn, self._places) if repeats and not has_lists else self._init_fn
+        self._run = repeated(self._init_fn, self._places, repeats) if repeats else self._init_fn
         self._last = _differentiable(self, self._refuse, lambda **_: None)
         self._apply = _plain_apply(self._last)
         if not self._mutated:  # PyTorch takes no gradient of others; theirs are refused in its words
