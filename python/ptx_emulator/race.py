@@ -124,7 +124,6 @@ class Races:
         self.components: dict[Hashable, int] = {}
         self.names: list[str] = []
         self.events = Events()
-        self.repeated: set[tuple[int, int]] = set()  # pairs of instructions that store the same value
 
     # -- components and clocks
     def component(self, key: Hashable, name: str) -> int:
@@ -317,13 +316,15 @@ class Races:
         if wrong.any():
             where = tuple(int(x[0]) for x in np.nonzero(wrong))
             then, code = ("write", last[where]) if bad[where] else ("read", reads[where])
-            one = int(np.broadcast_to(lane, wrong.shape)[where])
+            one, other = int(np.broadcast_to(lane, wrong.shape)[where]), int(events.site[code >> 6])
+            if self.machine.known("PE103", site, other):
+                return others
             text = (
                 f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by lane "
                 f"{one & 31} of {self.name(one >> 5)} is not ordered after the {then} by another lane at "
-                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them"
+                f"{self.machine.describe_site(other)}: no bar.warp.sync between them"
             )
-            self.machine.fault(RaceError(text, [one], site, "PE103"))
+            self.machine.fault(RaceError(text, [one], site, "PE103", other))
         return others
 
     def _repeats(self, site: int, shadow: Shadow, index: Array, bad: Array, last: Array, same: Same) -> Array:
@@ -334,15 +335,10 @@ class Races:
             repeats &= same()
         if repeats.any():
             where = tuple(int(x[0]) for x in np.nonzero(repeats))
-            other = int(events.site[int(last[where]) >> 6])
-            if (site, other) not in self.repeated:
-                self.repeated.add((site, other))
-                describe = self.machine.describe_site
-                self.machine.warn(
-                    "PE108",
-                    f"{describe(site)} and {describe(other)} store the same value to "
-                    f"{self._place(shadow, index, where)}, and nothing orders them",
-                )
+            other, describe = int(events.site[int(last[where]) >> 6]), self.machine.describe_site
+            if not self.machine.known("PE108", site, other):
+                text = f"store of the same value to {self._place(shadow, index, where)} as at {describe(other)}"
+                self.machine.warn("PE108", f"{text}, and nothing orders them", site, other)
         return repeats
 
     def _place(self, shadow: Shadow, index: Array, where: Sequence[int]) -> str:
@@ -478,15 +474,21 @@ class Races:
             return (other != who) & (clock[row, plane, other] < events.epoch[event])
 
         def report(bad: Array, codes: Array, then: str, code: str, why: str = "") -> None:
-            where = tuple(int(x[0]) for x in np.nonzero(bad))
-            event = int(codes[where]) >> 6
-            one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
-            text = (
-                f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
-                f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
-                f"{self.machine.describe_site(int(events.site[event]))}{why}"
-            )
-            self.machine.fault(RaceError(text, [], site, code))
+            """Once for each instruction that made an earlier access."""
+            places = np.argwhere(bad)
+            sites = events.site[codes[bad] >> 6]
+            for other in np.unique(sites).tolist():
+                if self.machine.known(code, site, other):
+                    continue
+                where = tuple(places[np.flatnonzero(sites == other)[0]].tolist())
+                event = int(codes[where]) >> 6
+                one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
+                text = (
+                    f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
+                    f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
+                    f"{self.machine.describe_site(other)}{why}"
+                )
+                self.machine.fault(RaceError(text, [], site, code, other))
 
         if last.any():
             event = last >> 6

@@ -35,6 +35,7 @@ class MBarrier:
 @dataclass
 class NamedBarrier:
     expected: int
+    site: int  # of the first arrival
     arrived: int = 0
     # Where lanes go on, the lanes, and for bar.red the operation, its target and its predicate.
     waiting: list[tuple[int, Array, tuple[str, Array, Any] | None]] = field(default_factory=list)
@@ -199,7 +200,7 @@ class Sync:
             expected = one(count, some[0])
             if expected % 32 or expected <= 0:
                 raise BarrierError(f"named barrier for {expected} threads: not a multiple of 32", some, site, "PE305")
-            barrier = self.named.setdefault(key, NamedBarrier(expected))
+            barrier = self.named.setdefault(key, NamedBarrier(expected, site))
             if barrier.expected != expected:
                 raise BarrierError(
                     f"named barrier {key % 16}: {expected} threads here, {barrier.expected} elsewhere",
@@ -304,15 +305,18 @@ class Sync:
         return granted
 
     # -- deadlock reports
-    def describe_named(self) -> list[str]:
+    def describe_named(self) -> list[tuple[int, str]]:
         return [
-            f"named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
-            f"{named.arrived} of {named.expected} threads"
+            (
+                named.site,
+                f"named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
+                f"{named.arrived} of {named.expected} threads",
+            )
             for key, named in sorted(self.named.items())
         ]
 
     def describe(self) -> list[str]:
-        lines = [f"  {text}" for text in self.describe_named()]
+        lines = [f"  {text}" for _, text in self.describe_named()]
         for address, b in sorted(self.barriers.items()):
             lines.append(
                 f"  mbarrier {self.machine.shared_name(address)}: {b.count - b.pending} of {b.count} arrivals, "

@@ -202,6 +202,6 @@ def test_trap_and_bad_arguments() -> None:
     with pytest.raises(ValueError, match="scheduler must be one of"):
         run("mov.u32 %r1, 0;", scheduler="fast")
     with pytest.raises(ValueError, match="takes 1 arguments, got 2"):
-        ptx_emulator.run(".visible .entry k(.param .b64 a) { ret; }", "k", 1, 1, [0, 0])
+        ptx_emulator.run_ptx(".visible .entry k(.param .b64 a) { ret; }", "k", 1, 1, [0, 0])
     with pytest.raises(ValueError, match="arch must be one of"), ptx_emulator.emulate("sm_80"):
         pass

@@ -60,8 +60,8 @@ class Options:
     races: bool = True
     scheduler: str = "lowest-pc"
     seed: int = 0
-    load_waits: bool = True
     ignore: tuple[str, ...] = ()
+    warn: tuple[str, ...] = ()
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Outcome:
     failure: str = ""
     seconds: float = 0.0
     exit_code: int = 0
+    stopped_by_kernel: bool = False
 
 
 def run_program(name: str, shape: tuple[int, ...] | None, options: Options, quiet: bool = True) -> Outcome:
@@ -158,7 +159,7 @@ def instruction_class(text: str) -> str:
 def _emulate(
     options: Options, action: Callable[[], None], describe: Callable[[Exception], str], quiet: bool
 ) -> Outcome:
-    from ptx_emulator import EmulatorError, Report
+    from ptx_emulator import EmulatorError, Fault, Report
 
     outcome, start = Outcome(Report()), time.perf_counter()
 
@@ -177,16 +178,17 @@ def _emulate(
         outcome.exit_code = request.code if isinstance(request.code, int) else int(request.code is not None)
         outcome.failure = request.code if isinstance(request.code, str) else ""
     except EmulatorError as error:
-        outcome.exit_code, outcome.failure = 1, _describe_fault(error)
+        outcome.exit_code, outcome.failure = 1, f"{type(error).__name__}: {error}"
+        outcome.stopped_by_kernel = isinstance(error, Fault)
     except Exception as error:  # the report of the launches before the error is still shown
         outcome.exit_code, outcome.failure = 1, describe(error)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-def _describe_fault(error: Exception) -> str:
-    """The emulator's message, with PTX lines, blocks and threads, and the text of the Python lines that it names."""
-    text = f"{type(error).__name__}: {error}"
+def _describe(finding: Any) -> str:
+    """A finding, with PTX lines, blocks and threads, and the text of the Python lines that it names."""
+    text = str(finding)
     sources = dict.fromkeys(_SOURCE.findall(text))
     lines = [f"  {path}:{number}\n    {linecache.getline(path, int(number)).strip()}" for path, number in sources]
     return "\n".join([text, *lines])
@@ -220,7 +222,7 @@ def _show(console: Console, outcome: Outcome, options: Options) -> None:
         _show_kernel(console, launches)
     if not kernels and not outcome.failure:
         console.print("No kernel ran in the emulator: it takes fused APIs and CuTe DSL kernels on CPU tensors.")
-    if outcome.failure:
+    if outcome.failure and not outcome.stopped_by_kernel:  # whose findings stand below the kernel
         console.print(outcome.failure, style="red", markup=False, soft_wrap=True)
     console.print(_verdicts(outcome, options))
     console.print(f"{options.arch}, scheduler {options.scheduler}: {outcome.seconds:.1f} s with compilation, on a CPU.")
@@ -262,20 +264,25 @@ def _show_kernel(console: Console, launches: list[Any]) -> None:
         table.add_row("bank conflicts", f"{sum(launch.bank_conflicts for launch in launches):,} extra passes")
     table.add_row("emulated in", f"{seconds:.3f} s")
     console.print(table)
-    for warning in dict.fromkeys(text for launch in launches for text in launch.warnings):
-        console.print(f"warning: {warning}", markup=False)
+    for text in dict.fromkeys(_describe(finding) for launch in launches for finding in launch.findings):
+        console.print(text, style="red" if text.startswith("error") else "", markup=False, soft_wrap=True)
 
 
 def _verdicts(outcome: Outcome, options: Options) -> Table:
     table = Table.grid(padding=(0, 2))
+    errors, warnings = len(outcome.report.errors), sum(len(each.warnings) for each in outcome.report.launches)
+    if errors or warnings:
+        table.add_row("findings", f"{errors} errors, {warnings} warnings")
     if outcome.failure:
         table.add_row("the run", "[bold red]failed[/]")
-    elif any(launch.error for launch in outcome.report.launches):
+    elif errors:
         table.add_row("the run", "[bold red]had a fault[/], which the script handled")
     elif outcome.report.launches:
         table.add_row("data races", "[green]none found[/]" if options.races else "not looked for (--no-races)")
     if options.ignore:
         table.add_row("ignored findings", ", ".join(options.ignore))
+    if options.warn:
+        table.add_row("as warnings", ", ".join(options.warn))
     for comparison in outcome.comparisons:
         verdict = "[green]agrees with its reference[/]" if comparison.passed else "[bold red]wrong[/]"
         table.add_row(comparison.name, f"{verdict}: error {comparison.error:.1e}, allowed {comparison.allowed:.1e}")

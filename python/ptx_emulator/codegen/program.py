@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator import alu, convert, warp
+from ptx_emulator import alu, convert, report, warp
 from ptx_emulator.codegen import arithmetic, asynchronous, memory  # noqa: F401  (they register their handlers)
 from ptx_emulator.codegen.emitter import Emitter, registers_of
 from ptx_emulator.codegen.in_flight import LOADED, InFlight, moves
@@ -83,8 +83,16 @@ class Program:
         self.uses_warpgroups = "wgmma" in opcodes
         self.granule = self._granule()
 
-    def warnings(self) -> list[tuple[str, str]]:
-        """Codes and texts: registers that may be used before the wait for what holds them."""
+    def instruction(self, site: int | None) -> report.Instruction | None:
+        """An instruction for reports."""
+        if site is None:
+            return None
+        instruction = self.kernel.instructions[site]
+        text, (file, line) = self.kernel.ptx_lines[instruction.line - 1].strip(), instruction.source or ("", 0)
+        return report.Instruction(instruction.line, text, file, line)
+
+    def warnings(self) -> list[tuple[str, int, str]]:
+        """Codes, instructions and texts: registers that may be used before the wait for what holds them."""
         found = {}
         for site, held in self.in_flight.touched.items():
             register, role, load = min(held)
@@ -93,6 +101,7 @@ class Program:
             wait = "tcgen05.wait::ld" if role == LOADED else "wgmma.wait_group"
             found[load if role == LOADED else site] = (
                 "PE105" if role == LOADED else "PE104",
+                site,
                 f"PTX line {code[site].line}: {register} {what} is used without {wait}",
             )
         return list(found.values())

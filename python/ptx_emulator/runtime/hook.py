@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Session:
     arch: str
     options: Options
     ranges: set[tuple[int, int]]
-    report: Report = field(default_factory=Report)
+    report: Report
 
 
 _session: ContextVar[Session | None] = ContextVar("ptx_emulator", default=None)
