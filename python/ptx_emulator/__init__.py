@@ -13,6 +13,7 @@ It knows PTX and the DSL's runtime interface, and needs neither a GPU nor a CUDA
 from ptx_emulator.api import emulate as emulate
 from ptx_emulator.api import run as run
 from ptx_emulator.api import run_ptx as run_ptx
+from ptx_emulator.api import run_triton as run_triton
 from ptx_emulator.errors import BarrierError as BarrierError
 from ptx_emulator.errors import CollectiveError as CollectiveError
 from ptx_emulator.errors import Deadlock as Deadlock

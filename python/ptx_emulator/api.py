@@ -144,6 +144,44 @@ def run_ptx(
     return launch
 
 
+def run_triton(compiled: Any, grid: Dim, args: Sequence[Any] = (), **options: Any) -> Launch:
+    """Runs a compiled Triton kernel on NumPy arrays or CPU tensors.
+
+    Triton compiles without a GPU: `triton.compile(ASTSource(...), target=GPUTarget("cuda", 90, 32))`.
+
+    Args:
+        compiled: What `triton.compile` returns.
+        grid: One to three numbers of programs.
+        args: The kernel's arguments without constants, as for `run_ptx`.
+        options: `races`, `scheduler`, `seed`, `ignore`, `warn`, `on_error` and `memory` of `run_ptx`.
+
+    Returns:
+        What the kernel did, with its findings.
+
+    Raises:
+        Fault, UnsupportedPTX, ValueError, TypeError: as `run_ptx`.
+    """
+    text, metadata = compiled.asm["ptx"], compiled.metadata
+    x, y, z = _dim3(grid, "grid")
+    ctas = getattr(metadata, "num_ctas", 1)
+    scratch = []  # which Triton's launcher allocates: a part for each program, on behalf of the compiler
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        size = getattr(metadata, name, 0) or 0
+        scratch.append(np.zeros(size * x * y * z * ctas, np.uint8) if size else 0)
+    count = len(load(text, metadata.name).kernel.parameters)
+    given = [*args, *scratch[: count - len(args)]]
+    return run_ptx(
+        text,
+        metadata.name,
+        (x * ctas, y, z),
+        32 * metadata.num_warps,
+        given,
+        cluster=ctas,
+        shared_bytes=metadata.shared,
+        **options,
+    )
+
+
 def run(ptx: str, entry: str, grid: Dim, block: Dim, args: Sequence[Any] = (), **options: Any) -> Launch:
     """Deprecated: `run_ptx`."""
     warnings.warn("ptx_emulator.run is deprecated: use run_ptx", DeprecationWarning, stacklevel=2)
@@ -162,6 +200,7 @@ def emulate(
     warn: Collection[str] = (),
     on_error: str = "collect",
     memory: Sequence[Any] = (),
+    cuda: bool = False,
     report: Report | None = None,
     load_waits: bool | None = None,
 ) -> Iterator[Report]:
@@ -181,6 +220,8 @@ def emulate(
             by the call. "raise": the call raises the first error at once. "report": nothing is raised; the errors are
             in the report.
         memory: Arrays that kernels may access besides the storages of all live CPU tensors.
+        cuda: Programs for `device="cuda"` run: PyTorch's tensors are on the CPU and say that they are on "cuda:0";
+            `torch.cuda` and `cuda.bindings` answer for the emulated chip, in all threads. Import torch before.
         report: The report of an earlier block, to go on with.
         load_waits: Deprecated: `False` is `warn=["PE105"]`.
 
@@ -192,6 +233,7 @@ def emulate(
         ValueError: no such architecture or option, or a code that cannot be ignored.
         EmulatorError: the thread is inside such a block already.
     """
+    from ptx_emulator.runtime.cuda import emulated_cuda
     from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session
 
     if arch not in CAPABILITY:
@@ -214,7 +256,8 @@ def emulate(
     session = Session(arch, options, ranges, Report(arch=arch) if report is None else report)
     HOOK.enter(session)
     try:
-        yield session.report
+        with emulated_cuda(arch, CAPABILITY[arch], multiprocessors) if cuda else contextlib.nullcontext():
+            yield session.report
         HOOK.raise_pending()
     except Fault:
         raise

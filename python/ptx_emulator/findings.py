@@ -236,6 +236,16 @@ _ALL = (
         True,
     ),
     Rule(
+        "PE406",
+        None,
+        "constant behind `wgmma.fence`",
+        "Registers of a `wgmma` got constants between the last `wgmma.fence` and this first `wgmma` behind it. PTX "
+        "requires a fence after the write. Compilers move the zeroing of accumulators there, and ptxas orders it.",
+        "None is needed if the source has it before the fence. To write PTX by hand, zero the registers before "
+        "`wgmma.fence`, or let the first `wgmma` not accumulate.",
+        True,
+    ),
+    Rule(
         "PE501",
         errors.Fault,
         "trap",

@@ -45,6 +45,11 @@ _GLOBAL: dict[int, Array] = {n: _PROCESS.view(dtype) for n, dtype in N.UNSIGNED.
 
 def _storage(tensor: Any) -> set[tuple[int, int]]:
     """[first, last) of a CPU tensor's storage, if it has one."""
+    with sys.modules["torch"]._C.DisableTorchFunction():  # no mode says that the tensor is elsewhere
+        return _plain_storage(tensor)
+
+
+def _plain_storage(tensor: Any) -> set[tuple[int, int]]:
     if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
         return set()
     try:

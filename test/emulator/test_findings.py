@@ -81,7 +81,7 @@ CASES = {
     "PE305": Case("bar.sync 1, 40;", {"block": 64}),
     "PE306": Case("barrier.cluster.wait.aligned;", {}),
     "PE401": Case("setp.lt.u32 %p1, %r99, 16; @%p1 shfl.sync.bfly.b32 %r1, %r99, 1, 31, -1;", {}),
-    "PE402": Case(f"{BEGIN} mov.b32 %r22, 0; {multiply()}", {"shared": OPERANDS, "races": True, "block": 128}),
+    "PE402": Case(f"{BEGIN} add.s32 %r22, %r22, 1; {multiply()}", {"shared": OPERANDS, "races": True, "block": 128}),
     "PE403": Case(
         f"{ALLOCATE} tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r11}}, [%r10]; {DEALLOCATE}",
         {"shared": SHARED, "block": 128},
@@ -141,6 +141,25 @@ def test_a_launch_goes_on_behind_an_ignored_finding(code: str) -> None:
         assert (launch.error, launch.warnings, launch.codes) == ("", [], [])
     with pytest.raises(ptx_emulator.Fault, match=f"^{code}: "):
         run(case.body, np.zeros(case.size, np.uint32), **case.options, ignore=[WARNED])
+
+
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_constants_that_a_compiler_moves_behind_the_fence_are_a_warning(scheduler: str) -> None:
+    """The zeroing of accumulators. Other values, and constants behind a `wgmma` of the same fence, are errors."""
+    end = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    options: dict[str, Any] = {"shared": OPERANDS, "block": 128, "races": True, "scheduler": scheduler}
+    zero = "mov.b32 %r30, 0; mov.b32 %r31, %r30;"
+    launch = run(f"{BEGIN} {zero} {multiply()} {end}", **options)
+    assert [(finding.code, finding.severity) for finding in launch.findings] == [("PE406", "warning")]
+    assert run(f"{zero} {BEGIN} {multiply()} {end}", **options).findings == []
+    for wrong in (
+        f"{BEGIN} add.f32 %r30, %r60, %r60; {multiply()} {end}",
+        f"{BEGIN} mov.b32 %r30, %r60; {multiply()} {end}",
+        f"{BEGIN} {multiply()} {end} {zero} {multiply()} {end}",
+        f"{BEGIN} {multiply()} {end} {zero} wgmma.fence.sync.aligned; add.s32 %r20, %r20, 1; {multiply()} {end}",
+    ):
+        with pytest.raises(ptx_emulator.Fault, match=r"^PE402: "):
+            run(wrong, **options)
 
 
 def test_ignored_warnings_and_tensor_maps() -> None:
@@ -302,7 +321,7 @@ def test_each_class_is_raised_with_its_codes_only() -> None:
 
 
 def test_each_code_has_a_kernel_and_a_row() -> None:
-    assert {*CASES, WARNED, EDITED, "PE108"} == set(RULES)
+    assert {*CASES, WARNED, EDITED, "PE108", "PE406"} == set(RULES)
     assert all(code == finding.code for code, finding in RULES.items())
     page = (SOURCES.parents[1] / "docs" / "emulator-findings.md").read_text()
     assert [code for code in RULES if f"\n| {code} |" not in page] == []

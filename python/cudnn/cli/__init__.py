@@ -87,6 +87,9 @@ def _emulate(
     warn: Annotated[
         list[str] | None, typer.Option(metavar="CODE", help="Findings with this code are warnings; may be repeated.")
     ] = None,
+    cuda: Annotated[
+        bool, typer.Option("--cuda", help='A script for device="cuda" runs: the chip answers, its memory is the CPU\'s.')
+    ] = False,
     shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
@@ -120,7 +123,7 @@ def _emulate(
     if not is_script and arguments:
         raise option_error("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
     problem = _problem(shape, demo_cases.find(target).dimensions) if shape else None
-    options = emulate.Options(arch, races, scheduler, seed, tuple(ignore or ()), tuple(warn or ()))
+    options = emulate.Options(arch, races, scheduler, seed, tuple(ignore or ()), tuple(warn or ()), cuda)
     raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))
 
 

@@ -62,6 +62,7 @@ class Options:
     seed: int = 0
     ignore: tuple[str, ...] = ()
     warn: tuple[str, ...] = ()
+    cuda: bool = False
 
 
 @dataclass
