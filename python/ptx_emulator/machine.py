@@ -41,6 +41,7 @@ SCHEDULERS = ("lowest-pc", "random", "lazy")
 ON_ERROR = ("collect", "raise", "report")
 WAVE = 256  # resident blocks
 GRID_LIMIT = ((1 << 31) - 1, 65_535, 65_535)  # blocks by dimension
+PATIENCE = 1_000  # such steps, as of a loop that polls memory, after which pending asynchronous work is done
 IDLE_LIMIT = 200_000  # steps without an effect that other threads can observe
 
 
@@ -334,7 +335,7 @@ class Machine:
                         self.spins.clear()
                         self.polls.clear()
                     choice = pick()
-                    if choice is None and self.queues.run_one():
+                    if (choice is None or idle > PATIENCE) and self.queues.run_one():
                         self.event += 1
                         continue
                     if choice is None and self.sleeping:

@@ -237,10 +237,12 @@ class Races:
         flags: int = 0,
         alone: bool = False,
         same: Same | None = None,
+        stored: Same | None = None,
     ) -> None:
         """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together.
 
-        `same`: says, of a store that has not happened yet, which granules it leaves as they are.
+        Of a store that has not happened yet, `same` says which granules it leaves as they are, and `stored` what it
+        writes.
         """
         index, warp = index.reshape(len(lanes), -1), lanes >> 5
         starts = np.flatnonzero(warp[1:] != warp[:-1]) + 1
@@ -263,6 +265,8 @@ class Races:
                 now = shadow.write[index]
                 together = now != codes
                 if together.any():  # lanes that write together: one of them wins
+                    if not flags & ATOMIC:
+                        self._collide(site, shadow, index, lanes, codes, now, stored)
                     again = self.events.add(warps, epochs, site, flags)
                     shadow.write[index[together]] = now[together] + ((again - event) << 6)
         elif not flags & (ATOMIC | UNRECORDED):
@@ -326,6 +330,31 @@ class Races:
             )
             self.machine.fault(RaceError(text, [one], site, "PE103", other))
         return others
+
+    def _collide(
+        self, site: int, shadow: Shadow, index: Array, lanes: Array, codes: Array, now: Array, stored: Same | None
+    ) -> None:
+        """Stores of one instruction by several warps at once, as if one warp came after the other."""
+        events, who = self.events, np.broadcast_to((lanes >> 5)[:, None], index.shape)
+        apart = events.component[now >> 6] != who
+        if not apart.any():
+            return
+        new = stored() if stored is not None else None
+        winners = {int(index[at]): at for at in map(tuple, np.argwhere(now == codes).tolist())}
+        for at in map(tuple, np.argwhere(apart).tolist()):
+            winner = winners[int(index[at])]
+            place = self._place(shadow, index, at)
+            if new is not None and (new[at] == new[winner]).all():
+                text = f"store of the same value to {place} by {self.name(int(who[at]))}"
+                self.machine.warn(
+                    "PE108", f"{text} and {self.name(int(who[winner]))}, and nothing orders them", site, site
+                )
+            elif not self.machine.known("PE101", site, site):
+                text = (
+                    f"race on {place}: write by {self.name(int(who[at]))} is not ordered after the write by "
+                    f"{self.name(int(who[winner]))} at {self.machine.describe_site(site)}"
+                )
+                self.machine.fault(RaceError(text, [int(lanes[at[0]])], site, "PE101", site))
 
     def _repeats(self, site: int, shadow: Shadow, index: Array, bad: Array, last: Array, same: Same) -> Array:
         """Where a store conflicts with a store of the same value, which is a warning, once for two instructions."""

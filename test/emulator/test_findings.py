@@ -209,6 +209,21 @@ def test_unordered_stores_of_the_same_value_are_a_warning(scheduler: str) -> Non
         run(other, np.zeros(2, np.uint32), **options)
 
 
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+@pytest.mark.parametrize("width", ["b32", "b64"])
+def test_stores_of_different_warps_in_one_step(width: str, scheduler: str) -> None:
+    """Both warps execute the same instruction. The lanes of a warp may store to one place together."""
+    options: dict[str, Any] = RACES | {"block": 64, "scheduler": scheduler}
+    store = f"mov.b64 %rd1, {{%r5, %r5}}; st.shared.{width} [%r1], {'%r5' if width == 'b32' else '%rd1'};"
+    with pytest.raises(
+        ptx_emulator.RaceError, match=r"^PE101: race on .* write by warp [01] .* the write by warp [01]"
+    ):
+        run(f"{ADDRESS} mov.b32 %r5, %r99; {store}", **options)
+    assert run(f"{ADDRESS} mov.b32 %r5, 7; {store}", **options).codes == ["PE108"]
+    by_warp = "shr.u32 %r6, %r99, 5; shl.b32 %r6, %r6, 3; add.s32 %r1, %r1, %r6;"
+    assert run(f"{ADDRESS} {by_warp} mov.b32 %r5, %r99; {store}", **options).findings == []
+
+
 @pytest.mark.parametrize(("width", "registers"), [("b32", "%r9"), ("b64", "%rd1"), ("v4.b32", "{%r9, %r9, 3, %r9}")])
 def test_stores_of_the_same_value_within_a_warp(width: str, registers: str) -> None:
     """Lane 0 stores, then lane 1 does. A read in between is a race still."""

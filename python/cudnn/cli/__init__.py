@@ -88,7 +88,7 @@ def _emulate(
         list[str] | None, typer.Option(metavar="CODE", help="Findings with this code are warnings; may be repeated.")
     ] = None,
     cuda: Annotated[
-        bool, typer.Option("--cuda", help='A script for device="cuda" runs: the chip answers, its memory is the CPU\'s.')
+        bool, typer.Option("--cuda", help='Scripts for device="cuda" run: CPU tensors, and answers of the chip.')
     ] = False,
     shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
