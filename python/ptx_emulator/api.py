@@ -169,7 +169,7 @@ def run_triton(compiled: Any, grid: Dim, args: Sequence[Any] = (), **options: An
         size = getattr(metadata, name, 0) or 0
         scratch.append(np.zeros(size * x * y * z * ctas, np.uint8) if size else 0)
     count = len(load(text, metadata.name).kernel.parameters)
-    given = [*args, *scratch[: count - len(args)]]
+    given = [*args, *scratch[: max(count - len(args), 0)]]
     return run_ptx(
         text,
         metadata.name,

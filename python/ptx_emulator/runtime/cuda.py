@@ -153,13 +153,9 @@ def _answers(
         gcnArchName="",
     )
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
     def answer(value: Any) -> Any:
         return lambda *_, **__: value
 
-    seed = dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed)
     quiet = ("synchronize", "set_device", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats", "ipc_collect")
     zero = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     yield (
@@ -181,9 +177,11 @@ def _answers(
             "mem_get_info": answer((MEMORY, MEMORY)),
             "is_current_stream_capturing": answer(False),
             "is_bf16_supported": answer(True),
-            **seed,
-            **dict.fromkeys(quiet, nothing),
-            **dict.fromkeys(zero, answer(0)),
+            "manual_seed": lambda seed: torch.default_generator.manual_seed(seed) and None,
+            "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed) and None,
+            # torch._dynamo, imported later, wants a function of its own for each name.
+            **{name: answer(None) for name in quiet},
+            **{name: answer(0) for name in zero},
         },
     )
     attributes = {
