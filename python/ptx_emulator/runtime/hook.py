@@ -286,7 +286,12 @@ class Hook:
 
         def init(this: Any, *args: Any, **kwargs: Any) -> None:
             make(this, *args, **kwargs)
-            if self.session is not None:
+            if self.session is None:
+                return
+            if hasattr(this, "_tvm_ffi_tensor"):  # its device decides where TVM-FFI gets the stream from
+                this._tvm_ffi_tensor = sys.modules["tvm_ffi"].from_dlpack(_OnChip(this._dlpack_data))
+                this._dlpack_data = this._tvm_ffi_tensor.__dlpack__()
+            else:
                 on_the_chip(this._dlpack_data)
 
         cls.__init__ = init
@@ -394,6 +399,20 @@ HOOK = Hook()
 def _owner(cls: type, name: str) -> Any:
     """The class of a hierarchy that defines `name`."""
     return next(each for each in cls.__mro__ if name in vars(each))
+
+
+class _OnChip:
+    """What a DLPack capsule holds, as an object on a GPU."""
+
+    def __init__(self, capsule: Any) -> None:
+        on_the_chip(capsule)
+        self.capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DL_CUDA, 0
 
 
 def on_the_chip(capsule: Any) -> None:
