@@ -29,3 +29,4 @@ from ptx_emulator.report import Finding as Finding
 from ptx_emulator.report import Instruction as Instruction
 from ptx_emulator.report import Launch as Launch
 from ptx_emulator.report import Report as Report
+from ptx_emulator.timeline import Timeline as Timeline

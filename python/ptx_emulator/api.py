@@ -27,6 +27,16 @@ def _dim3(value: Dim, name: str) -> tuple[int, int, int]:
     return x, y, z
 
 
+def _block(value: Dim | None) -> tuple[int, int, int] | None:
+    if value is None:
+        return None
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(numbers) <= 3 or any(n < 0 for n in numbers):
+        raise ValueError(f"timeline must be the one to three coordinates of a block; got {value!r}")
+    x, y, z = (*numbers, 0, 0)[:3]
+    return x, y, z
+
+
 def _buffer(value: Any) -> tuple[int, int] | None:
     """(address, bytes) of an array that a kernel may reach, or None for a number."""
     if isinstance(value, np.ndarray):
@@ -84,6 +94,7 @@ def run_ptx(
     warn: Collection[str] = (),
     on_error: str = "collect",
     memory: Sequence[Any] = (),
+    timeline: Dim | None = None,
     load_waits: bool | None = None,
 ) -> Launch:
     """Runs a kernel of a PTX module on NumPy arrays or CPU tensors.
@@ -109,6 +120,7 @@ def run_ptx(
             message and in its `findings`. "raise": the first error is raised at once. "report": nothing is raised, the
             errors are in the result.
         memory: More arrays that the kernel may access.
+        timeline: Coordinates of a thread block, as 0 or (1, 0): the result's `timeline` has what its warps did.
         load_waits: Deprecated: `False` is `warn=["PE105"]`.
 
     Returns:
@@ -136,6 +148,7 @@ def run_ptx(
         multiprocessors=multiprocessors,
         ignore=ignore,
         on_error=on_error,
+        timeline=_block(timeline),
     )
     dimensions = _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster")
     report = Report()
@@ -200,6 +213,7 @@ def emulate(
     warn: Collection[str] = (),
     on_error: str = "collect",
     memory: Sequence[Any] = (),
+    timeline: Dim | None = None,
     cuda: bool = False,
     report: Report | None = None,
     load_waits: bool | None = None,
@@ -220,6 +234,7 @@ def emulate(
             by the call. "raise": the call raises the first error at once. "report": nothing is raised; the errors are
             in the report.
         memory: Arrays that kernels may access besides the storages of all live CPU tensors.
+        timeline: Coordinates of a thread block: each launch's `timeline` has what the warps of this block did.
         cuda: Programs for `device="cuda"` run: PyTorch's tensors are on the CPU and say that they are on "cuda:0";
             `torch.cuda` and `cuda.bindings` answer for the emulated chip, in all threads. Import torch before.
         report: The report of an earlier block, to go on with.
@@ -248,6 +263,7 @@ def emulate(
         multiprocessors=multiprocessors,
         ignore=ignore,
         on_error=on_error,
+        timeline=_block(timeline),
     )
     if HOOK.session is not None:
         raise EmulatorError("emulate blocks do not nest")

@@ -34,6 +34,7 @@ from ptx_emulator.race import NoRaces, Races, Shadow
 from ptx_emulator.report import Finding, Launch, Report
 from ptx_emulator.sync import Sync, wait_name
 from ptx_emulator.tcgen05 import TensorMemory
+from ptx_emulator.timeline import NoRecorder, Recorder, Timeline
 from ptx_emulator.tma import TMA
 
 Dim3 = tuple[int, int, int]
@@ -54,6 +55,7 @@ class Options:
     ignore: Collection[str] = ()
     warn: Collection[str] = ()
     on_error: str = "collect"
+    timeline: Dim3 | None = None
 
     def __post_init__(self) -> None:
         for name in ("ignore", "warn"):
@@ -127,9 +129,17 @@ class Machine:
         self.mma = WarpMatrices(self)
         self.tensor = TensorMemory(self)
         self.found = launch.by_place
+        self.timeline: Any = self._recorder(options.timeline)
         self.groups: dict[int, Array] = {0: self.thread < self.block_threads}
         self.blocked: dict[int, tuple[int, Array]] = {}
         self.executed = np.zeros(len(program.blocks), np.int64)
+
+    def _recorder(self, block: Dim3 | None) -> Any:
+        """Of the thread block, if it is one of these."""
+        if block is None or list(block) not in self.where:
+            return NoRecorder()
+        self.report.timeline = Timeline(block)
+        return Recorder(self, self.where.index(list(block)), self.report.timeline)
 
     def hand_out(self) -> tuple[int, int, int] | None:
         """Cluster launch control: takes a cluster that has not started; returns its first block, None without one."""
@@ -376,6 +386,7 @@ class Machine:
         self.spins[block] = self.spins.get(block, 0) + 1
         self.executed[block] += int(mask.reshape(-1, 32).any(1).sum())
         m: Any = True if mask.all() else mask
+        self.timeline.step(block, mask)
         result = self.program.functions[block](self, m, self.r, self.s, self.f)
         following = block + 1
         if result is None:

@@ -186,6 +186,7 @@ class WarpMatrices:
         for lanes in self._groups(m, "wgmma.commit_group", site):
             group = int(lanes[0]) // 128
             self.committed[group] = self.committed.get(group, 0) + 1
+            self.machine.timeline.commit(("wgmma", group))
 
     def wgmma_wait_group(self, site: int, m: Any, left: int) -> None:
         race = self.machine.race
@@ -193,6 +194,7 @@ class WarpMatrices:
             group = int(lanes[0]) // 128
             limit = self.committed.get(group, 0) - left
             self._run(group, limit)
+            self.machine.timeline.wait_group(("wgmma", group), np.unique(lanes >> 5), left, "wgmma group")
             if race.on and limit > 0:
                 race.learn(np.unique(lanes >> 5), self.component(group), limit)
 
@@ -279,4 +281,7 @@ class WarpMatrices:
                 self.pending.setdefault(group, []).append((epochs[number], operation))
         else:
             run(slice(None))
+        if machine.timeline.on:
+            for lane, group in zip(first.tolist(), numbers.tolist(), strict=True):
+                machine.timeline.hold(("wgmma", group), machine.timeline.multiply(lane, 64 * n * k, "wgmma"))
         machine.report.operations["wgmma multiply-adds"] += 64 * n * k * len(groups)

@@ -13,6 +13,7 @@ import numpy as np
 from ptx_emulator.errors import Fault
 from ptx_emulator.findings import RULES
 from ptx_emulator.numerics import Array
+from ptx_emulator.timeline import Timeline
 
 
 def _no_conflict(words: Array) -> bool:
@@ -124,6 +125,7 @@ class Launch:
         conflicts: By PTX instruction: passes of shared memory that were needed, and those beyond. `bank_conflicts` is
             the sum of the latter.
         findings: All errors and warnings, in the order in which they happened.
+        timeline: What the warps of one thread block did, if it was asked for: `timeline.svg()` draws it.
     """
 
     kernel: str
@@ -138,6 +140,7 @@ class Launch:
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    timeline: Timeline | None = field(default=None, repr=False)
     handled: bool = field(default=False, init=False, repr=False)
     by_place: dict[tuple[str, int | None, int | None], Finding] = field(default_factory=dict, init=False, repr=False)
 

@@ -190,8 +190,10 @@ class TMA:
         machine, memory, size = self.machine, self.machine.memory, 16 * len(chunks)
         low = int(chunks.min())
         extent = int(chunks.max()) + 1 - low
+        end = machine.timeline.copy(lane, size, what)
 
         def run() -> None:
+            machine.timeline.now = end
             data = fetch(issue, signals[0]).copy()
             machine.report.count_bytes(what, size * len(blocks))
             for block, signal in zip(blocks, signals, strict=True):
@@ -309,6 +311,7 @@ class TMA:
         """Copies the elements `inside_box` of a box of `shape`, which lies in `chunks`, to a view of global memory."""
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         copies = machine.async_copies
+        machine.timeline.hold(("bulk", lane), machine.timeline.copy(lane, 16 * len(chunks), "shared to global"))
         if race.on:  # shared memory outside the tensor's bounds may be uninitialized
             marks = np.zeros(shape, bool)
             marks[inside_box] = True
