@@ -260,6 +260,8 @@ class Memory:
             if self.machine.race.on and where != "local":
                 if where == "shared" and what != "atomic":
                     self.report.count_conflicts(site, lanes, address, total)
+                if where == "global":
+                    self.report.count_sectors(f"global {what}", lanes >> 5, address, total)
                 self.touch(site, where, lanes, address, total, what != "load", order, values)
             yield where, lanes, address
         if what != "load":

@@ -15,6 +15,8 @@ from ptx_emulator.findings import RULES
 from ptx_emulator.numerics import Array
 from ptx_emulator.timeline import Timeline
 
+SECTOR = 32  # bytes
+
 
 def _no_conflict(words: Array) -> bool:
     """Whether the 32 words of each pass lie in different banks."""
@@ -120,6 +122,8 @@ class Launch:
         seconds: How long the emulation took.
         instructions: Instructions by opcode, counted per warp, as a profiler does.
         bytes: Bytes moved, by kind: "global load", "shared store", "global to shared TMA" and so on.
+        sectors: 32-byte sectors of global memory, by kind as `bytes`: of loads and stores the distinct ones of each
+            warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts once.
         operations: Multiply-adds of tensor cores, by instruction.
         waits: How often threads waited, by kind of barrier.
         conflicts: By PTX instruction: passes of shared memory that were needed, and those beyond. `bank_conflicts` is
@@ -136,6 +140,7 @@ class Launch:
     seconds: float = 0.0
     instructions: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    sectors: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
@@ -166,6 +171,25 @@ class Launch:
 
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
+
+    def count_sectors(self, what: str, warps: Array, address: Array, size: int) -> None:
+        """Of one instruction: distinct sectors of each warp."""
+        per = max(1, size // SECTOR)
+        sectors = (address // SECTOR)[:, None] + np.arange(per)
+        self.sectors[what] += len(np.unique((warps[:, None] << np.int64(44)) | sectors))
+
+    def count_rows(self, what: str, view: Array, address: int) -> None:
+        """Of a box in global memory: each contiguous row."""
+        starts = np.full(1, address, np.int64)
+        for count, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
+            starts = (starts[:, None] + np.arange(count) * stride).reshape(-1)
+        last = starts + view.shape[-1] * view.itemsize - 1
+        self.sectors[what] += int((last // SECTOR - starts // SECTOR + 1).sum())
+
+    @property
+    def wavefronts(self) -> int:
+        """Passes of shared memory that loads, stores and matrix loads take, with those of bank conflicts."""
+        return sum(passes + extra for passes, extra in self.conflicts.values())
 
     def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
         """Wavefronts in addition to the one (two, four for 8- and 16-byte accesses) that every warp needs."""
@@ -203,9 +227,11 @@ class Launch:
             "emulation_seconds": round(self.seconds, 4),
             "instructions": dict(self.instructions.most_common()),
             "bytes": dict(self.bytes),
+            "sectors": dict(self.sectors),
             "operations": dict(self.operations),
             "waits": dict(self.waits),
             "bank_conflicts": self.bank_conflicts,
+            "wavefronts": self.wavefronts,
             "findings": [finding.as_dict() for finding in self.findings],
             "warnings": self.warnings,
             "error": self.error,
@@ -220,7 +246,12 @@ class Launch:
         ]
         top = ", ".join(f"{name} {n}" for name, n in self.instructions.most_common(8))
         lines.append(f"  {sum(self.instructions.values())} warp instructions: {top}")
-        for title, counter in (("bytes", self.bytes), ("operations", self.operations), ("waits", self.waits)):
+        for title, counter in (
+            ("bytes", self.bytes),
+            ("sectors", self.sectors),
+            ("operations", self.operations),
+            ("waits", self.waits),
+        ):
             if counter:
                 lines.append(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counter.items())))
         if self.conflicts:

@@ -211,6 +211,26 @@ def test_findings_as_warnings(tmp_path: Path) -> None:
     assert {(each["code"], each["severity"]) for each in found} == {("PE101", "warning"), ("PE103", "warning")}
 
 
+def test_a_timeline_is_drawn_for_each_launch(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT + "turn(from_dlpack(a), from_dlpack(b))\n")
+    result = emulate("--no-races", "--timeline", tmp_path / "turn.svg", script)
+    assert result.exit_code == 0, result.output
+    for number in (1, 2):
+        assert "warp 1" in (tmp_path / f"turn-{number}.svg").read_text()
+    script.write_text(SCRIPT)
+    emulate("--no-races", "--timeline", tmp_path / "one.svg", script)
+    assert "block (0, 0, 0)" in (tmp_path / "one.svg").read_text()
+
+
+def test_a_script_for_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT.replace("torch.zeros(64)", 'torch.zeros(64, device="cuda")'))
+    assert "CUDA" in emulate("--no-races", script).output
+    result = emulate("--no-races", "--cuda", script)
+    assert result.exit_code == 0, result.output
+
+
 def test_the_old_option_for_tensor_memory_is_deprecated(tmp_path: Path) -> None:
     script = tmp_path / "options.py"
     script.write_text("from ptx_emulator.runtime.hook import HOOK\nprint('warn', *HOOK.session.options.warn, '.')\n")

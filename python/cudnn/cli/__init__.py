@@ -92,6 +92,9 @@ def _emulate(
     ] = False,
     shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
+    timeline: Annotated[
+        str, typer.Option(metavar="FILE", help="Draw what the warps of block (0, 0, 0) did, as SVG.")
+    ] = "",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
 ) -> None:
     """Run a fused API or a script of CuTe DSL kernels without a GPU; show what the kernels did.
@@ -123,8 +126,10 @@ def _emulate(
     if not is_script and arguments:
         raise option_error("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
     problem = _problem(shape, demo_cases.find(target).dimensions) if shape else None
-    options = emulate.Options(arch, races, scheduler, seed, tuple(ignore or ()), tuple(warn or ()), cuda)
-    raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))
+    options = emulate.Options(
+        arch, races, scheduler, seed, tuple(ignore or ()), tuple(warn or ()), cuda, (0, 0, 0) if timeline else None
+    )
+    raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx, timeline))
 
 
 @app.command("selftest", cls=Command)

@@ -63,6 +63,7 @@ class Options:
     ignore: tuple[str, ...] = ()
     warn: tuple[str, ...] = ()
     cuda: bool = False
+    timeline: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -128,6 +129,7 @@ def run(
     shape: tuple[int, ...] | None = None,
     json_file: str = "",
     ptx: bool = False,
+    timeline_file: str = "",
 ) -> int:
     """Runs a fused API or a script and prints the report; the exit code.
 
@@ -143,6 +145,8 @@ def run(
     if ptx:
         _show_ptx(console, {launch.kernel for launch in outcome.report.launches})
     _show(console, outcome, options)
+    if timeline_file:
+        _write_timelines(Path(timeline_file), outcome.report.launches)
     if json_file:
         text = json.dumps({"target": target, **asdict(options), **_as_dict(outcome)}, indent=2)
         if json_file == "-":
@@ -150,6 +154,14 @@ def run(
         else:
             Path(json_file).write_text(text + "\n")
     return outcome.exit_code
+
+
+def _write_timelines(file: Path, launches: Sequence[Any]) -> None:
+    """One drawing, or one for each launch with its number in the name."""
+    for number, launch in enumerate(launches, start=1):
+        if launch.timeline is not None:
+            name = file if len(launches) == 1 else file.with_stem(f"{file.stem}-{number}")
+            name.write_text(launch.timeline.svg())
 
 
 def instruction_class(text: str) -> str:
