@@ -71,6 +71,29 @@ def test_a_program_for_a_gpu(arch: str, major: int) -> None:
     assert b.device.type == "cpu"
 
 
+class Doubled(torch.autograd.Function):
+    """An operator that wants tensors on a GPU in both passes."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_cuda
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert gradient.is_cuda
+        return 2 * gradient
+
+
+def test_backward_passes_see_the_gpu_too() -> None:
+    with ptx_emulator.emulate("sm_90a", cuda=True):
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        Doubled.apply(x).sum().backward()
+        Doubled.apply(x).backward(gradient=torch.ones(4, device="cuda"))
+    assert x.grad is not None
+    assert x.grad.tolist() == [4] * 4
+
+
 def test_one_block_at_a_time_changes_pytorch() -> None:
     from ptx_emulator.runtime.cuda import emulated_cuda
 

@@ -44,7 +44,15 @@ def emulated_cuda(arch: str, capability: tuple[int, int], multiprocessors: int) 
                 for name, value in names.items():
                     if hasattr(target, name):
                         stack.enter_context(_replaced(target, name, value))
-            stack.enter_context(_mode(torch))
+            mode, node = _mode(torch), torch.autograd.function.BackwardCFunction
+            backward = node.apply
+
+            def apply(this: Any, *arguments: Any) -> Any:
+                with mode:  # which the autograd engine leaves
+                    return backward(this, *arguments)
+
+            stack.enter_context(_replaced(node, "apply", apply))
+            stack.enter_context(mode)
             yield
     finally:
         _ALREADY.release()
