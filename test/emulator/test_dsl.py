@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
+import cutlass
 import pytest
 import torch
-from cutlass import cute
+from cutlass import cute, pipeline
 from cutlass.cute.runtime import from_dlpack
 
 import ptx_emulator
@@ -93,6 +96,29 @@ def test_fault_surfaces_at_the_call_with_its_python_line(tvm_ffi: bool) -> None:
             compiled(wrap(a), wrap(short), 1.0)
         compiled(wrap(a), wrap(b), 4.0)
     assert torch.equal(b, 4 * a)
+
+
+@cute.kernel
+def advancing_kernel(b: cute.Tensor) -> None:
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 3)
+    for _ in cutlass.range(cute.Int32(b[0]), unroll=1):
+        b[state.index] = cute.Float32(state.phase)
+        state.advance()
+
+
+@cute.jit
+def advancing(b: cute.Tensor) -> None:
+    advancing_kernel(b).launch(grid=(1, 1, 1), block=(1, 1, 1))
+
+
+@pytest.mark.usefixtures("source_lines")
+def test_no_message_names_a_line_of_the_emulator() -> None:
+    """Functions of the DSL that kernels call come through the hook."""
+    b = from_dlpack(torch.full((3,), 4.0))
+    with ptx_emulator.emulate("sm_90a", races=True):
+        cute.compile(advancing, b)(b)
+    files = re.findall(r'\.file\s+\d+ "(.*)"', HOOK.runtimes[-1].ptx)
+    assert [Path(name).name for name in files] == ["test_dsl.py"]
 
 
 def test_a_launch_that_fails_is_in_the_report() -> None:

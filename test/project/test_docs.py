@@ -329,7 +329,18 @@ def test_reference_has_every_public_name(generate: ModuleType) -> None:
     assert all(getattr(ptx_emulator, name).__module__ == "ptx_emulator.errors" for name in faults)
     hidden = {"__version__", *cudnn._LAZY_MODULES}
     fused_names = {name for name in registry.public_names() if not name.lower().endswith("sm100")}
-    public = {*cudnn.__all__, *cudnn._LAZY, *fused_names, "emulate", "run_ptx", "run_triton", "Timeline", "Report", "Launch", "Finding"}
+    public = {
+        *cudnn.__all__,
+        *cudnn._LAZY,
+        *fused_names,
+        "emulate",
+        "run_ptx",
+        "run_triton",
+        "Timeline",
+        "Report",
+        "Launch",
+        "Finding",
+    }
     operators = {*experimental.ops.__all__, *ops._OWN}
     assert sorted((public | operators) - hidden - reached) == []
     families = {family.__name__ for family in generate._families()}

@@ -252,7 +252,7 @@ class Hook:
                 code = frame.f_code
                 entry = known.get(id(code))
                 if entry is None:
-                    entry = known[id(code)] = code, is_framework(frame)
+                    entry = known[id(code)] = code, is_framework(frame) or code.co_filename == __file__
                 if not entry[1]:
                     break
                 frame = frame.f_back
