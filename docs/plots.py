@@ -24,6 +24,10 @@ class Series(NamedTuple):
     ours: bool
 
 
+Curve = Sequence[tuple[float, float]]
+"""Points (step, value)."""
+
+
 def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, Sequence[float | None]]) -> str:
     """A group of bars for each problem, with a bar for each series; ``None``: not measured.
 
@@ -49,6 +53,29 @@ def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, S
     body.append(_text((_LEFT + _WIDTH) / 2, _TOP + _HEIGHT + 24 + 14 * rows, caption, "tick", "middle"))
     height = _TOP + _HEIGHT + 32 + 14 * rows
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
+    return "\n".join([opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", *body, "</svg>", ""])
+
+
+def curves(title: str, unit: str, steps: str, series: Sequence[Series], curves: Sequence[Sequence[Curve]]) -> str:
+    """Curves over training steps: several for each series, in its color. ``steps`` names the horizontal axis."""
+    points = [point for several in curves for curve in several for point in curve]
+    last, high = max(x for x, _ in points), max(y for _, y in points)
+    limit, ticks = axis(high)
+    colors = _colors(series)
+    body = [_text(_LEFT, 18, title, "title"), *_legend(series, colors), *_grid(ticks, limit, unit)]
+    for several, color in zip(curves, colors, strict=True):
+        for curve in several:
+            path = " L".join(
+                f"{_LEFT + (_WIDTH - _LEFT - 12) * x / last:.1f} {_TOP + _HEIGHT * (1 - y / limit):.1f}"
+                for x, y in curve
+            )
+            body.append(f'<path fill="none" stroke="{color}" stroke-width="1.4" d="M{path}"/>')
+    body += [
+        _text(_LEFT, _TOP + _HEIGHT + 18, "0", "tick"),
+        _text(_WIDTH - 12, _TOP + _HEIGHT + 18, f"{last:g}", "tick", "end"),
+    ]
+    body.append(_text((_LEFT + _WIDTH) / 2, _TOP + _HEIGHT + 18, steps, "tick", "middle"))
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_TOP + _HEIGHT + 32}" role="img">'
     return "\n".join([opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", *body, "</svg>", ""])
 
 

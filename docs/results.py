@@ -20,7 +20,7 @@ from cudnn.bench.results import Result, read
 _DOCS = Path(__file__).parent
 RESULTS = _DOCS.parent / "benchmarks" / "results"
 FIGURES = _DOCS / "figures" / "results"
-_SIGN = {"": 4, "%": 2, "s": 1, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
+_SIGN = {"": 4, "%": 2, "s": 1, "nats": 4, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
 
 
 def shown(value: float, unit: str) -> str:
@@ -315,6 +315,21 @@ SECTIONS = {
         ("time",),
         label=_tokens_label,
     ),
+    "moe_fp8": Section(
+        "moe_fp8",
+        "MoE layer, a training step of four micro-batches",
+        "tokens, hidden/intermediate",
+        {
+            "MoE, fp8": "fp8, both passes",
+            "MoE, fp8, 16 bits saved": "fp8, 16 bits saved",
+            "MoE, fp8 forward": "fp8, forward pass",
+            "MoE, bf16": "bf16",
+        },
+        ("rate", "memory"),
+        label=_moe_label,
+        short=_moe_short,
+        ratio=False,
+    ),
     "gated_mlp": Section(
         "gated_mlp",
         "Gated MLP, bf16",
@@ -470,7 +485,9 @@ SECTIONS = {
         no_ratio=frozenset({"copy"}),
     ),
 }
-HOST = "host"
+HOST, TRAINING = "host", "fp8_training"
+TRAINING_TITLE = "Loss of a small MoE language model, three seeds each"
+RECIPES = {"fp8": "fp8, both passes", "bf16": "bf16"}
 
 
 def section(name: str) -> Callable[[Path], str]:
@@ -548,6 +565,39 @@ def scale(page: Path) -> str:
     return "\n".join([*rows, "", f"{run}, `{command}`."])
 
 
+def _losses() -> list[Result]:
+    path = RESULTS / f"{TRAINING}.csv"
+    return read(path) if path.is_file() else []
+
+
+def training(page: Path) -> str:
+    """The loss curves of training in fp8 and bf16, and a table of the losses on held-out text."""
+    lines, command = _losses(), "python benchmarks/fp8_training.py --save benchmarks/results"
+    if not lines:
+        return f"Not measured yet: `{command}`."
+    held_out = {(line.case.split(",")[0], line.peer): line.value for line in lines if line.case.endswith("held out")}
+    rows = [f"| held-out text, nats per byte | {' | '.join(RECIPES.values())} |", f"|---|{'---:|' * len(RECIPES)}"]
+    seeds = dict.fromkeys(seed for seed, _ in held_out)
+    rows += [f"| {seed} | {' | '.join(f'{held_out[seed, name]:.4f}' for name in RECIPES)} |" for seed in seeds]
+    first = lines[0]
+    commit = f", commit {first.commit}" if first.commit else ""
+    run = f"{first.hardware}, driver {first.driver}, CUDA {first.cuda}, PyTorch {first.torch}. {first.date}{commit}"
+    return "\n".join([_image(TRAINING, TRAINING_TITLE, page), "", *rows, "", f"{run}, `{command}`."])
+
+
+def training_figure(lines: Sequence[Result]) -> str:
+    """The plot as SVG: a curve for each run."""
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in RECIPES}
+    for line in lines:
+        seed, step = line.case.split(", ")
+        if step.startswith("step "):
+            points[line.peer].setdefault(seed, []).append((float(step.removeprefix("step ")), line.value))
+    series = [plots.Series(title, name == "fp8") for name, title in RECIPES.items()]
+    return plots.curves(
+        TRAINING_TITLE, "nats per byte", "steps", series, [list(runs.values()) for runs in points.values()]
+    )
+
+
 def _host_time(microseconds: float) -> str:
     return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds * 1e-6:.2f} s"
 
@@ -556,6 +606,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     **{f"results_{name}": section(name) for name in SECTIONS},
     **{f"plot_{name}": plot(name) for name in SECTIONS},
     "results_host": host,
+    f"results_{TRAINING}": training,
     "results_summary": summary,
     "results_training_at_scale": scale,
 }
@@ -563,7 +614,9 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
 
 def figures() -> dict[Path, str]:
     """The SVG files that pages show, with their contents."""
-    return {FIGURES / f"{name}.svg": figure(spec) for name, spec in SECTIONS.items() if spec.lines()}
+    drawn = {FIGURES / f"{name}.svg": figure(spec) for name, spec in SECTIONS.items() if spec.lines()}
+    losses = _losses()
+    return {**drawn, FIGURES / f"{TRAINING}.svg": training_figure(losses)} if losses else drawn
 
 
 def write_figures() -> None:

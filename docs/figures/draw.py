@@ -125,6 +125,43 @@ def moe_layer() -> None:
     f.save("moe_layer")
 
 
+def fp8_training() -> None:
+    f = Figure(1000, 560, "Operands of the fp8 GEMMs of an MoE layer: what is quantized where, in both passes")
+    f.text(10, 26, "Forward", "head")
+    f.box(10, 44, 150, 64, "load", "quantize", "x by rows")
+    f.box(260, 44, 190, 64, "mma", "up GEMM + GLU", "epilogue quantizes h, act")
+    f.box(560, 44, 170, 64, "mma", "down GEMM", "result: 16 bits")
+    f.box(850, 44, 140, 64, "math", "combine", "float32 sums")
+    f.arrow((160, 76), (260, 76), label="x by rows")
+    f.arrow((450, 76), (560, 76), label="act by rows")
+    f.arrow((730, 76), (850, 76), label="16 bits")
+    f.text(10, 146, "Saved", "head")
+    f.box(10, 160, 150, 44, "memory", "x", "(T, H), 16 bits")
+    f.box(260, 160, 190, 44, "memory", "h, pre-activation", "e4m3, by rows")
+    f.box(560, 160, 430, 44, "memory", "weights: e4m3 and transposed", "128 x 128, once per optimizer step")
+    f.arrow((355, 108), (355, 160))
+    f.arrow((645, 160), (645, 108))
+    f.text(10, 244, "Backward", "head")
+    f.box(830, 262, 160, 64, "load", "quantize", "dy, in one read")
+    f.box(540, 262, 200, 64, "mma", "down GEMM\u1d40 + dGLU", "epilogue quantizes dh, act")
+    f.box(250, 262, 190, 64, "mma", "up GEMM\u1d40", "result: 16 bits")
+    f.box(10, 262, 140, 64, "math", "combine", "float32 sums")
+    f.arrow((830, 294), (740, 294), label="dy by rows")
+    f.arrow((540, 294), (440, 294), label="dh by rows")
+    f.arrow((250, 294), (150, 294), label="16 bits")
+    f.box(640, 386, 200, 56, "mma", "down wgrad", "float32 sums")
+    f.box(250, 386, 190, 56, "mma", "up wgrad", "float32 sums")
+    f.box(10, 386, 140, 56, "load", "quantize", "x by tokens")
+    f.arrow((700, 326), (700, 386), label="act by tokens")
+    f.arrow((910, 326), (910, 414), (840, 414), label="dy by tokens")
+    f.arrow((580, 326), (580, 414), (440, 414), label="dh by tokens")
+    f.arrow((150, 414), (250, 414), label="x by tokens")
+    f.box(10, 478, 300, 62, "frame", "by rows: 1 x 128", "128 features of a token share a scale")
+    f.box(350, 478, 300, 62, "frame", "by tokens: 128 x 1", "128 tokens of a feature share a scale")
+    f.box(690, 478, 300, 62, "frame", "weights: 128 x 128", "transposed without rounding")
+    f.save("fp8_training")
+
+
 def gemm_pipeline() -> None:
     f = Figure(1000, 520, "The Hopper GEMM: warp roles, pipeline stages and barriers; ping-pong over time")
     f.text(10, 24, "Roles of one CTA (384 threads)", "head")
@@ -330,7 +367,14 @@ def emulator() -> None:
     f.save("emulator")
 
 
-FIGURES: tuple[Callable[[], None], ...] = (moe_layer, gemm_pipeline, attention_forward, attention_backward, emulator)
+FIGURES: tuple[Callable[[], None], ...] = (
+    moe_layer,
+    fp8_training,
+    gemm_pipeline,
+    attention_forward,
+    attention_backward,
+    emulator,
+)
 
 if __name__ == "__main__":
     for figure in FIGURES:

@@ -34,6 +34,7 @@ from cudnn.bench import (
     model,
     moe,
     moe_decode,
+    moe_fp8,
     moe_peers,
     nsa,
     operands,
@@ -41,6 +42,7 @@ from cudnn.bench import (
 )
 from cudnn.cli.bench import table
 from cudnn.fused import registry
+from cudnn.moe import quantizing
 
 PEER = "benchmarks/triton_gemm_swiglu.py"
 
@@ -410,6 +412,24 @@ def test_candidates_of_decode_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPat
     rows = timed(problem, benchmark.yardsticks)
     assert [(row.name, row.refused) for row in rows] == [(name, "") for name in moe_decode.NAMES]
     assert problem.flops == 6 * 3 * 128 * 128 * 2
+
+
+def test_candidates_of_a_training_step_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They add to the same main gradients; the weights are quantized once for four micro-batches."""
+    on_the_cpu(monkeypatch)
+    benchmark = bench.find("moe_fp8")
+    (problem,) = benchmark.problems(bench.Options("fp8", ((40, 128, 128, 4, 2),)))
+    quantized, quantize = [], quantizing._quantize
+    monkeypatch.setattr(quantizing, "_quantize", lambda *a: (quantized.append(len(a[1])), quantize(*a)))
+    _, forward, both, _ = problem.candidates()
+    for candidate, copies in ((forward, [2] * 8), (both, [4] * 2)):
+        call = candidate.prepare()
+        quantized.clear()
+        assert call()["y"].shape == (40, 128)
+        assert quantized == copies
+    rows = timed(problem, benchmark.yardsticks)
+    assert [(row.name, row.refused) for row in rows] == [(name, "") for name in moe_fp8.RECIPES]
+    assert problem.flops == 4 * 18 * 40 * 128 * 128 * 2
 
 
 def test_lists_of_blocks_that_rows_choose(monkeypatch: pytest.MonkeyPatch) -> None:

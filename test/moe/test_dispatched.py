@@ -264,7 +264,7 @@ def test_the_operator() -> None:
     c = case(dtype=F64, padding=0)  # the pre-activation of padding rows is not initialized
     t = c.leaves()
     lists = ([t["up"]], [t["down"]])
-    options = ("swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved", False, True, True)
+    options = ("swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved", "", True, True)
     x = t["x"].detach().requires_grad_()
     arguments = (x, torch.tensor(c.counts), t["probs"][:, None], *lists, None, None, [], [], *options)
     torch.library.opcheck(torch.ops.cudnn.moe_experts_fwd_primitive, arguments)

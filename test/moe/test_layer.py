@@ -226,7 +226,7 @@ def test_forward_gemms_in_e4m3(where: str, many: int, monkeypatch: pytest.Monkey
 def test_every_pass_records_its_stream_for_the_e4m3_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training pass writes the copies that an earlier pass cached, in the default stream's memory."""
     used: list[Any] = []
-    monkeypatch.setattr(quantizing._Cached, "record_stream", lambda self: used.append(self.pair[0].data_ptr()))
+    monkeypatch.setattr(quantizing._Cached, "record_stream", lambda self: used.append(self.tensors[0].data_ptr()))
     weights = torch.randn(2, 128, 128).bfloat16()
     kept, _ = quantized_weights([weights], False)
     before = len(used)

@@ -17,7 +17,7 @@ import torch._dynamo.utils
 from torch import distributed as dist
 
 import cudnn
-from cudnn.moe import Exchange, parallel
+from cudnn.moe import Exchange, parallel, quantizing
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
 from support.ranks import Rank, Threads, run_processes
@@ -226,14 +226,39 @@ def test_a_copy_of_a_layer_shares_its_group() -> None:
         assert not torch.equal(average(x), layer(x))
 
 
-def test_e4m3_on_one_rank() -> None:
-    layer = MoE(128, 128, 4, 2, fp8=True)
-    x, up, down = torch.randn(20, 128).bfloat16(), layer.up.detach(), layer.down.detach()
+@pytest.mark.parametrize("fp8", [True, "blockwise"])
+def test_e4m3_on_one_rank(fp8: bool | str) -> None:
+    layer = MoE(128, 128, 4, 2)
+    x = torch.randn(20, 128).bfloat16()
     indices, weights = torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
+
+    def results(fp8: bool | str, **options: Any) -> list[torch.Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weights, layer.up, layer.down)]
+        y = moe_mlp(leaves[0], (indices, leaves[1]), *leaves[2:], fp8=fp8, **options)
+        return [y, *torch.autograd.grad(y, leaves, x)]
+
     with one_rank():
-        actual = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
-    assert torch.equal(actual, moe_mlp(x, (indices, weights), up, down, fp8=True))
-    assert not torch.equal(actual, moe_mlp(x, (indices, weights), up, down))
+        actual = results(fp8, group=dist.group.WORLD)
+    assert all(map(torch.equal, actual, results(fp8)))
+    assert not any(map(torch.equal, actual, results(False)))
+
+
+def test_weights_of_ranks_are_quantized_once_per_step() -> None:
+    """The local tensors of DTensors, which no version counts, are followed by the versions of the DTensors."""
+    with one_rank():
+        layer = MoE(128, 128, 4, 2, fp8="blockwise", group=dist.group.WORLD)
+        x = torch.randn(20, 128).bfloat16()
+        copies = []
+        for fused in (False, True):
+            optimizer = torch.optim.AdamW([layer.up, layer.down], lr=0.1, fused=fused)
+            for _ in range(2):
+                layer(x).backward(x)
+                cached = quantizing._cache[layer.up]
+                copies.append(cached.tensors[0].float().clone())
+            optimizer.step()
+    assert torch.equal(copies[0], copies[1])
+    assert torch.equal(copies[2], copies[3])
+    assert not torch.equal(copies[1], copies[2])
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])

@@ -130,22 +130,24 @@ def test_clipping_is_pytorchs_for_plain_tensors(norm_type: float) -> None:
         clip_grad_norm_(iter(pairs[0]), 0.1, norm_type, error_if_nonfinite=True)
 
 
-def test_gathered_weights_are_quantized_anew() -> None:
+@pytest.mark.parametrize("fp8", [True, "blockwise"])
+def test_gathered_weights_are_quantized_anew(fp8: bool | str) -> None:
     """FSDP2 gathers changed weights into the same memory, and no version counts it, nor changes of DTensors."""
     x = torch.randn(9, 128).bfloat16()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
         for over_ranks, shards in ((False, True), (True, True), (True, False)):
-            layer = MoE(128, 128, 4, 2, fp8=True, mesh=mesh if over_ranks else None)
+            layer = MoE(128, 128, 4, 2, fp8=fp8, mesh=mesh if over_ranks else None)
             model = torch.nn.Sequential(layer)
             if shards:
                 fully_shard(layer, mesh=mesh["dp"])
                 fully_shard(model, mesh=mesh["dp"])
-            with torch.no_grad():
+            with torch.set_grad_enabled(fp8 == "blockwise"):
                 results = [model(x)]
                 for _ in range(4):
-                    layer.up.mul_(-1.25)
+                    with torch.no_grad():
+                        layer.up.mul_(-1.25)
                     results.append(model(x))
             for earlier, later in itertools.pairwise(results):
                 assert not torch.equal(earlier, later)

@@ -234,6 +234,8 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
             tensors[o.tensor] = x.copy_(torch.randn(x.shape))
         elif isinstance(o, declared.MultiplyColumn):
             tensors[o.tensor] = torch.randn(batch, 1, m).permute(2, 1, 0)
+        elif isinstance(o, declared.MultiplyBlocks):
+            tensors[o.tensor] = torch.randn(batch, -(-n // o.vector), m).permute(2, 1, 0)
         elif isinstance(o, declared.SumColumn):
             tensors[o.tensor] = torch.full((batch, n), torch.nan, dtype=getattr(torch, o.dtype))
         elif isinstance(o, declared.SumRow):

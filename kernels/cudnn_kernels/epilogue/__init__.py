@@ -195,7 +195,7 @@ def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
     two_pass_multiple = 0
     if (
         columns > MAX_EPI_TILE_N
-        and sum(o.two_pass for o in epilogue) == 1
+        and any(o.two_pass for o in epilogue)
         and not any(isinstance(o, LoadTile) for o in epilogue)
     ):
         two_pass_multiple = math.lcm(
@@ -307,6 +307,22 @@ class MultiplyColumn(EpiOp):
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         return (column(self.tensor, names.rows, names.batch, self.dtype),)
+
+
+@dataclass(frozen=True)
+class MultiplyBlocks(EpiOp):
+    """x[m, n] = x[m, n] * s[m, n // vector], or another value: ``s`` float32 (m, ceil(n / vector), l), any strides."""
+
+    tensor: str
+    vector: int
+    value: str = "x"
+
+    @property
+    def column_multiple(self) -> int:
+        return GLU_BLOCK
+
+    def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
+        return (accumulator_scales(self.tensor, names.rows, f"{names.columns} / {self.vector}", names.batch),)
 
 
 @dataclass(frozen=True)
@@ -623,7 +639,8 @@ class QuantizeRows(EpiOp):
     layout of 128 x 4 atoms, (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of out-of-bounds rows and columns
     become 0 or stay. norm_const is a float32 tensor (1,), positive, or a float if ``by_value``; 1 without a name.
     Without ``atoms``, the scale factors are bytes (m, n / vector, l) of any strides. float32 scale factors are not
-    rounded, or up to a ``power_of_two``, and form a matrix too, (m, ceil(n / vector), l).
+    rounded, or up to a ``power_of_two``, and form a matrix too, (m, ceil(n / vector), l). With a ``source``, the value
+    is made of that one, which stays as it is.
     """
 
     tensor: str
@@ -635,12 +652,19 @@ class QuantizeRows(EpiOp):
     value: str = "x"
     by_value: bool = False
     power_of_two: bool = False
+    source: str = ""
     extra_registers: ClassVar[bool] = True
     two_pass: ClassVar[bool] = True
 
     @property
     def column_multiple(self) -> int:
         return self.vector
+
+    def outputs(self, widths: Widths) -> Widths:
+        return {self.value: widths[self.source]} if self.source else {}
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.source or self.value]
 
     def slots(self, names: SizeNames) -> tuple[Tensor, ...]:
         return quantizer_slots(self, names.rows, f"{names.columns} / {self.vector}", names.batch)

@@ -86,6 +86,30 @@ class MultiplyColumnImpl(_Multiply):
         ]
 
 
+class MultiplyBlocksImpl(EpiOpImpl):
+    """Multiplies blocks of each row by values that the thread loads before the mainloop of the tile."""
+
+    elementwise = True
+
+    def begin_tile(self, tile: Tile) -> None:
+        (scales,) = self.parameters
+        rows = [self.row(tile, slot) for slot in range(self.params.layout.slots)]
+        blocks = -(-self.params.num_subtiles * self.width // self.op.vector)  # of the tile
+        first = tile.column * (self.params.num_subtiles * self.width) // self.op.vector
+        self.multipliers = [[load_block(scales, row, first + block, tile) for row in rows] for block in range(blocks)]
+
+    def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
+        self.first = subtile * self.width
+
+    def apply_subset(self, tile: Tile, values: dict[str, Fragment], subset: ValueSubset) -> None:
+        x, lanes = values[self.op.value], self.params.layout.lanes_per_row
+        for slot, chosen in indices(x, subset):
+            positions = {i: position for position, i in enumerate(x.layout.order(x.width, slot))}
+            for i in chosen:
+                block = (self.first + positions[i] * lanes) // self.op.vector
+                x.values[i] = x.values[i] * self.multipliers[block][slot]
+
+
 class AddRowImpl(EpiOpImpl):
     """Adds a row vector (bias), which the warpgroup loads to shared memory before the mainloop of the tile."""
 
@@ -342,6 +366,15 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
     value = Float32(0.0)
     if row < tile.end:
         value = Float32(tensor[row, 0, tile.batch])
+    return value
+
+
+@cute.jit
+def load_block(tensor: cute.Tensor, row: Int32, block: Int32, tile: Tile) -> Float32:
+    """An element of a tensor (m, blocks, l), 0 if it is out of bounds."""
+    value = Float32(0.0)
+    if (row < tile.end) & (block < tensor.shape[1]):
+        value = Float32(tensor[row, block, tile.batch])
     return value
 
 

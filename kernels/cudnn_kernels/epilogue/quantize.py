@@ -65,20 +65,39 @@ class QuantizeRowsImpl(_Quantizer):
         """The amax of a thread's values of each block."""
         return [magnitude(x.values[i] for i in block) for block in self.block_indices(x)]
 
+    @property
+    def source(self) -> str:
+        """The value that is quantized."""
+        return self.op.source or self.op.value
+
+    @property
+    def subtiles_per_block(self) -> int:
+        """Consecutive subtiles that share a block, which the first of two passes reduces."""
+        return max(1, self.op.vector // self.width) if self.params.subtiles_per_pass > 1 else 1
+
     def first_pass(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        amax = self.local_amax(values[self.op.value])
-        first = subtile % self.params.subtiles_per_pass == 0
-        self.amax = amax if first else [maximum(a, b) for a, b in zip(self.amax, amax, strict=True)]
+        if self.subtiles_per_block == 1:
+            return
+        amax, index = self.local_amax(values[self.source]), subtile % self.params.subtiles_per_pass
+        if index == 0:
+            self.amax = []  # of each block of the pass
+        if index % self.subtiles_per_block == 0:
+            self.amax.append(amax)
+        else:
+            self.amax[-1] = [maximum(a, b) for a, b in zip(self.amax[-1], amax, strict=True)]
 
     def apply(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
-        x = values[self.op.value]
-        if self.params.subtiles_per_pass == 1:
+        x = values[self.source]
+        if self.subtiles_per_block == 1:
             self.multipliers = self.compute_scales(tile, subtile, self.local_amax(x))
-        elif subtile % self.params.subtiles_per_pass == 0:
-            self.multipliers = self.compute_scales(tile, subtile, self.amax)
+        elif subtile % self.subtiles_per_block == 0:
+            block = subtile % self.params.subtiles_per_pass // self.subtiles_per_block
+            self.multipliers = self.compute_scales(tile, subtile, self.amax[block])
+        result = self.params.fragment(Float32, self.width) if self.op.source else x.values
         for block, multiplier in zip(self.block_indices(x), self.multipliers, strict=True):
             for i in block:
-                x.values[i] = x.values[i] * multiplier
+                result[i] = x.values[i] * multiplier
+        values[self.op.value] = Fragment(result, self.width, x.layout)
 
     def compute_scales(self, tile: Tile, subtile: int, local_amax: list[Float32]) -> list[Float32]:
         """Writes the scale factors of a thread's blocks that begin in the subtile; returns the multipliers of their

@@ -12,6 +12,7 @@ EPI_OPS: Mapping[type[epilogue.EpiOp], type[EpiOpImpl]] = {
     epilogue.Scale: arithmetic.ScaleImpl,
     epilogue.MultiplyGroup: arithmetic.MultiplyGroupImpl,
     epilogue.MultiplyColumn: arithmetic.MultiplyColumnImpl,
+    epilogue.MultiplyBlocks: arithmetic.MultiplyBlocksImpl,
     epilogue.AddRow: arithmetic.AddRowImpl,
     epilogue.Gated: arithmetic.GatedImpl,
     epilogue.GatedBackward: arithmetic.GatedBackwardImpl,

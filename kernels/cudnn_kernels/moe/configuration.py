@@ -235,22 +235,84 @@ BLOCK, FP8_DTYPE = 128, "float8_e4m3fn"
 class QuantizeConfiguration:
     """Quantizes rows of ``columns`` elements, a multiple of BLOCK, to e4m3. A scale factor is for BLOCK elements of a
     row or, with ``blocks``, for BLOCK x BLOCK. With ``top_k``, rows are tokens, stored to the rows of their slots
-    (permuted).
+    (permuted). With ``matrix_rows``, blocks are of matrices (matrix_rows, columns), one after the other, which are also
+    stored transposed.
     """
 
     dtype: str
     columns: int
     blocks: bool = False
     top_k: int = 0
+    matrix_rows: int = 0
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         rows, across = "rows" if self.top_k else "tokens", self.columns // BLOCK
-        return (
+        slots: tuple[Slot, ...] = (
             Tensor("x", self.dtype, ("tokens", self.columns), (None, 1)),
             *((per_slot("scatter_idx", self.top_k, at_once=True),) if self.top_k else ()),
             Tensor("quantized", FP8_DTYPE, (rows, self.columns), (None, 1)),
             Tensor("scales", "float32", ("blocks" if self.blocks else rows, across), (across, 1), align=4),
+        )
+        if self.matrix_rows:
+            height, down = self.matrix_rows, self.matrix_rows // BLOCK
+            slots += (Tensor("transposed", FP8_DTYPE, ("transposed rows", height), (height, 1)),)
+            slots += (Tensor("transposed_scales", "float32", ("transposed blocks", down), (down, 1), align=4),)
+        return (*slots, Stream())
+
+
+@dataclass(frozen=True)
+class CheckQuantizedConfiguration:
+    """Sets ``changed`` if row ``row`` of any BLOCK rows of x (rows, columns) is not rounded to its e4m3 copy."""
+
+    dtype: str
+    columns: int
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        across = self.columns // BLOCK
+        return (
+            Tensor("x", self.dtype, ("rows", self.columns), (self.columns, 1)),
+            Tensor("quantized", FP8_DTYPE, ("rows", self.columns), (self.columns, 1)),
+            Tensor("scales", "float32", ("rows / 128", across), (across, 1), align=4),
+            Tensor("changed", "int32", (1,), (1,), align=4),
+            Scalar("row", "int32"),
+            Stream(),
+        )
+
+
+@dataclass(frozen=True)
+class QuantizeTokensConfiguration:
+    """Quantizes tokens of ``columns`` elements, a multiple of BLOCK, to e4m3 by token columns, with ``by_rows`` by rows
+    too. ``gathers``: row r of the experts' is token ``gather_idx[r]``; else x is the rows.
+
+    - ``offsets``: where the rows of each expert end.
+    - ``rows`` (rows, columns) and ``row_scales`` (rows, columns / BLOCK), MN-major.
+    - ``blocks`` (blocks, columns, BLOCK) and ``block_scales`` (blocks, columns): block start // BLOCK + e + j has the
+      expert's rows from start + BLOCK j on, transposed, and zeros behind its last row. Other blocks are not written.
+    """
+
+    dtype: str
+    columns: int
+    experts: int
+    gathers: bool
+    by_rows: bool
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        across = self.columns // BLOCK
+        slots: tuple[Slot, ...] = (
+            Tensor("x", self.dtype, ("tokens" if self.gathers else "rows", self.columns), (None, 1)),
+            *((vector("gather_idx", "int32", "rows"),) if self.gathers else ()),
+            Tensor("offsets", "int32", (self.experts,), (1,), align=4),
+        )
+        if self.by_rows:
+            slots += (Tensor("rows", FP8_DTYPE, ("rows", self.columns), (None, 1)),)
+            slots += (Tensor("row_scales", "float32", ("rows", across), (1, None), align=4),)
+        return (
+            *slots,
+            Tensor("blocks", FP8_DTYPE, ("blocks", self.columns, BLOCK), (self.columns * BLOCK, BLOCK, 1)),
+            Tensor("block_scales", "float32", ("blocks", self.columns), (self.columns, 1)),
             Stream(),
         )
 

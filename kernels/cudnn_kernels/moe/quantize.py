@@ -21,11 +21,10 @@ from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, thread_block_idx
 from cudnn_kernels.moe.combining import rounded
 from cudnn_kernels.moe.configuration import BLOCK, FP8_DTYPE, QuantizeConfiguration
+from cudnn_kernels.moe.transpose import LANES, THREADS, VALUES, TransposedTile, lanes_max
 from cudnn_kernels.naming import set_kernel_name
 from cudnn_kernels.threads import WARP_SIZE
 
-THREADS = 256  # of a CTA, approximately
-VALUES = 8  # elements of a vector
 MOST_THREADS = 512  # of a row
 
 
@@ -34,8 +33,7 @@ class Quantize(Kernel):
 
     def __init__(self, configuration: QuantizeConfiguration) -> None:
         super().__init__(configuration)
-        self.lanes = BLOCK // VALUES  # lanes per block of a row
-        self.step = THREADS // self.lanes  # rows at a time
+        self.lanes = LANES  # per block of a row
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         x, quantized, scales, count = (
@@ -45,7 +43,8 @@ class Quantize(Kernel):
             arguments["x"].shape[0],
         )
         if self.c.blocks:
-            self.blocks(x, quantized, scales).launch(
+            transposed = map(arguments.get, ("transposed", "transposed_scales"))
+            self.blocks(x, quantized, scales, *transposed).launch(
                 grid=[cute.ceil_div(count, BLOCK) * (self.c.columns // BLOCK), 1, 1],
                 block=[THREADS, 1, 1],
                 stream=arguments["stream"],
@@ -98,18 +97,26 @@ class Quantize(Kernel):
         return [wide[choice] for choice in range(self.c.top_k)]
 
     @cute.kernel
-    def blocks(self, x: cute.Tensor, quantized: cute.Tensor, scales: cute.Tensor) -> None:
+    def blocks(
+        self, x: cute.Tensor, quantized: cute.Tensor, scales: cute.Tensor, transposed: Any, transposed_scales: Any
+    ) -> None:
         thread, block = thread_block_idx()
         across = self.c.columns // BLOCK
-        first, column, lane = block // across * BLOCK + thread // self.lanes, block % across, thread % self.lanes
-        rows = [first + i * self.step for i in range(BLOCK // self.step)]
-        vec_idx = column * self.lanes + lane
+        row_block, column_block = block // across, block % across
+        rows = [row_block * BLOCK + thread // LANES * VALUES + i for i in range(VALUES)]
+        vec_idx = column_block * LANES + thread % LANES
         vectors = [self.load(x, row, vec_idx, row < x.shape[0]) for row in rows]
         amax = self.of_block([magnitude(vector) for vector in vectors], thread)
         scale, inverse = compute_block_scale(amax, FP8_DTYPE, "float32")
-        for row, vector in zip(rows, vectors, strict=True):
-            quantized_vector = rounded([v * inverse for v in vector], DTYPES[FP8_DTYPE])
-            self.store(quantized, scales, row, vec_idx, True, quantized_vector, scale)
+        values = [[v * inverse for v in vector] for vector in vectors]
+        for row, vector in zip(rows, values, strict=True):
+            self.store(quantized, scales, row, vec_idx, True, rounded(vector, DTYPES[FP8_DTYPE]), scale)
+        if const_expr(transposed is not None):
+            down = self.c.matrix_rows // BLOCK
+            matrix, of_matrix = row_block // down, row_block % down
+            position = matrix * across + column_block, of_matrix
+            TransposedTile(thread).store(values, cute.local_tile(transposed, (BLOCK, BLOCK), position))
+            transposed_scales[position] = scale
 
     set_kernel_name(blocks, "cudnn_moe_quantize_weights")
 
@@ -153,12 +160,3 @@ class Quantize(Kernel):
             cute.autovec_copy(vector, cute.local_tile(quantized[row, None], (VALUES,), (vec_idx,)))
             if (vec_idx % self.lanes == 0) & (row % height == 0):
                 scales[row // height, vec_idx // self.lanes] = scale
-
-
-def lanes_max(value: Float32, lanes: int) -> Float32:
-    """The maximum over ``lanes`` consecutive lanes, in all of them."""
-    distance = 1
-    while distance < lanes:
-        value = maximum(value, cute.arch.shuffle_sync_bfly(value, distance))
-        distance *= 2
-    return value

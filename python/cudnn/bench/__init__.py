@@ -27,6 +27,7 @@ BENCHMARKS = (
     "model",
     "moe",
     "moe_decode",
+    "moe_fp8",
     "nsa",
     "sdpa",
 )
@@ -108,12 +109,13 @@ def find(name: str) -> Benchmark:
         model,
         moe,
         moe_decode,
+        moe_fp8,
         nsa,
     )
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
-    for module in (attention, flash_attn, gated_mlp, grouped_fp8, host, model, moe, moe_decode, nsa):
+    for module in (attention, flash_attn, gated_mlp, grouped_fp8, host, model, moe, moe_decode, moe_fp8, nsa):
         if name == module.NAME:
             return module.benchmark()
     api: Any = registry.find(name)

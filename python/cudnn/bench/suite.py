@@ -41,6 +41,7 @@ FAMILIES = (
     Family("grouped_gemm", 40),
     Family("host", 25),
     Family("moe_decode", 40),
+    Family("moe_fp8", 60),
     Family("nsa", 60),
     Family("gated_mlp", 40),
     Family("grouped_gemm_fp8", 40),

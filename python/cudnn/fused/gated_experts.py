@@ -132,11 +132,21 @@ class GatedExperts(Activated):
 
     def operations(self) -> tuple[Any, ...]:
         stored = (self.store("c", concat_glu=self.concat_glu),) if self.has("c") else ()
+        if self.has("sfc"):
+            quantizer = epilogue.QuantizeRows(
+                "sfc", self.dtype_name("c"), BLOCKWISE_DTYPE, BLOCKWISE_SIZE, "", value="c", source="x"
+            )
+            stored = (quantizer, self.store("c", "c"))
         activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
         return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
 
     def interleaves_glu(self) -> bool:
         return self.concat_glu
+
+    def _check_architecture(self, arch: str) -> None:
+        super()._check_architecture(arch)
+        if self.has("sfc") and arch != "sm_90a":
+            raise self.unsupported(f"sfc tensor, on {arch}", "a tensor", "None: leave c in 16 bits")
 
     @classmethod
     def halves_of(cls, options: Mapping[str, Any]) -> int:
@@ -161,6 +171,9 @@ class GatedExperts(Activated):
         self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
+        if self.has("sfc") and (self.dtype_name("c") not in FLOAT8 or self.dtype_name("sfa") != BLOCKWISE_DTYPE):
+            got = f"a tensor, for c of {self.dtype_name('c') or None} and sfa of {self.dtype_name('sfa') or None}"
+            raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_DTYPE}")
         if self.concat_glu and self.major("b") != "k":
             hint = "interleave the weights once, by cudnn.interleave_glu_weights"
             allowed = f"k, for glu_layout={self.glu_layout!r}"
@@ -204,7 +217,8 @@ class GatedExpertsBackward(Activated):
         geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
         product = self.scaled_product(power=2) if newer or not geglu else ()
         rounded = (epilogue.Round(self.dtype_name("a")),) if self.round_dgrad_to_input_dtype else ()
-        saved = epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)
+        saved = [epilogue.LoadTile("c", self.dtype_name("c"), "n", times=2, concat_glu=self.concat_glu)]
+        saved += [epilogue.MultiplyBlocks("sfc", BLOCKWISE_SIZE, "c")] if self.has("sfc") else []
         betas = self.has("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.dtype_name("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
@@ -213,7 +227,7 @@ class GatedExpertsBackward(Activated):
         return (
             *product,
             *rounded,
-            saved,
+            *saved,
             *factors,
             backward,
             *rest,
@@ -275,6 +289,11 @@ class GatedExpertsBackward(Activated):
             if self.concat_glu or not self.schedule.searches:
                 got = f"tensors, for glu_layout={self.glu_layout!r}, {type(self.schedule).__name__} rows"
                 raise self.unsupported(f"{name}_blocks tensor", got, "rows of experts, glu_layout='interleaved'")
+        if self.has("sfc") and (self.dtype_name("c") not in FLOAT8 or self.sf_vec_size != BLOCKWISE_SIZE):
+            got = f"a tensor, for c of {self.dtype_name('c')} and sf_vec_size={self.sf_vec_size}"
+            raise self.error("sfc tensor", got, f"None, but for {' or '.join(FLOAT8)} and {BLOCKWISE_SIZE}")
+        if self.has("sfc") and self.concat_glu:
+            raise self.unsupported("sfc tensor", f"a tensor, for glu_layout={self.glu_layout!r}", "None, then")
 
     def quantizes(self) -> bool:
         return super().quantizes() and self.dtype_name("d_row") in FLOAT8

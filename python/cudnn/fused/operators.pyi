@@ -410,6 +410,7 @@ def grouped_gemm_dglu(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    sfc: Tensor | None = None,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; absent results have no elements. See
@@ -489,6 +490,7 @@ def grouped_gemm_glu(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    sfc: Tensor | None = None,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; absent results have no elements. See

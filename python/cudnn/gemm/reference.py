@@ -80,6 +80,12 @@ def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Argum
     values[o.value] = values[o.value] * wide(arguments[o.tensor])
 
 
+def multiply_blocks(o: declared.MultiplyBlocks, values: Values, arguments: Arguments) -> None:
+    x = values[o.value]
+    scales = wide(arguments[o.tensor])[: x.shape[0]]
+    values[o.value] = x * scales.repeat_interleave(o.vector, 1)[:, : x.shape[1]]
+
+
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
     row, groups = wide(arguments[o.tensor]).unsqueeze(0), values[GROUPS]
     row = interleave_glu(row) if o.concat_glu else row
@@ -233,7 +239,7 @@ def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> N
 
 
 def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
-    values[o.value] = quantize(o, values[o.value], o.vector, arguments[o.tensor], arguments)
+    values[o.value] = quantize(o, values[o.source or o.value], o.vector, arguments[o.tensor], arguments)
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
@@ -327,6 +333,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.StoreTile: store_tile,
     declared.MultiplyGroup: multiply_group,
     declared.MultiplyColumn: multiply_column,
+    declared.MultiplyBlocks: multiply_blocks,
     declared.AddRow: add_row,
     declared.Gated: gated,
     declared.Round: round_to,

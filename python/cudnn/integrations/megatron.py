@@ -19,7 +19,7 @@ from torch import Tensor
 from cudnn.errors import make_error
 from cudnn.moe import layer as expert_layer
 from cudnn.moe.dispatched import device_counts, moe_experts, moe_experts_fwd_primitive, row_weights
-from cudnn.moe.experts import Experts, SortedRows, grouped_gemm_ops
+from cudnn.moe.experts import Experts, SortedRows, grouped_gemm_ops, recipe_of
 from cudnn.moe.main_grads import dummy_grad
 from cudnn.moe.operator import moe_mlp
 from cudnn.runtime.memory import aligned
@@ -53,7 +53,7 @@ except ImportError as error:
 _NO_LIMIT = float(torch.finfo(torch.bfloat16).max)
 
 
-def experts_spec(*, fp8: bool = False) -> Any:
+def experts_spec(*, fp8: bool | str = False) -> Any:
     """The ``ModuleSpec`` of :class:`CudnnExperts`, for ``MoESubmodules(experts=...)`` of Megatron-Core 0.16.
 
     Later versions take a builder, a callable with ``(num_local_experts, config, /, *, pg_collection, name)``: the class
@@ -65,7 +65,7 @@ def experts_spec(*, fp8: bool = False) -> Any:
     return ModuleSpec(module=CudnnExperts, params={"fp8": fp8})
 
 
-def use_experts(spec: Any, *, fp8: bool = False) -> Any:
+def use_experts(spec: Any, *, fp8: bool | str = False) -> Any:
     """A copy of a layer's or block's spec whose MoE layers have :func:`experts_spec` as experts.
 
     Args:
@@ -126,11 +126,11 @@ class CudnnExperts(MegatronModule):
         pg_collection: Any = None,
         *,
         name: str | None = None,
-        fp8: bool = False,
+        fp8: bool | str = False,
     ) -> None:
         super().__init__(config=config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        self.num_local_experts, self.use_fp8 = num_local_experts, fp8
+        self.num_local_experts, self.use_fp8 = num_local_experts, recipe_of(_WHERE, fp8)
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
         self.activation, self.act_params = _activation(config)
         tp, hidden = self.tp_group.size(), config.moe_latent_size or config.hidden_size

@@ -45,7 +45,7 @@ class CudnnGroupedExperts(GroupedExperts):
         before they are quantized.
         """
 
-        fp8: bool = False
+        fp8: bool | str = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -96,7 +96,7 @@ def _logged(message: str) -> None:
 
 
 @override(target=GroupedExperts.Config, exact=True, description="Routed experts on cuDNN's grouped GEMM kernels")
-def cudnn_experts(cfg: Any, *, fp8: bool = False) -> Any:
+def cudnn_experts(cfg: Any, *, fp8: bool | str = False) -> Any:
     """torchtitan's override of ``GroupedExperts.Config``, for ``--override.imports``.
 
     Args:

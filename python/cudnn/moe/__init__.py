@@ -2,6 +2,7 @@
 
 from cudnn.moe.combining import combine
 from cudnn.moe.exchange import Exchange, Received
+from cudnn.moe.quantizing import weights_changed
 from cudnn.moe.routing import RouterOutput, Routing, load_balance_loss, route, sort, update_correction_bias, z_loss
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "route",
     "sort",
     "update_correction_bias",
+    "weights_changed",
     "z_loss",
 ]

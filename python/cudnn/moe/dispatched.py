@@ -16,7 +16,15 @@ from cudnn.errors import make_error
 from cudnn.fused.host import ALIGNMENT
 from cudnn.moe import layer
 from cudnn.moe.compile_ahead import layer_ops
-from cudnn.moe.experts import Experts, GroupedGemmOps, SortedRows, environment, grouped_gemm_ops, up_shape
+from cudnn.moe.experts import (
+    Experts,
+    GroupedGemmOps,
+    SortedRows,
+    environment,
+    grouped_gemm_ops,
+    recipe_of,
+    up_shape,
+)
 from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.operator import Weights, check_addresses, check_experts, gemm_flops, listed, listed_up, two
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
@@ -51,7 +59,7 @@ def moe_experts(
     geglu_alpha: float = 1.702,
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
-    fp8: bool = False,
+    fp8: bool | str = False,
     main_grads: tuple[Weights, Weights] | None = None,
 ) -> torch.Tensor:
     """The experts' MLPs of rows that are sorted by expert, as token dispatchers of training stacks return them.
@@ -100,7 +108,7 @@ def moe_experts(
     tensors = (x, probs, *ups, *downs, up_bias, down_bias)
     save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     weights = (ups, downs, up_bias, down_bias, up_main_grad, down_main_grad)
-    options = (activation, act_params, glu_layout, fp8, padded, save_preact)
+    options = (activation, act_params, glu_layout, recipe_of(_WHERE, fp8), padded, save_preact)
     y, *_ = moe_experts_fwd_primitive(x, counts, probs, *weights, *options)
     return y
 
@@ -248,13 +256,12 @@ def moe_experts_fwd_primitive(
     activation: str,
     act_params: Sequence[float],
     glu_layout: str,
-    fp8: bool,
+    fp8: str,
     padded: bool,
     save_preact: bool,
 ) -> Three:
-    """y of :func:`moe_experts` (R, H), the experts' end offsets (E,), and the pre-activation (R, N).
-
-    The latter has no elements unless ``save_preact``. ``padded``: there may be padding rows.
+    """y of :func:`moe_experts` (R, H), the experts' end offsets (E,), and the pre-activation, as
+    :func:`cudnn.moe.layer.forward` returns it. ``padded``: there may be padding rows.
     """
     experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
     rows = _Rows(x, counts, probs)
@@ -272,8 +279,8 @@ def moe_experts_fwd_primitive(
 def _empty(rows: _Rows, e: Experts, save_preact: bool) -> Three:
     """Memory for y, the offsets and the pre-activation."""
     x, counts = rows.x, rows.counts
-    preact = (x.shape[0], e.up_shape[1]) if save_preact else (0,)
-    return x.new_empty(x.shape), counts.new_empty(counts.shape, dtype=torch.int32), x.new_empty(preact)
+    preact = layer.empty_preact(x, x.shape[0], e, save_preact)
+    return x.new_empty(x.shape), counts.new_empty(counts.shape, dtype=torch.int32), preact
 
 
 @moe_experts_fwd_primitive.register_fake
@@ -290,7 +297,7 @@ def _(
     activation: str,
     act_params: Any,
     glu_layout: str,
-    fp8: bool,
+    fp8: str,
     padded: bool,
     save_preact: bool,
 ) -> Three:
@@ -318,6 +325,7 @@ def moe_experts_bwd_primitive(
     activation: str,
     act_params: Sequence[float],
     glu_layout: str,
+    fp8: str,
     padded: bool,
     needs_grad: Sequence[bool],
 ) -> Six:
@@ -325,7 +333,7 @@ def moe_experts_bwd_primitive(
 
     Those of up and down are accumulated into ``up_main_grad`` and ``down_main_grad`` if these are not empty.
     """
-    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
     main_grad = (up_main_grad, down_main_grad)
     if not x.shape[0]:
         zeros = _gradients_like(x, probs, experts, needs_grad, main_grad)
@@ -367,10 +375,11 @@ def _(
     activation: str,
     act_params: Any,
     glu_layout: str,
+    fp8: str,
     padded: bool,
     needs_grad: Any,
 ) -> Six:
-    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
     return _gradients_like(x, probs, experts, needs_grad, (up_main_grad, down_main_grad))
 
 
@@ -379,7 +388,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
     _, offsets, preact = output
     ctx.mark_non_differentiable(offsets)
     ctx.save_for_backward(x, offsets, preact, probs, up_bias, down_bias, *up, *down)
-    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, ctx.padded, _) = len(up), rest
+    *ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8, ctx.padded, _ = rest
+    ctx.num_tensors = len(up)
     ctx.set_materialize_grads(False)
 
 
@@ -392,7 +402,8 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs_x, _, needs_probs, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:7]
     needs_grad = [needs_x, needs_probs, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
     tensors: tuple[Any, ...] = (x, offsets, preact, probs, up, down, up_bias, down_bias, *ctx.main_grad)
-    arguments: tuple[Any, ...] = (*tensors, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.padded, needs_grad)
+    options = (ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8, ctx.padded)
+    arguments: tuple[Any, ...] = (*tensors, *options, needs_grad)
     grads = moe_experts_bwd_primitive(gradient, *arguments)
     dx, dprobs, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
     matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cudnn import settings
+from cudnn.errors import make_error
 from cudnn.fused import registry
 from cudnn.fused.gated import LAYOUTS
 from cudnn.lazy import torch
@@ -28,6 +29,7 @@ WIDE = (torch.float32, torch.float64)  # types that only the reference takes
 PERMUTE_COLUMNS = 896  # in the backward pass, if the GEMM has at least this many columns per expert,
 PERMUTE_COLUMNS_DW_UP = 2048  # in the weight gradient of up, which may run concurrently with a combine,
 GATHER_ROWS = 1024  # and always if experts have fewer rows than this on average.
+RECIPES = ("forward", "blockwise", "blockwise_save16")
 SEPARATE = "separate"
 GLU_LAYOUTS = (*LAYOUTS, SEPARATE)  # of the up weights of a gated activation
 ACT_PARAMS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
@@ -145,8 +147,8 @@ class Experts(NamedTuple):
 
     N is I or, for a gated activation, 2 I. ``glu_layout`` "interleaved": of every 64 rows the first 32 are gates;
     "concatenated": the first I rows are gates; "separate": ``up`` has the tensors of the gates (E, I, H) and then as
-    many of the up projections. The pre-activation and ``up_bias`` of separate weights are concatenated.
-    With ``fp8`` the forward GEMMs take e4m3 operands. ``batch_invariant`` as in :class:`Permutation`.
+    many of the up projections. The pre-activation and ``up_bias`` of separate weights are concatenated. ``fp8``: a name
+    in :data:`RECIPES` or "", as :func:`recipe_of` returns. ``batch_invariant`` as in :class:`Permutation`.
     """
 
     up: Sequence[Tensor]
@@ -156,8 +158,13 @@ class Experts(NamedTuple):
     activation: str
     act_params: Sequence[float]
     glu_layout: str
-    fp8: bool = False
+    fp8: str = ""
     batch_invariant: bool = False
+
+    @property
+    def trains_fp8(self) -> bool:
+        """Whether the backward GEMMs take e4m3 operands too."""
+        return self.fp8.startswith("blockwise")
 
     @property
     def up_shape(self) -> tuple[int, int, int]:
@@ -168,6 +175,19 @@ class Experts(NamedTuple):
     def halves(self) -> int:
         """2 if gates and up projections have separate tensors, else 1."""
         return 1 + (self.glu_layout == SEPARATE)
+
+
+def recipe_of(where: str, fp8: bool | str) -> str:
+    """The name in :data:`RECIPES` of an operator's argument ``fp8``; "" for False.
+
+    Raises:
+        ValueError: it is none.
+    """
+    recipe = {False: "", True: RECIPES[0]}.get(fp8, fp8) if isinstance(fp8, bool) else fp8
+    if recipe not in ("", *RECIPES):
+        allowed = "False, True or 'forward', 'blockwise', 'blockwise_save16'"
+        raise make_error(ValueError, where, "fp8", repr(fp8), allowed)
+    return recipe
 
 
 def is_list(weights: Sequence[Tensor]) -> bool:

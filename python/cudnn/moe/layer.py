@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cudnn.lazy import torch
+from cudnn.moe import blockwise
 from cudnn.moe.combining import combine_into, combine_rows
 from cudnn.moe.experts import (
     GATED,
@@ -50,7 +51,13 @@ from cudnn.moe.experts import (
     up_operand,
     weight_operand,
 )
-from cudnn.moe.quantizing import empty_quantized, gemm_quantizes, quantized, quantized_weights
+from cudnn.moe.quantizing import (
+    empty_quantized,
+    gemm_quantizes,
+    quantized,
+    quantized_both_ways,
+    quantized_weights,
+)
 from cudnn.runtime.streams import forked
 
 if TYPE_CHECKING:
@@ -122,25 +129,27 @@ def forward(
         out: Memory (R, H) for the outputs of rows.
 
     Returns:
-        y (T, H), and preact (R, N), without elements unless ``save_preact``.
+        y (T, H), and preact, of :func:`empty_preact`.
     """
     (experts, n, _), (_, h, intermediate), count = e.up_shape, shape_of(e.down), permutation.rows
     gated = e.activation in GATED
-    preact = x.new_empty(count, n) if save_preact or not gated else None
+    saved = empty_preact(x, count, e, save_preact)
+    preact, preact_scales = blockwise.preact_of(saved, count, n) if save_preact else (None, None)
+    preact = x.new_empty(count, n) if preact is None and not gated else preact
     quantize_act = e.fp8 and gemm_quantizes(x)
     act, act_scales = (
         empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
     )
     common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
-    up = _fp8_weight(e.up, save_preact) if e.fp8 else up_operand(e)
-    down = _fp8_weight(e.down, save_preact) if e.fp8 else weight_operand(e.down)
+    up = _fp8_weight(e.up, e, save_preact) if e.fp8 else up_operand(e)
+    down = _fp8_weight(e.down, e, save_preact) if e.fp8 else weight_operand(e.down)
 
     # (1) Permute: the up GEMM gathers rows of x by ``a_index``, or reads a copy that is sorted by expert.
     tensors = {**common, **up[0], "bias": _bias(e.up_bias)}
     if e.fp8:
         gathers = permutation.gathers(x)
         tensors["a_index"] = permutation.gather_idx if gathers else None
-        tensors |= _fp8_rows(*(quantized(x) if gathers else quantized(x, permutation.scatter_idx, count)))
+        tensors |= blockwise.rows_operand(*(quantized(x) if gathers else quantized(x, permutation.scatter_idx, count)))
     else:
         a, tensors["a_index"] = permutation.operand(x)
         tensors["a"] = matrix(a)
@@ -150,6 +159,7 @@ def forward(
     tensors |= {"c": None if preact is None else matrix(preact), "d": matrix(act)}
     if e.fp8:
         tensors["sfd_row"] = None if act_scales is None else act_scales.unsqueeze(2)
+        tensors["sfc"] = None if preact_scales is None else preact_scales.unsqueeze(2)
     prob = permutation.gemm_weights(weights, not gated)
     tensors["prob"] = prob
     key = ("up", save_preact, tensors.get("a_index") is None, act_scales is None, prob is None, permutation.is_sorted)
@@ -162,10 +172,10 @@ def forward(
     weighs_bias = permutation.is_sorted and prob is not None and e.down_bias is not None
     tensors["prob"] = prob if weighs_bias else None
     if e.fp8:
-        tensors |= _fp8_rows(*(quantized(act) if act_scales is None else (act, act_scales)))
+        tensors |= blockwise.rows_operand(*(quantized(act) if act_scales is None else (act, act_scales)))
     ops.run(
         "down, weighted bias" if weighs_bias else "down",
-        "grouped_gemm_quant" if e.fp8 else "grouped_gemm",
+        _gemm_of(e.fp8),
         tensors,
         down[1],
     )
@@ -175,7 +185,7 @@ def forward(
     y = down_out
     if combine and isinstance(permutation, Permutation):
         y = combine_rows(down_out, permutation.scatter_idx, weights)
-    return y, preact if save_preact and preact is not None else x.new_empty(0)
+    return y, saved
 
 
 def backward(
@@ -197,7 +207,7 @@ def backward(
 
     Args:
         dy: (T, H).
-        preact: (R, N) of :func:`forward`.
+        preact: of :func:`forward`.
         indices: Experts of each token, (T, K); None for sorted rows.
         weights: The router's weights (T, K); of sorted rows (R, 1) or None.
         main_grad: float32 buffers of up and of down that their gradients are added to; empty: none.
@@ -226,10 +236,44 @@ def backward_down(
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
     delayed: list[Callable[[], Tensor | None]] | None = None,
-) -> tuple[Gradients, Tensor]:
-    """The first half of :func:`backward`: all gradients but those of x and up, and dpreact (R, N).
+) -> tuple[Gradients, Any]:
+    """The first half of :func:`backward`: all gradients but those of x and up, and dpreact, for :func:`backward_up`.
 
     ``main_grad``: that of down. ``delayed`` as there.
+    """
+    run = blockwise.backward_down if e.trains_fp8 else _backward_down
+    shape, like = shape_of(e.down), e.down[0]
+    wgrad = functools.partial(_wgrad, ops, "down", like=like, shape=shape, main_grad=main_grad, delayed=delayed)
+    gemms = run(ops, dy, preact, weights, permutation, e, needs.up_bias, wgrad if needs.down else None)
+    dpreact, dprob, dw_down, dup_bias = gemms
+    dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
+    ddown_bias = None
+    if e.down_bias is not None:  # the router's weight multiplies down_bias too
+        slots = _weighted_slots(indices, weights, permutation, shape_of(e.down)[0])
+        ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
+        if dweights is not None and of_weights is not None:
+            dweights = dweights + of_weights
+    dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
+    return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
+
+
+def _backward_down(
+    ops: GroupedGemmOps,
+    dy: Tensor,
+    preact: Tensor,
+    weights: Tensor | None,
+    permutation: Permutation | SortedRows,
+    e: Experts,
+    needs_up_bias: bool,
+    wgrad: Callable[[Callable[[], dict[str, Any]]], Tensor | None] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Steps (1) to (3).
+
+    Args:
+        wgrad: :func:`_wgrad` of down, or None if its gradient is not needed.
+
+    Returns:
+        dpreact (R, N); the gradients of the rows' weights, of down, and of up_bias, or None.
     """
     (experts, _, intermediate), count = shape_of(e.down), permutation.rows
     dpreact, act = torch.empty_like(preact), preact.new_empty(count, intermediate)
@@ -237,35 +281,19 @@ def backward_down(
     dy_rows, gather_idx = permutation.operand(dy, 2 * intermediate >= PERMUTE_COLUMNS)
     # (2) down GEMM^T; the epilogue applies the router's weight and the activation's derivative at preact.
     prob, dprob = permutation.weights_of_rows(weights)
-    bias_dtype = x.dtype if x.dtype in WIDE else torch.bfloat16
-    dup_bias = preact.new_empty(experts, preact.shape[1], dtype=bias_dtype) if needs.up_bias else None
+    bias_dtype = dy.dtype if dy.dtype in WIDE else torch.bfloat16
+    dup_bias = preact.new_empty(experts, preact.shape[1], dtype=bias_dtype) if needs_up_bias else None
     gated = e.activation in GATED
     tensors, options = weight_operand(e.down, transpose=True)
-    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "a": matrix(dy_rows)}
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, dy.device), "a": matrix(dy_rows)}
     gemm_prob = permutation.gemm_weights(None, True) if prob is None and not gated else prob
     tensors |= {"a_index": gather_idx, "c": matrix(preact), "prob": gemm_prob, "dprob": dprob}
     tensors |= {"d_row": matrix(dpreact), "dbias": dup_bias, "activation" if gated else "d_srelu": matrix(act)}
-    key = ("dact", needs.up_bias, gather_idx is None, prob is None)
+    key = ("dact", needs_up_bias, gather_idx is None, prob is None)
     ops.run(key, "grouped_gemm_dglu" if gated else "grouped_gemm_dsrelu", tensors, options, ops.dact_options)
     # (3) Weight gradient of down.
-    dw_down = None
-    if needs.down:
-        tensors = {
-            "offsets": permutation.offsets,
-            "a": transposed(dy_rows),
-            "a_index": gather_idx,
-            "b": transposed(act),
-        }
-        dw_down = _wgrad(ops, "down", tensors, shape_of(e.down), main_grad, delayed=delayed)
-    dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
-    ddown_bias = None
-    if e.down_bias is not None:  # the router's weight multiplies down_bias too
-        slots = _weighted_slots(indices, weights, permutation, experts)
-        ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
-        if dweights is not None and of_weights is not None:
-            dweights = dweights + of_weights
-    dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
-    return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
+    operands = {"offsets": permutation.offsets, "a": transposed(dy_rows), "a_index": gather_idx, "b": transposed(act)}
+    return dpreact, dprob, None if wgrad is None else wgrad(lambda: operands), dup_bias
 
 
 def _weighted_slots(
@@ -298,7 +326,7 @@ def _down_bias_gradients(
 def backward_up(
     ops: GroupedGemmOps,
     x: Tensor,
-    dpreact: Tensor,
+    dpreact: Any,
     permutation: Permutation | SortedRows,
     e: Experts,
     needs: NeedsGrad,
@@ -307,7 +335,7 @@ def backward_up(
     router_dx: tuple[Tensor, Tensor] | None = None,
     delayed: list[Callable[[], Tensor | None]] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The second half of :func:`backward`: the gradients of x and up, from dpreact (R, N).
+    """The second half of :func:`backward`: the gradients of x and up, from dpreact of :func:`backward_down`.
 
     ``router_dx``: a row's dlogit, float32 (R, 1, 1), and the router's weight (E, H): dx_row gets dlogit[r] router[e].
 
@@ -315,35 +343,39 @@ def backward_up(
     concurrently, on a second stream.
     """
     experts, n, h = e.up_shape
+    large = n >= PERMUTE_COLUMNS_DW_UP
 
     # (5) Weight gradient of up.
+    def operands() -> dict[str, Any]:
+        if e.trains_fp8:
+            return blockwise.wgrad_up_operands(x, dpreact, permutation)
+        x_rows, gather_idx = permutation.operand(x, large)
+        rows = {"a": transposed(dpreact), "b": transposed(x_rows), "b_index": gather_idx}
+        return {"offsets": permutation.offsets, **rows}
+
     def wgrad_up(margin: int = 0) -> Tensor | None:
         if not needs.up:
             return None
-        x_rows, gather_idx = permutation.operand(x, n >= PERMUTE_COLUMNS_DW_UP)
-        tensors = {
-            "offsets": permutation.offsets,
-            "a": transposed(dpreact),
-            "b": transposed(x_rows),
-            "b_index": gather_idx,
-        }
-        return _wgrad(ops, "up", tensors, e.up_shape, main_grad, margin, delayed, e.halves)
+        return _wgrad(ops, "up", operands, e.up[0], e.up_shape, main_grad, margin, delayed, e.halves)
 
     if not needs.x:
         return None, wgrad_up()
     # (4) up GEMM^T.
     dx_rows = x.new_empty(permutation.rows, h)
-    tensors, options = up_operand(e, transpose=True)
-    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
-    tensors |= {"a": matrix(dpreact), "d": matrix(dx_rows)}
+    if e.trains_fp8:
+        tensors, options = blockwise.dx_operands(e.up, dpreact)
+    else:
+        tensors, options = up_operand(e, transpose=True)
+        tensors["a"] = matrix(dpreact)
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "d": matrix(dx_rows)}
     if router_dx is not None:
         tensors |= {"prob": router_dx[0], "bias": _bias(router_dx[1])}
-    ops.run(("dx", router_dx is None), "grouped_gemm", tensors, options)
+    ops.run(("dx", router_dx is None), _gemm_of(e.trains_fp8), tensors, options)
     if not combine or not isinstance(permutation, Permutation):
         return dx_rows, wgrad_up()
     # (6) Combine, before the weight gradient or concurrently.
-    overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS
-    if not (overlaps and permutation.gathers(x, n >= PERMUTE_COLUMNS_DW_UP)):
+    overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS and not e.trains_fp8
+    if not (overlaps and permutation.gathers(x, large)):
         dx = combine_rows(dx_rows, permutation.scatter_idx)
         del dx_rows, tensors  # before x is permuted into a copy
         return dx, wgrad_up()
@@ -355,15 +387,16 @@ def backward_up(
     return dx, dw_up
 
 
-def _fp8_rows(rows: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The A operand in e4m3, (R, n), and its scales (R, n / 128)."""
-    return {"a": matrix(rows), "sfa": scales.unsqueeze(2)}
+def _gemm_of(fp8: Any) -> str:
+    """The grouped GEMM without an activation."""
+    return "grouped_gemm_quant" if fp8 else "grouped_gemm"
 
 
-def _fp8_weight(weights: Sequence[Tensor], trains: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _fp8_weight(weights: Sequence[Tensor], e: Experts, trains: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The B operand in e4m3 with its scales, and the GEMM's options. ``trains``: a backward pass follows."""
-    narrow, scales = quantized_weights(weights, trains)
-    return {"b": narrow.permute(1, 2, 0), "sfb": scales.permute(1, 2, 0)}, {"sf_vec_size": 128}
+    if trains and e.trains_fp8:
+        return blockwise.weight_operand(*quantized_both_ways(weights)[:2])
+    return blockwise.weight_operand(*quantized_weights(weights, trains))
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:
@@ -374,7 +407,8 @@ def _bias(bias: Tensor | None) -> Tensor | None:
 def _wgrad(
     ops: GroupedGemmOps,
     name: str,
-    tensors: dict[str, Any],
+    operands: Callable[[], dict[str, Any]],
+    like: Tensor,
     shape: tuple[int, int, int],
     main_grad: Sequence[Tensor],
     margin: int = 0,
@@ -386,11 +420,11 @@ def _wgrad(
     With 2 ``halves``, the gradients of two separate weights, one GEMM each: (2, E, m / 2, n).
     """
     if delayed is not None:
-        delayed.append(functools.partial(_wgrad, ops, name, tensors, shape, main_grad, halves=halves))
+        delayed.append(functools.partial(_wgrad, ops, name, operands, like, shape, main_grad, halves=halves))
         return None
-    (experts, m, n), count = shape, len(main_grad) // halves
-    dw = None if main_grad else tensors["a"].new_empty(shape if halves == 1 else (halves, experts, m // halves, n))
-    for half, a in enumerate(tensors["a"].chunk(halves)):
+    tensors, (experts, m, n), count = operands(), shape, len(main_grad) // halves
+    dw = None if main_grad else like.new_empty(shape if halves == 1 else (halves, experts, m // halves, n))
+    for half, a in enumerate(tensors["a"].chunk(halves) if halves > 1 else [tensors["a"]]):
         buffers = main_grad[half * count : (half + 1) * count]
         dw_of_half = dw if dw is None or halves == 1 else dw[half]
         _wgrad_into(ops, name, {**tensors, "a": a}, dw_of_half, buffers, margin)
@@ -406,16 +440,31 @@ def _wgrad_into(
     margin: int,
 ) -> None:
     """The K-grouped GEMM that writes ``dw`` (E, m, n), or accumulates into ``main_grad``."""
-    experts, options = tensors["offsets"].shape[0], {}
+    experts, fp8 = tensors["offsets"].shape[0], "sfa" in tensors
+    options: dict[str, Any] = {"sf_vec_size": 128} if fp8 else {}
     if dw is not None:
         tensors["wgrad"] = dw.permute(1, 2, 0)
     elif is_list(main_grad):
         tensors["wgrad_ptrs"] = pointers(main_grad)
         shape, dtype = tuple(main_grad[0].shape), main_grad[0].dtype
-        options = {"num_experts": experts, "wgrad_shape": shape, "wgrad_dtype": dtype}
+        options |= {"num_experts": experts, "wgrad_shape": shape, "wgrad_dtype": dtype}
     else:
         (tensors["wgrad"],) = main_grad
-    rows, gathered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
+    rows = len(tensors["b"]) * 128 if fp8 else tensors["b"].shape[1]
+    gathered = [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
     # Rows per expert, on average, rounded to a power of two: the tile heuristic depends on it.
     key = (name, *gathered, "wgrad" in tensors, bool(main_grad), margin, (rows // experts).bit_length())
     ops.run(key, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(main_grad)}, margin=margin)
+
+
+def empty_preact(x: Tensor, rows: int, e: Experts, saves: bool) -> Tensor:
+    """Memory for the pre-activation (R, N) that is saved for :func:`backward`; no elements unless ``saves``.
+
+    In e4m3 it is bytes: R N values, and float32 scales (R, N / 128).
+    """
+    n = e.up_shape[1]
+    if not saves:
+        return x.new_empty(0)
+    if e.fp8 == "blockwise" and gemm_quantizes(x):
+        return x.new_empty(rows * (n + n // 32), dtype=torch.uint8)
+    return x.new_empty(rows, n)

@@ -25,10 +25,10 @@ from cudnn.gemm.formats import wide
 from cudnn.moe import compile_ahead
 from cudnn.moe.autograd import LayerFunction, forward
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
-from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts
+from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, recipe_of
 from cudnn.moe.operator import in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
-from cudnn.moe.quantizing import forget_quantized
+from cudnn.moe.quantizing import forget_quantized, weights_changed
 from cudnn.moe.router_linear import moe_router_linear
 from cudnn.moe.routing import RouterOutput, Routing, check_rule, route, rule_of, sort
 from cudnn.moe.sharding import (
@@ -139,7 +139,8 @@ class MoE(torch.nn.Module):
         bias: The experts have biases.
         shared_experts, shared_gate: See above.
         correction_bias: See above.
-        fp8: of :func:`cudnn.ops.moe_mlp`: the experts' forward GEMMs take e4m3.
+        fp8: of :func:`cudnn.ops.moe_mlp`. With "blockwise", call :meth:`weights_changed` after changes of ``up.data``
+            or ``down.data`` that no ``torch.optim.Optimizer`` made.
         batch_invariant: of :func:`cudnn.ops.moe_mlp`, and the router's GEMM is batch-invariant too: a token's output
             has the same bits whatever the other tokens and their number are. The number of experts is a multiple of 8,
             the router has the dtype of the experts, and there is no ``shared_gate``. On CPU tensors only in emulation.
@@ -177,7 +178,7 @@ class MoE(torch.nn.Module):
         activation: str = "swiglu",
         glu_layout: str = "interleaved",
         bias: bool = False,
-        fp8: bool = False,
+        fp8: bool | str = False,
         batch_invariant: bool = False,
         shared_experts: int = 0,
         shared_gate: bool = False,
@@ -220,7 +221,8 @@ class MoE(torch.nn.Module):
         if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
             got = f"{glu_layout!r} with {activation!r}"
             raise make_error(ValueError, "MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates")
-        if fp8 and (activation not in GATED or glu_layout != LAYOUTS[0] or hidden % 128 or intermediate % 128):
+        recipe = recipe_of("MoE", fp8)
+        if recipe and (activation not in GATED or glu_layout != LAYOUTS[0] or hidden % 128 or intermediate % 128):
             got = f"{activation!r}, {glu_layout!r}, hidden={hidden}, intermediate={intermediate}"
             raise make_error(ValueError, "MoE", "fp8", got, "gates, interleaved, multiples of 128", "leave fp8 out")
         if shared_experts < 0 or (shared_gate and not shared_experts):
@@ -238,7 +240,7 @@ class MoE(torch.nn.Module):
             hint = "make the shared experts a separate layer: one expert of S times the size computes the same as S"
             raise make_error(ValueError, "MoE", "experts", got, allowed, hint if shared_experts else "")
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
-        self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
+        self.glu_layout, self.fp8, self.into_main_grad = glu_layout, recipe, into_main_grad
         self.batch_invariant = batch_invariant
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
         self._scaling_factor = checked_number("MoE", "scaling_factor", scaling_factor)
@@ -440,6 +442,15 @@ class MoE(torch.nn.Module):
         with torch.no_grad():
             local.copy_(gate_up[part])
 
+    def weights_changed(self) -> None:
+        """With ``fp8``: the next pass quantizes the experts' weights again.
+
+        Needed after a change that neither a ``torch.optim.Optimizer`` made nor PyTorch's version counter counts, such
+        as one of ``layer.up.data``.
+        """
+        for weight in (self.up, self.down):
+            weights_changed(weight)
+
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its routing, without shared experts, for example for a loss."""
         logits = self.router(tokens_of("MoE", x))
@@ -625,7 +636,7 @@ class MoE(torch.nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.up.shape[2]}, {self.down.shape[2]}, experts={self.experts}, top_k={self.top_k}"
         shared = f", shared_experts={self.shared_experts}" if self.shared_experts else ""
-        return f"{sizes}{shared}, {self.activation}{', fp8' * self.fp8}"
+        return f"{sizes}{shared}, {self.activation}{f', fp8={self.fp8!r}' if self.fp8 else ''}"
 
 
 def _describe(coordinate: Sequence[int], shape: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ from cudnn.moe.experts import (
     Permutation,
     environment,
     grouped_gemm_ops,
+    recipe_of,
     shape_of,
     up_shape,
 )
@@ -63,7 +64,7 @@ def moe_mlp(
     geglu_alpha: float = 1.702,
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
-    fp8: bool = False,
+    fp8: bool | str = False,
     batch_invariant: bool = False,
     main_grads: tuple[Weights, Weights] | None = None,
     group: Any = None,
@@ -95,10 +96,16 @@ def moe_mlp(
             expert, and the first I elements of ``up_bias``. "separate": ``up`` is a pair, ``up_bias`` is concatenated,
             I is a multiple of 64. All are read in place, and gradients have the same layout.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
-        fp8: The forward GEMMs take e4m3: tokens and activations with float32 scales for 1 x 128 blocks, weights for
-            128 x 128 blocks. The e4m3 copies of weights, half of their memory, are cached between passes without
-            gradients until the weights change. Gradients are those of a layer without ``fp8`` with the same
-            pre-activation. For gated activations and interleaved weights; H and I are multiples of 128.
+        fp8: GEMMs that take e4m3, with float32 scales: for 1 x 128 blocks of tokens, activations and gradients, along
+            the dimension that the GEMM sums over, and for 128 x 128 blocks of weights. For gated activations and
+            interleaved weights; H and I are multiples of 128.
+
+            - True or "forward": those of the forward pass. Gradients are those of a layer without ``fp8`` with the same
+              pre-activation. Copies of weights are cached between passes without gradients.
+            - "blockwise": those of both passes, as DeepSeek-V3 is trained. The pre-activation is saved in e4m3, except
+              on Blackwell. Copies of weights, transposed ones too, are cached until a ``torch.optim.Optimizer`` steps,
+              a weight has a new version, or :func:`cudnn.moe.weights_changed`.
+            - "blockwise_save16": the same, with the pre-activation saved in the dtype of x.
         batch_invariant: A token's output, and the gradients of its x and weights, have the same bits whatever the other
             tokens and their number are, on one kind of GPU. Hopper's kernels then always read a permuted copy of the
             tokens instead of gathering many rows, which takes up to 0.6 ps per element of the (T K, H) copy. The router
@@ -121,6 +128,7 @@ def moe_mlp(
         RuntimeError: a rank of the group did not call within the time limit.
     """
     up, down, tokens = listed_up(_WHERE, "up", up, glu_layout), listed(_WHERE, "down", down), tokens_of(_WHERE, x)
+    recipe = recipe_of(_WHERE, fp8)
     up_main_grad, down_main_grad = [], []
     if main_grads is not None:
         up_main_grad, down_main_grad = two(_WHERE, "main_grads", main_grads, "those of up and of down")
@@ -130,7 +138,7 @@ def moe_mlp(
     act_params = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
         local, main_grad = (
-            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8, batch_invariant),
+            Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, recipe, batch_invariant),
             (up_main_grad, down_main_grad),
         )
         check_tensors(_WHERE, indices=routing[0], weights=routing[1])
@@ -145,7 +153,7 @@ def moe_mlp(
     elif routing.offsets.shape[0] != (experts := up_shape(up, glu_layout)[0]):
         got, allowed = f"one of {routing.offsets.shape[0]} experts", f"one of {experts}, the experts of up"
         raise make_error(ValueError, _WHERE, "routing", got, allowed)
-    experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, fp8)
+    experts = (up, down, up_bias, down_bias, up_main_grad, down_main_grad, activation, act_params, glu_layout, recipe)
     return in_shape_of(x, _single_rank(tokens, routing, *experts, batch_invariant))
 
 
@@ -203,7 +211,7 @@ def _single_rank(
     activation: str,
     act_params: list[float],
     glu_layout: str,
-    fp8: bool,
+    fp8: str,
     batch_invariant: bool,
 ) -> torch.Tensor:
     """The layer on one rank."""
@@ -486,11 +494,11 @@ def moe_mlp_fwd_primitive(
     activation: str,
     act_params: Sequence[float],
     glu_layout: str,
-    fp8: bool,
+    fp8: str,
     batch_invariant: bool,
     save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y of :func:`moe_mlp` (T, H), and the pre-activation (T K, N), without elements unless ``save_preact``."""
+    """y of :func:`moe_mlp` (T, H), and the pre-activation, as :func:`cudnn.moe.layer.forward` returns it."""
     experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
     ops = checked(x, weights, indices, experts, (up_main_grad, down_main_grad))
     if not gather_idx.numel():
@@ -504,8 +512,7 @@ def _empty(
     x: torch.Tensor, gather_idx: torch.Tensor, e: Experts, save_preact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for y and the pre-activation."""
-    preact = (gather_idx.shape[0], e.up_shape[1]) if save_preact else (0,)
-    return x.new_empty(x.shape), x.new_empty(preact)
+    return x.new_empty(x.shape), layer.empty_preact(x, gather_idx.shape[0], e, save_preact)
 
 
 @moe_mlp_fwd_primitive.register_fake
@@ -525,7 +532,7 @@ def _(
     activation: str,
     act_params: Any,
     glu_layout: str,
-    fp8: bool,
+    fp8: str,
     batch_invariant: bool,
     save_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -553,6 +560,7 @@ def moe_mlp_bwd_primitive(
     activation: str,
     act_params: Sequence[float],
     glu_layout: str,
+    fp8: str,
     batch_invariant: bool,
     needs_grad: Sequence[bool],
 ) -> Six:
@@ -560,7 +568,7 @@ def moe_mlp_bwd_primitive(
 
     Those of up and down are accumulated into ``up_main_grad`` and ``down_main_grad`` if these are not empty.
     """
-    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
     main_grad = (up_main_grad, down_main_grad)
     if not gather_idx.numel():
         zeros = _gradients_like(x, weights, experts, needs_grad, main_grad)
@@ -600,10 +608,11 @@ def _(
     activation: str,
     act_params: Any,
     glu_layout: str,
+    fp8: str,
     batch_invariant: bool,
     needs_grad: Any,
 ) -> Six:
-    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout)
+    experts = Experts(up, down, up_bias, down_bias, activation, act_params, glu_layout, fp8)
     return _gradients_like(x, weights, experts, needs_grad, (up_main_grad, down_main_grad))
 
 
@@ -612,10 +621,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.save_for_backward(
         x, output[1], weights, indices, offsets, gather_idx, scatter_idx, up_bias, down_bias, *up, *down
     )
-    ctx.num_tensors, (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, _, ctx.batch_invariant, _) = (
-        len(up),
-        rest,
-    )
+    *ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8, ctx.batch_invariant, _ = rest
+    ctx.num_tensors = len(up)
     ctx.set_materialize_grads(False)
 
 
@@ -627,7 +634,7 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
         return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 6
     needs_x, needs_weights, *_, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:10]
     needs_grad = [needs_x, needs_weights, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
-    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.batch_invariant, needs_grad)
+    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8, ctx.batch_invariant, needs_grad)
     arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     grads = moe_mlp_bwd_primitive(gradient, *arguments)
     dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))

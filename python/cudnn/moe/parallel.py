@@ -110,7 +110,7 @@ class LocalExperts:
     activation: str
     act_params: list[float]
     glu_layout: str
-    fp8: bool
+    fp8: str
     save_preact: bool
     batch_invariant: bool = False
 

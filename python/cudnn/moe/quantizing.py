@@ -1,25 +1,45 @@
-"""e4m3 operands of the layer's forward GEMMs, with float32 block scales (1 x 128 for tokens, 128 x 128 for weights)."""
+"""e4m3 operands of the layer's GEMMs, with float32 block scales (1 x 128 for tokens, 128 x 128 for weights)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cudnn.errors import make_error
+from cudnn.gemm.scales import quantize_token_blocks, token_block_count
 from cudnn.moe import reference
 from cudnn.runtime import launch
 from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, persistent
-from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
+from cudnn_kernels.moe.configuration import (
+    BLOCK,
+    CheckQuantizedConfiguration,
+    QuantizeConfiguration,
+    QuantizeTokensConfiguration,
+)
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
+_CHECK = "cudnn_kernels.moe.check_quantized:CheckQuantized"
+_QUANTIZE_TOKENS = "cudnn_kernels.moe.quantize_tokens:QuantizeTokens"
 _cache: Any = WeakTensorKeyDictionary()
 _replayed: Any = WeakTensorKeyDictionary()  # weights that a CUDA graph trains
 _LOCK = threading.RLock()  # of both, and of the cached entries
+_owners: Any = WeakTensorKeyDictionary()  # of views
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class TwoWays(NamedTuple):
+    """Weights in e4m3, (E, n, k), with their scales, (E, n / 128, k / 128), and both transposed."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    transposed: torch.Tensor
+    transposed_scales: torch.Tensor
 
 
 def quantized(x: torch.Tensor, scatter_idx: torch.Tensor | None = None, rows: int = 0) -> Pair:
@@ -51,69 +71,193 @@ def empty_quantized(x: torch.Tensor, rows: int, columns: int) -> Pair:
     return out, x.new_empty(rows, columns // BLOCK, dtype=torch.float32)
 
 
+class TokenColumns(NamedTuple):
+    """Rows of experts in e4m3 by token columns, as the GEMMs of weight gradients read them.
+
+    - ``blocks`` (B, n, 128), see :func:`cudnn.gemm.scales.token_blocks`: 128 rows of one expert each, transposed.
+      Kernels do not initialize blocks without rows.
+    - ``scales`` float32 (B, n): those of the 128 tokens of a column.
+    """
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+
+def empty_columns(x: torch.Tensor, rows: int, experts: int, columns: int) -> TokenColumns:
+    """Memory for the token columns of ``rows`` rows, on x's device."""
+    blocks = token_block_count(rows, experts)
+    values = x.new_empty(blocks, columns, BLOCK, dtype=torch.float8_e4m3fn)
+    return TokenColumns(values, x.new_empty(blocks, columns, dtype=torch.float32))
+
+
+def quantized_tokens(
+    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: bool
+) -> tuple[Pair | None, TokenColumns]:
+    """Tokens in the order of experts by rows, with ``by_rows``, and by token columns, in one read of x.
+
+    Args:
+        x: (T, n), of which row r is token ``gather_idx[r]``; or (R, n), the rows.
+        offsets: Where the experts' rows end.
+        rows: R.
+
+    Returns:
+        e4m3 (R, n), its scales (R, n / 128), MN-major; rows behind the last expert's are not initialized. And the token
+        columns.
+    """
+    n, experts = x.shape[1], offsets.shape[0]
+    of_rows = None
+    if by_rows:
+        scales = x.new_empty(n // BLOCK, rows, dtype=torch.float32).T
+        of_rows = x.new_empty(rows, n, dtype=torch.float8_e4m3fn), scales
+    if has_kernel(x, "quantize"):
+        columns = empty_columns(x, rows, experts, n)
+        gathers = gather_idx is not None
+        run = kernel(_QUANTIZE_TOKENS, QuantizeTokensConfiguration, x.dtype, n, experts, gathers, by_rows)
+        run(x, *(() if gather_idx is None else (gather_idx,)), offsets, *(of_rows or ()), *columns)
+        return of_rows, columns
+    tokens = x if gather_idx is None else x[gather_idx.long()]
+    if of_rows is not None:
+        for target, source in zip(of_rows, reference.quantize(tokens, 1), strict=True):
+            target.copy_(source)
+    return of_rows, TokenColumns(*quantize_token_blocks(tokens, offsets))
+
+
 def gemm_quantizes(x: torch.Tensor) -> bool:
-    """Whether the up GEMM's epilogue quantizes its output: not on Blackwell, where accumulators fill the registers."""
+    """Whether epilogues quantize by 128 elements: not on Blackwell, where accumulators fill the registers."""
     return architecture(x) != "sm_100a"
+
+
+class _Check:
+    """Compares weights with their copies in one row of each 128, another row in each pass that reads the copies.
+
+    A GPU's result is read when a later pass begins, without waiting for it.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.changed = persistent(lambda: torch.zeros(1, dtype=torch.int32, device=x.device))
+        self.seen = persistent(lambda: torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=x.is_cuda))
+        self.done = torch.cuda.Event() if x.is_cuda else None
+        self.passes = 0
+        if x.is_cuda:  # the default stream has written zeros
+            torch.cuda.current_stream(x.device).wait_stream(torch.cuda.default_stream(x.device))
+
+    def run(self, weights: Sequence[torch.Tensor], values: torch.Tensor, scales: torch.Tensor) -> None:
+        """Starts a comparison, of one of a list's tensors. Raises a RuntimeError if an earlier one found a change."""
+        if self.passes:
+            self.raise_if_changed()
+        row, index = self.passes % BLOCK, self.passes % len(weights)
+        x, self.passes = weights[index].detach(), self.passes + 1
+        if x.ndim == 2:
+            values, scales = values[index], scales[index]
+        flat = [t.reshape(-1, t.shape[-1]) for t in (x, values, scales)]
+        if has_kernel(x, "quantize"):
+            kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(*flat, self.changed, row)
+        else:
+            again, _ = reference.quantize(flat[0], BLOCK, flat[2])
+            same = again[row::BLOCK].float().eq(flat[1][row::BLOCK].float()) | flat[1][row::BLOCK].float().isnan()
+            self.changed.fill_(not bool(same.all()))
+        if not x.is_meta:  # on which kernels are recorded
+            self.seen.copy_(self.changed, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
+    def raise_if_changed(self) -> None:
+        """Raises a RuntimeError if a comparison has ended that found a change."""
+        if (self.done is None or self.done.query()) and int(self.seen):
+            self.seen.zero_()
+            self.changed.zero_()
+            got = "other values than were quantized, without a new version and without a step of an optimizer"
+            allowed = "the values of the optimizer's last step"
+            hint = "call layer.weights_changed() or cudnn.moe.weights_changed(weight) after such a change"
+            raise make_error(RuntimeError, "MoE", "weights, fp8='blockwise'", got, allowed, hint)
 
 
 @dataclass
 class _Cached:
     """Cached e4m3 weights. Their memory is reused while the weights keep their ``addresses``: CUDA graphs may read it.
 
-    ``versions``: the version counters of the quantized weights, None if the weights may have changed since. ``stream``
-    quantized them and recorded the event ``done``. The memory belongs to the default stream. ``streams``: those that
-    have read or written it since.
+    ``versions``: the version counters of the quantized weights, None if the weights may have changed since; ``steps``:
+    the optimizers' steps until then. ``stream`` quantized them and recorded the event ``done``. The memory belongs to
+    the default stream. ``streams``: those that have read or written it since.
     """
 
     addresses: tuple[int, ...]
-    pair: Pair
+    tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...] | None = None
+    steps: int = 0
+    check: _Check | None = None
     stream: int = 0
     done: Any = None
     streams: dict[int, Any] = field(default_factory=dict)
 
     def record(self, versions: tuple[int, ...] | None) -> None:
         """Records that the current stream quantized the weights."""
-        x = self.pair[0]
+        x = self.tensors[0]
         if x.is_cuda:
             self.stream, self.done = self.current_stream(), self.done or torch.cuda.Event()
             self.done.record(self.streams[self.stream])
-        self.versions = versions
+        self.versions, self.steps = versions, _steps.count
+        if self.check is not None:
+            self.check.raise_if_changed()
+            self.check = None
+
+    def is_valid(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether the copies are of weights with these versions."""
+        return self.versions is not None and self.versions == versions and self.steps == _steps.count
 
     def current_stream(self) -> int:
         """The current stream, which is added to ``streams``."""
-        x = self.pair[0]
+        x = self.tensors[0]
         stream = launch.raw_stream(None, x.get_device())
         if stream not in self.streams:
             self.streams[stream] = torch.cuda.current_stream(x.device)
         return stream
 
-    def read(self, captures: bool) -> Pair:
-        """The pair, for reads on the current stream. A capture needs no event: it begins after the queued work."""
-        if self.pair[0].is_cuda and not captures:
+    def read(self, captures: bool) -> tuple[torch.Tensor, ...]:
+        """The copies, for reads on the current stream. A capture needs no event: it begins after the queued work."""
+        if self.tensors[0].is_cuda and not captures:
             stream = self.current_stream()
             if stream != self.stream:
                 self.streams[stream].wait_event(self.done)
             self.record_stream()
-        return self.pair
+        return self.tensors
 
-    def written(self) -> Pair:
-        """The pair, for writes on the current stream, which first waits for the other streams that use it."""
-        if self.pair[0].is_cuda:
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """The copies, for writes on the current stream, which first waits for the other streams that use them."""
+        if self.tensors[0].is_cuda:
             users, self.streams = self.streams, {}
             stream = self.current_stream()
             for other, user in users.items():
                 if other != stream:
                     self.streams[stream].wait_stream(user)
         self.record_stream()
-        return self.pair
+        return self.tensors
 
     def record_stream(self) -> None:
         """Calls ``Tensor.record_stream`` if the current stream is not the default stream."""
-        x = self.pair[0]
+        x = self.tensors[0]
         if x.is_cuda and launch.raw_stream(None, x.get_device()) != DEFAULT_STREAM:
-            for each in self.pair:
+            for each in self.tensors:
                 each.record_stream(torch.cuda.current_stream(each.device))
+
+
+class _Steps:
+    """Counts the steps of all optimizers. Fused ones change weights without a new version."""
+
+    def __init__(self) -> None:
+        self.count, self.counts = 0, False
+
+    def start(self) -> None:
+        """Counts from now on."""
+        if not self.counts:
+            self.counts = True
+            register_optimizer_step_post_hook(self._step)
+
+    def _step(self, *_: Any) -> None:
+        self.count += 1
+
+
+_steps = _Steps()
 
 
 def _captures(x: torch.Tensor) -> bool:
@@ -123,44 +267,61 @@ def _captures(x: torch.Tensor) -> bool:
 def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     """The experts' weights, one tensor or a list, in e4m3, (E, n, k), and their scales (E, n / 128, k / 128).
 
-    A pass that ``trains`` always quantizes, because optimizers change weights without increasing PyTorch's version
-    counter. Other passes cache the result while the first tensor lives, and quantize again after a training pass or
-    when a version has changed. Tensors of ``torch.inference_mode``, which have no version, are not cached; a CUDA graph
-    capture reads the cache and does not write it.
+    A pass that ``trains`` always quantizes, because weights may be changed without a new version of PyTorch's counter.
+    Other passes cache the result while the first tensor lives, and quantize again after a training pass, a step of an
+    optimizer, or when a version has changed. Tensors of ``torch.inference_mode``, which have no version, are not
+    cached; a CUDA graph capture reads the cache and does not write it.
     """
     with _LOCK:
-        return _quantized_weights(weights, trains)
+        copies = _quantized_weights(weights, trains, False)
+    return copies if len(copies) == 2 else copies[:2]  # pyright: ignore[reportReturnType]
 
 
-def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
-    first, captures = weights[0], _captures(weights[0])
-    addresses, cached = tuple(w.data_ptr() for w in weights), _cache.get(first)
+def quantized_both_ways(weights: Sequence[torch.Tensor]) -> TwoWays:
+    """As :func:`quantized_weights`, and transposed, for both passes of training.
+
+    The copies are cached until a step of any ``torch.optim.Optimizer``, a new version of a weight, or
+    :func:`weights_changed`. A CUDA graph capture quantizes, in each replay.
+    """
+    with _LOCK:
+        return TwoWays(*_quantized_weights(weights, True, True))
+
+
+def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: bool) -> tuple[torch.Tensor, ...]:
+    captures = _captures(weights[0])
+    owners = [_owners.get(w, w) for w in weights]
+    addresses, cached = tuple(w.data_ptr() for w in weights), _cache.get(owners[0])
     if cached is not None and cached.addresses != addresses:
         cached = None
-    versions = None if any(w.is_inference() for w in weights) else tuple(w._version for w in weights)
-    if trains:
+    versions = None if any(w.is_inference() for w in owners) else tuple(w._version for w in owners)
+    if trains and (captures or not by_step):
         if captures:  # replays change the weights unnoticed
-            _replayed[first] = True
+            _replayed[owners[0]] = True
         if cached is not None:
             cached.versions = None
-    elif cached is not None and cached.versions is not None and cached.versions == versions:
-        return cached.read(captures)
-    caches = not (trains or captures or versions is None)
+    elif cached is not None and len(cached.tensors) >= (4 if by_step else 2) and cached.is_valid(versions):
+        copies = cached.read(captures)
+        if by_step and not captures:
+            cached.check = cached.check or _Check(copies[0])
+            cached.check.run(weights, *copies[:2])
+        return copies
+    caches = not ((trains and not by_step) or captures or versions is None)
     if cached is not None and not captures:
-        pair = cached.written()
+        if by_step and len(cached.tensors) == 2:
+            cached.tensors += _cached_memory(weights, True)[2:]
+        tensors = cached.written()
     elif caches:
-        pair = persistent(lambda: _pair(weights))
-        if first.is_cuda:  # which used this memory before
-            torch.cuda.current_stream(first.device).wait_stream(torch.cuda.default_stream(first.device))
+        tensors = _cached_memory(weights, by_step)
     else:
-        pair = _pair(weights)
-    _quantize(weights, pair)
+        tensors = _memory(weights, by_step)
+    _quantize(weights, tensors)
     if caches:
-        cached = cached or _Cached(addresses, pair)
+        _steps.start()
+        cached = cached or _Cached(addresses, tensors)
         cached.record_stream()
-        cached.record(None if first in _replayed else versions)
-        _cache[first] = cached
-    return pair
+        cached.record(None if owners[0] in _replayed else versions)
+        _cache[owners[0]] = cached
+    return tensors
 
 
 def forget_quantized(weight: torch.Tensor) -> None:
@@ -169,22 +330,50 @@ def forget_quantized(weight: torch.Tensor) -> None:
         _cache.pop(weight, None)
 
 
-def _pair(weights: Sequence[torch.Tensor]) -> Pair:
-    """Memory for :func:`quantized_weights`."""
+def weights_changed(*weights: torch.Tensor) -> None:
+    """The e4m3 copies of weights are made again in the next pass, in the same memory."""
+    with _LOCK:
+        for weight in weights:
+            if (cached := _cache.get(_owners.get(weight, weight))) is not None:
+                cached.versions = None
+
+
+def owned_by(weight: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """``weight``, a view whose versions are those of ``owner``, a DTensor that an optimizer changes."""
+    _owners[weight] = owner
+    return weight
+
+
+def _cached_memory(weights: Sequence[torch.Tensor], transposed: bool) -> tuple[torch.Tensor, ...]:
+    """:func:`_memory` on the default stream."""
+    tensors, first = persistent(lambda: _memory(weights, transposed)), weights[0]
+    if first.is_cuda:  # which used this memory before
+        torch.cuda.current_stream(first.device).wait_stream(torch.cuda.default_stream(first.device))
+    return tensors
+
+
+def _memory(weights: Sequence[torch.Tensor], transposed: bool) -> tuple[torch.Tensor, ...]:
+    """Memory for :func:`quantized_weights` or, ``transposed`` too, for :func:`quantized_both_ways`."""
     *_, n, k = weights[0].shape
     experts = len(weights) if weights[0].ndim == 2 else weights[0].shape[0]
-    out = weights[0].new_empty(experts, n, k, dtype=torch.float8_e4m3fn)
-    return out, weights[0].new_empty(experts, n // BLOCK, k // BLOCK, dtype=torch.float32)
+    tensors: tuple[torch.Tensor, ...] = ()
+    for rows, columns in [(n, k), (k, n)][: 1 + transposed]:
+        out = weights[0].new_empty(experts, rows, columns, dtype=torch.float8_e4m3fn)
+        tensors += out, weights[0].new_empty(experts, rows // BLOCK, columns // BLOCK, dtype=torch.float32)
+    return tensors
 
 
-def _quantize(weights: Sequence[torch.Tensor], pair: Pair) -> None:
-    first, k = weights[0], weights[0].shape[-1]
-    tensors = zip(weights, *pair, strict=True) if first.ndim == 2 else [(first, *pair)]
-    for x, out, scales in tensors:
-        flat = x.detach().reshape(-1, k)
-        flat_out = (out.view(flat.shape), scales.view(-1, k // BLOCK))
+def _quantize(weights: Sequence[torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> None:
+    first, (n, k) = weights[0], weights[0].shape[-2:]
+    for x, *out in zip(weights, *tensors, strict=True) if first.ndim == 2 else [(first, *tensors)]:
+        x = x.detach()
         if has_kernel(x, "quantize"):
-            kernel(_QUANTIZE, QuantizeConfiguration, x.dtype, k, True)(flat, *flat_out)
-        else:
-            for target, source in zip(flat_out, reference.quantize(flat, BLOCK), strict=True):
-                target.copy_(source)
+            flat = [t.reshape(-1, t.shape[-1]) for t in (x, *out)]
+            matrix_rows = n if len(out) > 2 else 0
+            kernel(_QUANTIZE, QuantizeConfiguration, x.dtype, k, True, 0, matrix_rows)(*flat)
+            continue
+        results = reference.quantize(x.reshape(-1, k), BLOCK)
+        for target, source in zip(out, results, strict=False):
+            target.copy_(source.view(target.shape))
+        for target, source in zip(out[2:], out, strict=False):
+            target.copy_(source.mT)

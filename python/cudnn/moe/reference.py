@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cudnn.gemm.formats import QUANTIZED_LIMIT, wide
-from cudnn.gemm.scales import compute_block_scales, round_to
+from cudnn.gemm.scales import compute_block_scales, reciprocal, round_to
 
 if TYPE_CHECKING:
     from cudnn_kernels.moe.configuration import Rule
@@ -135,9 +135,12 @@ def combine_gradients(
     return d_rows, d_weights
 
 
-def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128."""
+def quantize(x: torch.Tensor, rows: int, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128: those of the values, unless ``scales``."""
     blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
-    limit = QUANTIZED_LIMIT["float8_e4m3fn"]
-    scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
+    if scales is None:
+        limit = QUANTIZED_LIMIT["float8_e4m3fn"]
+        scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
+    else:
+        inverse = reciprocal(scales)
     return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cudnn.errors import make_error
 from cudnn.moe.exchange import Exchange
 from cudnn.moe.parallel import ranks_of
+from cudnn.moe.quantizing import owned_by
 
 _WHERE = "MoE"
 
@@ -138,8 +139,9 @@ def local_shard(name: str, weight: Tensor | None, experts: ExpertMesh | None) ->
     sharded: Any = weight
     local = sharded.to_local()
     # A new tensor in each call: the version of a local tensor, by which e4m3 copies are cached, does not count changes
-    # of the DTensor.
-    return local.view_as(local) if local is sharded._local_tensor else local
+    # of the DTensor. With ``owned_by``, that of the DTensor counts.
+    local = local.view_as(local) if local is sharded._local_tensor else local
+    return local if torch.compiler.is_compiling() else owned_by(local, weight)
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward, token_blocks
 from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
 from cudnn.fused.host import derived
-from cudnn.fused.layouts import OneMatrix, TensorSpec
+from cudnn.fused.layouts import BlockScales, OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
+from cudnn.gemm.formats import BLOCKWISE_DTYPE
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -37,7 +38,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     For fp8 training with float32 scale factors of 128 elements, the results are those that later GEMMs read: ``d_row``
     of 8 bits with float32 ``sfd_row``, by 128 columns; ``d_blocks`` and ``activation_blocks`` (y * prob[m]), by 128
     tokens of a column, as operands of :class:`cudnn.GroupedGemmWgrad`. They need no ``norm_const``. Blocks that belong
-    to no expert are not written.
+    to no expert are not written. ``c`` of 8 bits may have scale factors too, ``sfc``.
 
     Args:
         sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
@@ -58,6 +59,13 @@ class GroupedGemmDglu(GatedExpertsBackward):
         *indexed(GatedExpertsBackward.tensors),
         bias_gradient("columns"),
         TensorSpec("activation", OneMatrix("m", "n", "mn"), FLOATS, optional=True, written=True, about="y * prob"),
+        TensorSpec(
+            "sfc",
+            BlockScales("m", "columns"),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            about="of c of 8 bits, for 128 columns, with sf_vec_size=128",
+        ),
         *token_blocks("d", "columns", "d_row"),
         *token_blocks("activation", "n", "activation"),
     )
@@ -124,6 +132,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         semantics: str | None = None,
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
+        sample_sfc: Tensor | None = None,
         sample_d_blocks: Tensor | None = None,
         sample_sfd_blocks: Tensor | None = None,
         sample_activation_blocks: Tensor | None = None,
@@ -160,6 +169,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         *,
         workspace: Tensor | None = None,
         a_index: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
         d_blocks_tensor: Tensor | None = None,
         sfd_blocks_tensor: Tensor | None = None,
         activation_blocks_tensor: Tensor | None = None,
@@ -229,6 +239,7 @@ def grouped_gemm_dglu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    sfc_tensor: Tensor | None = None,
     d_blocks_tensor: Tensor | None = None,
     sfd_blocks_tensor: Tensor | None = None,
     activation_blocks_tensor: Tensor | None = None,

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
 from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.host import derived
+from cudnn.fused.layouts import BlockScales, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
+from cudnn.gemm.formats import BLOCKWISE_DTYPE
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -35,7 +37,8 @@ class GroupedGemmGlu(GatedExperts):
     With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantized by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out. With ``sfd_row`` of float32, (m, n / 256,
     1), and ``sf_vec_size=128``, ``d`` alone is quantized, by 128 columns of a row; ``norm_const`` is 1 where it is not
-    given. Operands have 16 bits then, or float32 scale factors on sm_90a.
+    given. Operands have 16 bits then, or float32 scale factors on sm_90a. With ``sfc``, c is quantized by 128 columns
+    of a row too, on sm_90a.
 
     With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
     multiplied as they lie. Out-of-range indices read as zero. Float32 ``sfa`` has the scales of a's
@@ -57,7 +60,18 @@ class GroupedGemmGlu(GatedExperts):
     """
 
     title = "Grouped GEMM + GLU"
-    tensors = (*indexed(GatedExperts.tensors), COUNTER)
+    tensors = (
+        *indexed(GatedExperts.tensors),
+        COUNTER,
+        TensorSpec(
+            "sfc",
+            BlockScales("m", "n"),
+            (BLOCKWISE_DTYPE,),
+            optional=True,
+            written=True,
+            about="of c of 8 bits, for 128 columns, with sf_vec_size=128",
+        ),
+    )
     activations = tuple(GATES)
     scalars = (*GatedExperts.scalars, *SITU)
 
@@ -106,6 +120,7 @@ class GroupedGemmGlu(GatedExperts):
         semantics: str | None = None,
         sample_a_index: Tensor | None = None,
         glu_layout: str = "interleaved",
+        sample_sfc: Tensor | None = None,
         power_of_two_scales: bool = False,
         arch: str | None = None,
     ) -> None:
@@ -147,6 +162,7 @@ class GroupedGemmGlu(GatedExperts):
         scheduler_counter_tensor: Tensor | None = None,
         workspace_tensor: Tensor | None = None,
         a_index: Tensor | None = None,
+        sfc_tensor: Tensor | None = None,
     ) -> None:
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
 
@@ -203,6 +219,7 @@ def grouped_gemm_glu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
     glu_layout: str = "interleaved",
+    sfc_tensor: Tensor | None = None,
     power_of_two_scales: bool = False,
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes.
