@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import experiments  # these three are next to this file
+import experiments  # these are next to this file
+import outside_kernels
 import results
 from reference_tables import arguments, first_paragraph
 from reference_tables import table as reference
@@ -105,6 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experiments": experiments.table,
     "fused_apis": fused_apis,
     "findings": findings.markdown_table,
+    "outside_kernels": outside_kernels.table,
 }
 
 

@@ -12,6 +12,8 @@ It knows PTX and the DSL's runtime interface, and needs neither a GPU nor a CUDA
 
 from ptx_emulator.api import emulate as emulate
 from ptx_emulator.api import run as run
+from ptx_emulator.api import run_ptx as run_ptx
+from ptx_emulator.api import run_triton as run_triton
 from ptx_emulator.errors import BarrierError as BarrierError
 from ptx_emulator.errors import CollectiveError as CollectiveError
 from ptx_emulator.errors import Deadlock as Deadlock
@@ -23,5 +25,8 @@ from ptx_emulator.errors import RaceError as RaceError
 from ptx_emulator.errors import TensorMemoryError as TensorMemoryError
 from ptx_emulator.errors import UninitializedRead as UninitializedRead
 from ptx_emulator.errors import UnsupportedPTX as UnsupportedPTX
+from ptx_emulator.report import Finding as Finding
+from ptx_emulator.report import Instruction as Instruction
 from ptx_emulator.report import Launch as Launch
 from ptx_emulator.report import Report as Report
+from ptx_emulator.timeline import Timeline as Timeline

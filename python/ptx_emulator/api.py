@@ -1,17 +1,18 @@
-"""`emulate` for CuTe DSL kernels, `run` for PTX text."""
+"""`emulate` for CuTe DSL kernels, `run_ptx` for PTX text."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import struct
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ptx_emulator.codegen import load
-from ptx_emulator.errors import EmulatorError
+from ptx_emulator.errors import EmulatorError, Fault
 from ptx_emulator.machine import Options, execute
 from ptx_emulator.report import Launch, Report
 
@@ -23,6 +24,16 @@ def _dim3(value: Dim, name: str) -> tuple[int, int, int]:
     if not 1 <= len(numbers) <= 3 or any(n < 1 for n in numbers):
         raise ValueError(f"{name} must be one to three positive integers; got {value!r}")
     x, y, z = (*numbers, 1, 1)[:3]
+    return x, y, z
+
+
+def _block(value: Dim | None) -> tuple[int, int, int] | None:
+    if value is None:
+        return None
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(numbers) <= 3 or any(n < 0 for n in numbers):
+        raise ValueError(f"timeline must be the one to three coordinates of a block; got {value!r}")
+    x, y, z = (*numbers, 0, 0)[:3]
     return x, y, z
 
 
@@ -58,9 +69,17 @@ def _argument(value: Any, size: int, index: int) -> bytes:
     return raw
 
 
-def run(
-    ptx: str,
-    entry: str,
+def _options(depth: int, load_waits: bool | None, warn: Collection[str], **others: Any) -> Options:
+    """`depth`: frames between this one and the caller's, for the warning."""
+    if load_waits is not None:
+        text = 'load_waits is deprecated: load_waits=False is warn=["PE105"]'
+        warnings.warn(text, DeprecationWarning, stacklevel=depth + 2)
+    return Options(warn=[*warn, "PE105"] if load_waits is False else warn, **others)
+
+
+def run_ptx(
+    text: str,
+    kernel: str,
     grid: Dim,
     block: Dim,
     args: Sequence[Any] = (),
@@ -71,15 +90,18 @@ def run(
     scheduler: str = "lowest-pc",
     seed: int = 0,
     multiprocessors: int = 8,
-    load_waits: bool = True,
     ignore: Collection[str] = (),
+    warn: Collection[str] = (),
+    on_error: str = "collect",
     memory: Sequence[Any] = (),
+    timeline: Dim | None = None,
+    load_waits: bool | None = None,
 ) -> Launch:
-    """Runs the kernel `entry` of a PTX module on NumPy arrays or CPU tensors.
+    """Runs a kernel of a PTX module on NumPy arrays or CPU tensors.
 
     Args:
-        ptx: The text of the module.
-        entry: The name of the kernel.
+        text: The module.
+        kernel: The name of the entry.
         grid, block, cluster: One to three sizes; `cluster` in blocks.
         args: One value per parameter: an array or tensor (its address is passed), an int, a float, a NumPy scalar, or
             the parameter's bytes.
@@ -90,27 +112,93 @@ def run(
         seed: For the schedulers "random" and "lazy".
         multiprocessors: Number of resident blocks of a kernel with cluster launch control. `try_cancel` assigns the
             others to resident blocks, or they start when those end.
-        load_waits: False: with `races`, a register of `tcgen05.ld` may be used without `tcgen05.wait::ld`; its first
-            use counts as the wait.
         ignore: Codes of findings to leave out, such as `["PE103"]`: the launch goes on as if there were none. Those of
             `docs/emulator-findings.md` after which a launch cannot go on are refused.
+        warn: Codes of findings that are warnings and no errors. `["PE105"]` lets a kernel leave the wait for
+            `tcgen05.ld` to ptxas, as some of NVIDIA's kernels do.
+        on_error: "collect": the launch goes on where it can, and its end raises the first error, with all others in its
+            message and in its `findings`. "raise": the first error is raised at once. "report": nothing is raised, the
+            errors are in the result.
         memory: More arrays that the kernel may access.
+        timeline: Coordinates of a thread block, as 0 or (1, 0): the result's `timeline` has what its warps did.
+        load_waits: Deprecated: `False` is `warn=["PE105"]`.
+
+    Returns:
+        What the kernel did, with its findings.
 
     Raises:
         Fault: the kernel violated a rule of PTX; the subclass names the rule.
         UnsupportedPTX: the emulator does not know an instruction or one of its forms.
-        ValueError, TypeError: the arguments do not fit the kernel's parameters, or `ignore` has another string than
-            the code of a finding that can be ignored.
+        ValueError, TypeError: the arguments do not fit the kernel's parameters, an option has no such value, or
+            `ignore` or `warn` has another string than the code of a finding behind which a launch goes on.
     """
-    sizes = [p.size for p in load(ptx, entry).kernel.parameters.values()]
+    sizes = [p.size for p in load(text, kernel).kernel.parameters.values()]
     if len(args) != len(sizes):
-        raise ValueError(f"{entry} takes {len(sizes)} arguments, got {len(args)}")
+        raise ValueError(f"{kernel} takes {len(sizes)} arguments, got {len(args)}")
     values = [_argument(value, size, i) for i, (value, size) in enumerate(zip(args, sizes, strict=True))]
     buffers = [_buffer(x) for x in [*args, *memory]]
     ranges = {(a, a + n) for a, n in (b for b in buffers if b is not None)}
-    options = Options(races, scheduler, seed, multiprocessors, load_waits, ignore)
+    options = _options(
+        1,
+        load_waits,
+        warn,
+        races=races,
+        scheduler=scheduler,
+        seed=seed,
+        multiprocessors=multiprocessors,
+        ignore=ignore,
+        on_error=on_error,
+        timeline=_block(timeline),
+    )
     dimensions = _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster")
-    return execute(ptx, entry, *dimensions, shared_bytes, values, ranges=ranges, options=options, report=Report())
+    report = Report()
+    launch = execute(text, kernel, *dimensions, shared_bytes, values, ranges=ranges, options=options, report=report)
+    report.raise_errors()
+    return launch
+
+
+def run_triton(compiled: Any, grid: Dim, args: Sequence[Any] = (), **options: Any) -> Launch:
+    """Runs a compiled Triton kernel on NumPy arrays or CPU tensors.
+
+    Triton compiles without a GPU: `triton.compile(ASTSource(...), target=GPUTarget("cuda", 90, 32))`.
+
+    Args:
+        compiled: What `triton.compile` returns.
+        grid: One to three numbers of programs.
+        args: The kernel's arguments without constants, as for `run_ptx`.
+        options: `races`, `scheduler`, `seed`, `ignore`, `warn`, `on_error` and `memory` of `run_ptx`.
+
+    Returns:
+        What the kernel did, with its findings.
+
+    Raises:
+        Fault, UnsupportedPTX, ValueError, TypeError: as `run_ptx`.
+    """
+    text, metadata = compiled.asm["ptx"], compiled.metadata
+    x, y, z = _dim3(grid, "grid")
+    ctas = getattr(metadata, "num_ctas", 1)
+    scratch = []  # which Triton's launcher allocates: a part for each program, on behalf of the compiler
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        size = getattr(metadata, name, 0) or 0
+        scratch.append(np.zeros(size * x * y * z * ctas, np.uint8) if size else 0)
+    count = len(load(text, metadata.name).kernel.parameters)
+    given = [*args, *scratch[: max(count - len(args), 0)]]
+    return run_ptx(
+        text,
+        metadata.name,
+        (x * ctas, y, z),
+        32 * metadata.num_warps,
+        given,
+        cluster=ctas,
+        shared_bytes=metadata.shared,
+        **options,
+    )
+
+
+def run(ptx: str, entry: str, grid: Dim, block: Dim, args: Sequence[Any] = (), **options: Any) -> Launch:
+    """Deprecated: `run_ptx`."""
+    warnings.warn("ptx_emulator.run is deprecated: use run_ptx", DeprecationWarning, stacklevel=2)
+    return run_ptx(ptx, entry, grid, block, args, **options)
 
 
 @contextlib.contextmanager
@@ -121,9 +209,14 @@ def emulate(
     scheduler: str = "lowest-pc",
     seed: int = 0,
     multiprocessors: int = 8,
-    load_waits: bool = True,
     ignore: Collection[str] = (),
+    warn: Collection[str] = (),
+    on_error: str = "collect",
     memory: Sequence[Any] = (),
+    timeline: Dim | None = None,
+    cuda: bool = False,
+    report: Report | None = None,
+    load_waits: bool | None = None,
 ) -> Iterator[Report]:
     """Emulates the CuTe DSL kernels that are compiled, and called on CPU tensors, inside this block.
 
@@ -133,36 +226,64 @@ def emulate(
 
     Args:
         arch: What the DSL compiles for: "sm_90a" or "sm_100a".
-        races, scheduler, seed: As for `run`.
+        races, scheduler, seed, ignore, warn: As for `run_ptx`.
         multiprocessors: Number of SMs that the kernel's host code sees. With cluster launch control it is also the
             number of resident blocks.
-        load_waits: False lets a kernel leave the wait for `tcgen05.ld` to the compiler that comes after PTX, as some of
-            NVIDIA's kernels do.
-        ignore: As for `run`.
+        on_error: "collect": the program goes on behind an error where the launch does, and the end of the block raises
+            the first one, with all others in its message and in its `findings`. An error that ends a launch is raised
+            by the call. "raise": the call raises the first error at once. "report": nothing is raised; the errors are
+            in the report.
         memory: Arrays that kernels may access besides the storages of all live CPU tensors.
+        timeline: Coordinates of a thread block: each launch's `timeline` has what the warps of this block did.
+        cuda: Programs for `device="cuda"` run: PyTorch's tensors are on the CPU and say that they are on "cuda:0";
+            `torch.cuda` and `cuda.bindings` answer for the emulated chip, in all threads. Import torch before.
+        report: The report of an earlier block, to go on with.
+        load_waits: Deprecated: `False` is `warn=["PE105"]`.
 
     Yields:
         A `Report`, to which every launch is added.
 
     Raises:
-        Fault: a kernel violated a rule of PTX. The call that launched the kernel raises it; for a call of the bare
-            TVM-FFI function, the end of the block raises it.
-        ValueError: no such architecture or scheduler, or a code that cannot be ignored.
+        Fault: a kernel violated a rule of PTX. If the block itself raises something else, this is its `__cause__`.
+        ValueError: no such architecture or option, or a code that cannot be ignored.
         EmulatorError: the thread is inside such a block already.
     """
+    from ptx_emulator.runtime.cuda import emulated_cuda
     from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session
 
     if arch not in CAPABILITY:
         raise ValueError(f"arch must be one of {', '.join(CAPABILITY)}; got {arch!r}")
-    options = Options(races, scheduler, seed, multiprocessors, load_waits, ignore)
+    options = _options(
+        2,
+        load_waits,
+        warn,
+        races=races,
+        scheduler=scheduler,
+        seed=seed,
+        multiprocessors=multiprocessors,
+        ignore=ignore,
+        on_error=on_error,
+        timeline=_block(timeline),
+    )
     if HOOK.session is not None:
         raise EmulatorError("emulate blocks do not nest")
     buffers = [_buffer(x) for x in memory]
     ranges = {(b[0], b[0] + b[1]) for b in buffers if b is not None}
-    session = Session(arch, options, ranges)
+    session = Session(arch, options, ranges, Report(arch=arch) if report is None else report)
     HOOK.enter(session)
     try:
-        yield session.report
+        with emulated_cuda(arch, CAPABILITY[arch], multiprocessors) if cuda else contextlib.nullcontext():
+            yield session.report
         HOOK.raise_pending()
+    except Fault:
+        raise
+    except Exception as error:  # an assertion about a wrong result, say: the errors of the kernels tell why
+        try:
+            session.report.raise_errors()
+        except Fault as fault:
+            raise fault from error
+        raise
+    else:
+        session.report.raise_errors()
     finally:
         HOOK.leave()

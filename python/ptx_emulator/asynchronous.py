@@ -93,6 +93,9 @@ class AsyncCopies:
 
     def commit(self, site: int, m: Any, mechanism: str) -> None:
         self.committed[mechanism][self.machine.lanes(m)] += 1
+        if self.machine.timeline.on:
+            for lane in self.machine.lanes(m).tolist():
+                self.machine.timeline.commit((mechanism, lane))
 
     def wait(self, site: int, m: Any, mechanism: str, left: int, full: bool) -> None:
         machine = self.machine
@@ -100,6 +103,9 @@ class AsyncCopies:
         limits = np.full(machine.count, -1, np.int64)
         limits[lanes] = self.committed[mechanism][lanes] - left
         self._run(mechanism, limits)
+        if machine.timeline.on:
+            for lane in lanes.tolist():
+                machine.timeline.wait_group((mechanism, lane), [lane >> 5], left, f"{mechanism} group")
         if mechanism == "bulk":
             self.waited[lanes] = np.maximum(self.waited[lanes], limits[lanes])
         if not machine.race.on:
@@ -146,7 +152,10 @@ class AsyncCopies:
             for address in addresses.tolist():
                 sync.get(address, site).pending += 1
 
+        ends = [machine.timeline.open[("cp.async", lane)] for lane in lanes.tolist()] if machine.timeline.on else [0]
+
         def finish() -> None:
+            machine.timeline.now = max(ends)
             everything = np.full(machine.count, -1, np.int64)
             everything[lanes] = np.int64(1) << 59
             self._run("cp.async", everything)
@@ -172,6 +181,12 @@ class AsyncCopies:
         if some.any():
             memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
         machine.report.count_bytes("global to shared cp.async", int(amount.sum()))
+        if machine.timeline.on:
+            ends = {
+                warp: machine.timeline.copy(warp << 5, 32 * size, "cp.async") for warp in np.unique(lanes >> 5).tolist()
+            }
+            for lane in lanes.tolist():
+                machine.timeline.hold(("cp.async", lane), ends[lane >> 5])
         for warp in np.unique(lanes >> 5).tolist() if race.on else ():
             mine = lanes >> 5 == warp
             lane = int(lanes[mine][0])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ptx_emulator.report import Finding
 
 
 class EmulatorError(RuntimeError):
@@ -17,22 +20,39 @@ class UnsupportedPTX(EmulatorError, NotImplementedError):  # noqa: N818
 class Fault(EmulatorError):  # noqa: N818
     """The kernel violated a rule of PTX.
 
-    `lanes` are indices into the machine's lane axis. The machine sets the location (`where`) before it reraises.
-    `code` is that of a row of `FINDINGS`; classes with one kind of fault have it as their attribute.
+    Attributes:
+        code: That of a row of [Findings](../emulator-findings.md). Classes with one kind of fault have it too.
+        message: What happened.
+        where: The PTX line, its text, the line of the source, the block and the threads; empty for a deadlock.
+        findings: All findings of the run, where this one ended it.
     """
 
     code = ""
 
-    def __init__(self, message: str, lanes: Iterable[Any] = (), site: int | None = None, code: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        lanes: Iterable[Any] = (),
+        site: int | None = None,
+        code: str = "",
+        other: int | None = None,
+    ) -> None:
+        """`lanes` index the machine's lane axis; `site` and `other` number the instruction, and an earlier one."""
         super().__init__(message)
         self.message = message
         self.code = code or type(self).code
         self.lanes = [int(x) for x in lanes]
-        self.site = site
+        self.site, self.other = site, other
         self.where = ""
+        self.findings: list[Finding] = []
 
     def __str__(self) -> str:
-        return f"{self.code}: {self.message}" + (f"\n{self.where}" if self.where else "")
+        lines = [f"{self.code}: {self.message}", *([self.where] if self.where else [])]
+        others = [each for each in self.findings if each.fault is not self and each.severity == "error"]
+        if others:
+            lines.append(f"{len(others)} more errors:")
+            lines += [f"  {each.summary()}" for each in others]
+        return "\n".join(lines)
 
 
 class OutOfBounds(Fault):

@@ -1,4 +1,4 @@
-"""The kinds of findings: each has a stable code, an explanation and a fix."""
+"""The rules that kernels are held to: each has a stable code, an explanation and a fix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ptx_emulator import errors
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A kind of finding.
+class Rule:
+    """What a kernel must not do.
 
     Attributes:
         code: Its code, which never changes its meaning.
@@ -18,7 +18,7 @@ class Finding:
         title: A few words.
         explanation: What the kernel did, and the rule of PTX.
         fix: What to change in the kernel.
-        ignorable: Whether the launch can go on behind it.
+        continues: Whether the launch goes on behind it. Only then can findings be ignored or downgraded.
     """
 
     code: str
@@ -26,11 +26,11 @@ class Finding:
     title: str
     explanation: str
     fix: str
-    ignorable: bool = False
+    continues: bool = False
 
 
 _ALL = (
-    Finding(
+    Rule(
         "PE101",
         errors.RaceError,
         "data race",
@@ -40,7 +40,7 @@ _ALL = (
         "names.",
         True,
     ),
-    Finding(
+    Rule(
         "PE102",
         errors.RaceError,
         "missing proxy fence",
@@ -50,7 +50,7 @@ _ALL = (
         "barrier.",
         True,
     ),
-    Finding(
+    Rule(
         "PE103",
         errors.RaceError,
         "race within a warp",
@@ -59,7 +59,7 @@ _ALL = (
         "Put `bar.warp.sync` (`cute.arch.sync_warp`) between the two accesses.",
         True,
     ),
-    Finding(
+    Rule(
         "PE104",
         errors.RaceError,
         "register of a `wgmma` in flight",
@@ -68,16 +68,16 @@ _ALL = (
         "Execute `wgmma.commit_group`, and a `wgmma.wait_group` that covers this group, before the access.",
         True,
     ),
-    Finding(
+    Rule(
         "PE105",
         errors.RaceError,
         "register of a `tcgen05.ld` in flight",
-        "The target of a `tcgen05.ld` is used before `tcgen05.wait::ld`. A warning with `load_waits=False`, and "
-        "without race detection.",
+        "The target of a `tcgen05.ld` is used before `tcgen05.wait::ld`. Without race detection, "
+        "a warning that this can happen.",
         "Execute `tcgen05.wait::ld` (`cute.arch.fence_view_async_tmem_load`) before the first use.",
         True,
     ),
-    Finding(
+    Rule(
         "PE106",
         errors.RaceError,
         "tensor map without release or acquire",
@@ -87,7 +87,7 @@ _ALL = (
         "acquire with `fence.proxy.tensormap::generic.acquire` in the using warp.",
         True,
     ),
-    Finding(
+    Rule(
         "PE107",
         errors.RaceError,
         "mbarrier used before its init is visible",
@@ -95,7 +95,7 @@ _ALL = (
         "Put a barrier of the block (of the cluster, if another block uses it) between init and use.",
         True,
     ),
-    Finding(
+    Rule(
         "PE108",
         None,
         "unordered stores of the same value",
@@ -105,7 +105,7 @@ _ALL = (
         "Let one thread store, or add the bound. If it is meant to be so, ignore the code.",
         True,
     ),
-    Finding(
+    Rule(
         "PE201",
         errors.OutOfBounds,
         "access out of bounds",
@@ -113,14 +113,14 @@ _ALL = (
         "Predicate the access, correct the address, or name the array in `memory=` if the kernel gets its address by "
         "another way.",
     ),
-    Finding(
+    Rule(
         "PE202",
         errors.Misaligned,
         "misaligned access",
         "An address, size or coordinate that is not a multiple of what the instruction requires.",
         "Align the buffer, or use a narrower instruction.",
     ),
-    Finding(
+    Rule(
         "PE203",
         errors.UninitializedRead,
         "uninitialized read",
@@ -128,14 +128,14 @@ _ALL = (
         "Write the memory first, or wait for the copy that fills it.",
         True,
     ),
-    Finding(
+    Rule(
         "PE204",
         errors.Fault,
         "access to a block that has ended",
         "Shared memory or an mbarrier of another block of the cluster is accessed after that block ended.",
         "Put a cluster barrier before the exit of the block whose memory is accessed.",
     ),
-    Finding(
+    Rule(
         "PE205",
         errors.Fault,
         "exit under a bulk copy",
@@ -143,28 +143,28 @@ _ALL = (
         "Execute `cp.async.bulk.commit_group` and `cp.async.bulk.wait_group.read 0` before the exit.",
         True,
     ),
-    Finding(
+    Rule(
         "PE301",
         errors.Deadlock,
         "deadlock",
         "No thread can make progress. The message lists every waiting group and every barrier with its counts.",
         "Compare the arrivals and bytes of the listed barriers with what was expected, and the parity of the waits.",
     ),
-    Finding(
+    Rule(
         "PE302",
         errors.BarrierError,
         "mbarrier without init",
         "An mbarrier is used before `mbarrier.init` or after `mbarrier.inval`.",
         "Initialize the mbarrier in one thread, then synchronize the block.",
     ),
-    Finding(
+    Rule(
         "PE303",
         errors.BarrierError,
         "wrong count of an mbarrier",
         "`mbarrier.init` has an invalid count, or a phase gets more arrivals than its count.",
         "Initialize with the number of arrivals that one phase gets.",
     ),
-    Finding(
+    Rule(
         "PE304",
         errors.BarrierError,
         "mbarrier init not visible to the async proxy",
@@ -172,7 +172,7 @@ _ALL = (
         "Execute `fence.mbarrier_init` (`cute.arch.mbarrier_init_fence`) after the init, then a barrier.",
         True,
     ),
-    Finding(
+    Rule(
         "PE305",
         errors.BarrierError,
         "misuse of a named barrier",
@@ -180,14 +180,14 @@ _ALL = (
         "counts, or more threads arrive than expected.",
         "Give the same number and the same thread count in all participating warps.",
     ),
-    Finding(
+    Rule(
         "PE306",
         errors.BarrierError,
         "misuse of the cluster barrier",
         "A thread arrives twice without a wait, or waits without an arrival.",
         "Alternate `barrier.cluster.arrive` and `barrier.cluster.wait` in each thread.",
     ),
-    Finding(
+    Rule(
         "PE307",
         None,
         "arrival without a waiting thread",
@@ -195,7 +195,7 @@ _ALL = (
         "Remove the last `bar.arrive`, or let the other warps wait for it.",
         True,
     ),
-    Finding(
+    Rule(
         "PE401",
         errors.CollectiveError,
         "incomplete collective",
@@ -203,7 +203,7 @@ _ALL = (
         "differ where they must not.",
         "Move the instruction out of the divergent branch, or name only the executing lanes in the member mask.",
     ),
-    Finding(
+    Rule(
         "PE402",
         errors.Fault,
         "missing `wgmma.fence`",
@@ -212,14 +212,14 @@ _ALL = (
         "Execute `wgmma.fence` (`cute.nvgpu.warpgroup.fence`) between the write and the `wgmma`.",
         True,
     ),
-    Finding(
+    Rule(
         "PE403",
         errors.TensorMemoryError,
         "tensor memory out of reach",
         "An access to tensor memory lanes of another warp, or to columns that are not allocated.",
         "A warp reaches the 32 lanes of its index modulo 4. Compare the columns with those allocated.",
     ),
-    Finding(
+    Rule(
         "PE404",
         errors.TensorMemoryError,
         "misuse of tensor memory allocation",
@@ -227,7 +227,7 @@ _ALL = (
         "deallocation that matches no allocation.",
         "Allocate a power of two from 32 to 512 columns, and free what was allocated.",
     ),
-    Finding(
+    Rule(
         "PE405",
         errors.TensorMemoryError,
         "tensor memory leak",
@@ -235,21 +235,31 @@ _ALL = (
         "Execute `tcgen05.dealloc` before the end, on every path.",
         True,
     ),
-    Finding(
+    Rule(
+        "PE406",
+        None,
+        "constant behind `wgmma.fence`",
+        "Registers of a `wgmma` got constants between the last `wgmma.fence` and this first `wgmma` behind it. PTX "
+        "requires a fence after the write. Compilers move the zeroing of accumulators there, and ptxas orders it.",
+        "None is needed if the source has it before the fence. To write PTX by hand, zero the registers before "
+        "`wgmma.fence`, or let the first `wgmma` not accumulate.",
+        True,
+    ),
+    Rule(
         "PE501",
         errors.Fault,
         "trap",
         "The kernel executed `trap`, which device assertions also do.",
         "Look at the condition before the source line that the message names.",
     ),
-    Finding(
+    Rule(
         "PE502",
         errors.Fault,
         "`try_cancel` after a failure",
         "A thread asks for another cluster after it has seen a `clusterlaunchcontrol.try_cancel` fail.",
         "Leave the loop at the first response that is not a success.",
     ),
-    Finding(
+    Rule(
         "PE503",
         errors.Fault,
         "wrong operand of a tensor copy",
@@ -258,33 +268,34 @@ _ALL = (
         "Use a tensor map of this rank, and a mask of blocks of the cluster.",
     ),
 )
-FINDINGS = {finding.code: finding for finding in _ALL}
-IGNORABLE = tuple(finding.code for finding in _ALL if finding.ignorable)
+RULES = {rule.code: rule for rule in _ALL}
+CONTINUES = tuple(rule.code for rule in _ALL if rule.continues)
 
 
-def check_ignored(ignore: Iterable[str]) -> frozenset[str]:
-    """The codes to leave out.
+def check_codes(codes: Iterable[str], option: str) -> frozenset[str]:
+    """The codes of an option, `ignore` or `warn`.
 
     Raises:
-        TypeError: `ignore` is one string.
-        ValueError: there is no such code, or the launch cannot go on behind it.
+        TypeError: They are one string.
+        ValueError: There is no such code, or the launch cannot go on behind it.
     """
-    if isinstance(ignore, str):
-        raise TypeError(f"ignore must be a list of codes, such as [{ignore!r}]; got the string {ignore!r}")
-    codes = frozenset(ignore)
-    for code in sorted(codes.difference(IGNORABLE), key=str):
-        why = "a launch cannot go on behind it" if code in FINDINGS else "there is no such code"
-        raise ValueError(f"ignore got {code!r}: {why}. Codes that can be ignored: {', '.join(IGNORABLE)}")
-    return codes
+    if isinstance(codes, str):
+        raise TypeError(f"{option} must be a list of codes, such as [{codes!r}]; got the string {codes!r}")
+    known = frozenset(codes)
+    for code in sorted(known.difference(CONTINUES), key=str):
+        why = "a launch cannot go on behind it" if code in RULES else "there is no such code"
+        raise ValueError(f"{option} got {code!r}: {why}. Codes that it takes: {', '.join(CONTINUES)}")
+    return known
 
 
 def markdown_table() -> str:
     """One row for each code."""
-    rows = ["| code | finding | exception | what the kernel did | fix | `ignore` |", "|---|---|---|---|---|---|"]
-    for finding in _ALL:
-        exception = f"`{finding.exception.__name__}`" if finding.exception else "warning"
-        ignorable = "yes" if finding.ignorable else "no"
-        rows.append(
-            f"| {finding.code} | {finding.title} | {exception} | {finding.explanation} | {finding.fix} | {ignorable} |"
-        )
+    rows = [
+        "| code | finding | exception | what the kernel did | fix | `ignore`, `warn` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule in _ALL:
+        exception = f"`{rule.exception.__name__}`" if rule.exception else "warning"
+        continues = "yes" if rule.continues else "no"
+        rows.append(f"| {rule.code} | {rule.title} | {exception} | {rule.explanation} | {rule.fix} | {continues} |")
     return "\n".join(rows)

@@ -18,15 +18,15 @@ _WHY = {
     ACCUMULATOR: "accumulates in it: no wgmma.wait_group between them covers its group",
     LEFT: "multiplies from it: no wgmma.wait_group between them covers its group",
     LOADED: "loads it: no tcgen05.wait::ld (cute.arch.fence_view_async_tmem_load) between them; "
-    "load_waits=False leaves the wait to ptxas",
+    'warn=["PE105"] leaves the wait to ptxas',
 }
 
 
 class Registers:
     """Per warp and register, the last group or load that uses it; per warp, the groups and loads that completed."""
 
-    def __init__(self, machine: Machine, load_waits: bool) -> None:
-        self.machine, self.load_waits = machine, load_waits
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
         self.names = list(machine.program.in_flight.numbers)
         warps = machine.count // 32
         self.source = np.array([LOAD if role == LOADED else WGMMA for _, role in self.names])
@@ -61,23 +61,21 @@ class Registers:
         early = self.held[entries] > self.done[warps][:, self.source[registers]]
         if not early.any():
             return
-        loads = self.source[registers] == LOAD
-        if (early & ~loads).any():
-            self._report(site, warps, registers, early & ~loads)
-        early &= loads
-        if not early.any():
-            return
-        self._report(site, warps, registers, early)
-        self.done[warps, LOAD] = np.maximum(self.done[warps, LOAD], np.where(early, self.held[entries], 0).max(1))
-        self.machine.tensor.loaded(warps, self.done[warps, LOAD])
+        # An access that is reported counts as the wait.
+        for source in (WGMMA, LOAD):
+            now = early & (self.source[registers] == source)
+            if now.any():
+                self._report(site, warps, registers, now)
+                waited = np.where(now, self.held[entries], 0).max(1)
+                self.done[warps, source] = np.maximum(self.done[warps, source], waited)
+        if (early & (self.source[registers] == LOAD)).any():
+            self.machine.tensor.loaded(warps, self.done[warps, LOAD])
 
     def _report(self, site: int, warps: Array, registers: Array, early: Array) -> None:
         row, column = (int(x[0]) for x in np.nonzero(early))
         warp, number = int(warps[row]), int(registers[column])
         (name, role), other = self.names[number], int(self.by[warp, number])
-        text = f"{name} is used while {self.machine.describe_site(other)} still {_WHY[role]}"
         code = "PE105" if role == LOADED else "PE104"
-        if role != LOADED or self.load_waits:
-            self.machine.fault(RaceError(text, range(warp * 32, warp * 32 + 32), site, code))
-        else:
-            self.machine.warn(code, f"{self.machine.describe_site(site)}: {text}")
+        if not self.machine.known(code, site, other):
+            text = f"{name} is used while {self.machine.describe_site(other)} still {_WHY[role]}"
+            self.machine.fault(RaceError(text, range(warp * 32, warp * 32 + 32), site, code, other))

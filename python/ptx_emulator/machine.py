@@ -24,22 +24,25 @@ from ptx_emulator.codegen import Program, load
 from ptx_emulator.codegen.emitter import RESERVED_SHARED
 from ptx_emulator.codegen.special import SPECIAL_REGISTERS, WIDE, block_coordinate, coordinate
 from ptx_emulator.errors import CollectiveError, Deadlock, EmulatorError, Fault
-from ptx_emulator.findings import check_ignored
+from ptx_emulator.findings import check_codes
 from ptx_emulator.in_flight import Registers
 from ptx_emulator.memory import Memory
 from ptx_emulator.mma import WarpMatrices
 from ptx_emulator.numerics import Array, u32, u64
 from ptx_emulator.ptx.parser import TYPE_BITS
 from ptx_emulator.race import NoRaces, Races, Shadow
-from ptx_emulator.report import Launch, Report
+from ptx_emulator.report import Finding, Launch, Report
 from ptx_emulator.sync import Sync, wait_name
 from ptx_emulator.tcgen05 import TensorMemory
+from ptx_emulator.timeline import NoRecorder, Recorder, Timeline
 from ptx_emulator.tma import TMA
 
 Dim3 = tuple[int, int, int]
 SCHEDULERS = ("lowest-pc", "random", "lazy")
+ON_ERROR = ("collect", "raise", "report")
 WAVE = 256  # resident blocks
 GRID_LIMIT = ((1 << 31) - 1, 65_535, 65_535)  # blocks by dimension
+PATIENCE = 1_000  # such steps, as of a loop that polls memory, after which pending asynchronous work is done
 IDLE_LIMIT = 200_000  # steps without an effect that other threads can observe
 
 
@@ -49,13 +52,22 @@ class Options:
     scheduler: str = "lowest-pc"
     seed: int = 0
     multiprocessors: int = 8
-    load_waits: bool = True
     ignore: Collection[str] = ()
+    warn: Collection[str] = ()
+    on_error: str = "collect"
+    timeline: Dim3 | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ignore", check_ignored(self.ignore))
-        if self.scheduler not in SCHEDULERS:
-            raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
+        for name in ("ignore", "warn"):
+            object.__setattr__(self, name, check_codes(getattr(self, name), name))
+        for name, allowed in (("scheduler", SCHEDULERS), ("on_error", ON_ERROR)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+
+
+def _place(code: str, site: int | None, other: int | None) -> tuple[str, int | None, int | None]:
+    """Two accesses are one finding in whatever order they come."""
+    return (code, other, site) if site is not None and other is not None and other < site else (code, site, other)
 
 
 class Machine:
@@ -103,21 +115,31 @@ class Machine:
         self.parameter_base = ctypes.addressof(parameters)
         ranges = ranges | {(self.parameter_base, self.parameter_base + len(self.parameters))}
         self.event = 0
-        self.ignore = options.ignore
+        self.options = options
+        self.current = 0  # the block of code that runs
         self.scheduler, self.random = options.scheduler, random.Random(options.seed)
         self.queues = Queues(options.scheduler == "lazy", options.seed)
         self.race: Any = Races(self) if options.races else NoRaces()
         watched = options.races and program.in_flight.numbers
-        self.registers: Any = Registers(self, options.load_waits) if watched else NoRaces()
+        self.registers: Any = Registers(self) if watched else NoRaces()
         self.memory = Memory(self, ranges)
         self.sync = Sync(self)
         self.async_copies = AsyncCopies(self)
         self.tma = TMA(self)
         self.mma = WarpMatrices(self)
         self.tensor = TensorMemory(self)
+        self.found = launch.by_place
+        self.timeline: Any = self._recorder(options.timeline)
         self.groups: dict[int, Array] = {0: self.thread < self.block_threads}
         self.blocked: dict[int, tuple[int, Array]] = {}
         self.executed = np.zeros(len(program.blocks), np.int64)
+
+    def _recorder(self, block: Dim3 | None) -> Any:
+        """Of the thread block, if it is one of these."""
+        if block is None or list(block) not in self.where:
+            return NoRecorder()
+        self.report.timeline = Timeline(block)
+        return Recorder(self, self.where.index(list(block)), self.report.timeline)
 
     def hand_out(self) -> tuple[int, int, int] | None:
         """Cluster launch control: takes a cluster that has not started; returns its first block, None without one."""
@@ -165,14 +187,44 @@ class Machine:
         raise Fault("trap", self.lanes(m), site, "PE501")
 
     # -- findings
-    def fault(self, fault: Fault) -> None:
-        """Raises `fault`, unless its code is ignored."""
-        if fault.code not in self.ignore:
-            raise fault
+    def known(self, code: str, site: int | None, other: int | None = None) -> bool:
+        """Whether a finding needs no text: its code is ignored, or it is there already and is counted."""
+        if code in self.options.ignore:
+            return True
+        finding = self.found.get(_place(code, site, other))
+        if finding is not None:
+            finding.count += 1
+        return finding is not None
 
-    def warn(self, code: str, text: str) -> None:
-        if code not in self.ignore:
-            self.report.warn(code, text)
+    def fault(self, fault: Fault) -> None:
+        """An error behind which the launch goes on, if it may."""
+        if self.known(fault.code, fault.site, fault.other):
+            return
+        place = _place(fault.code, fault.site, fault.other)
+        self.locate(fault)
+        if fault.code in self.options.warn:
+            finding = Finding(fault.code, "warning", fault.message)
+            self.found[place] = self.add(finding, fault.site, fault.other, fault.where)
+        elif self.options.on_error == "raise":
+            raise fault
+        else:
+            self.found[place] = self.add_error(fault)
+
+    def warn(self, code: str, text: str, site: int | None = None, other: int | None = None) -> None:
+        if not self.known(code, site, other):
+            where = "" if site is None else self.describe_place(site)
+            finding = Finding(code, "warning", text)
+            self.found[_place(code, site, other)] = self.add(finding, site, other, where)
+
+    def add_error(self, fault: Fault, fatal: bool = False) -> Finding:
+        finding = Finding(fault.code, "error", fault.message, fatal=fatal, fault=fault)
+        return self.add(finding, fault.site, fault.other, fault.where)
+
+    def add(self, finding: Finding, site: int | None, other: int | None, where: str) -> Finding:
+        describe = self.program.instruction
+        finding.at, finding.other, finding.where = describe(site), describe(other), where
+        self.report.findings.append(finding)
+        return finding
 
     # -- names for messages
     def block_name(self, block: int) -> str:
@@ -285,7 +337,6 @@ class Machine:
         self.polls: dict[int, Array] = {}
         self.sleeping: list[tuple[int, Array]] = []
         idle, last, released = 0, -1, 0
-        block = 0
         try:
             with np.errstate(all="ignore"):
                 while self.groups or self.sleeping:
@@ -294,7 +345,7 @@ class Machine:
                         self.spins.clear()
                         self.polls.clear()
                     choice = pick()
-                    if choice is None and self.queues.run_one():
+                    if (choice is None or idle > PATIENCE) and self.queues.run_one():
                         self.event += 1
                         continue
                     if choice is None and self.sleeping:
@@ -309,18 +360,19 @@ class Machine:
                         self.check_warp_barriers()
                     if choice is None or idle > IDLE_LIMIT:
                         raise Deadlock(self.deadlock("no thread can go on" if choice is None else "no progress"))
-                    block, mask = choice
-                    self.step(block, mask)
+                    self.current, mask = choice
+                    self.step(self.current, mask)
                 if any(barrier.waiting for barrier in self.sync.named.values()):
                     raise Deadlock(self.deadlock("a named barrier never fills"))
-                for text in self.sync.describe_named():  # threads may end after an arrival that nobody waits for
-                    self.warn("PE307", f"{text} when the kernel ended")
+                for site, text in self.sync.describe_named():  # threads may end after an arrival that none waits for
+                    self.warn("PE307", f"{text} when the kernel ended", site)
                 self.queues.drain()
                 self.async_copies.drain()
                 self.mma.finish()
                 self.tensor.finish()
         except Fault as fault:
-            self.locate(fault, block)
+            self.locate(fault)
+            self.add_error(fault, fatal=True)
             raise
         finally:
             self.count_instructions()
@@ -334,6 +386,7 @@ class Machine:
         self.spins[block] = self.spins.get(block, 0) + 1
         self.executed[block] += int(mask.reshape(-1, 32).any(1).sum())
         m: Any = True if mask.all() else mask
+        self.timeline.step(block, mask)
         result = self.program.functions[block](self, m, self.r, self.s, self.f)
         following = block + 1
         if result is None:
@@ -437,7 +490,7 @@ class Machine:
             lines.append(f"  {len(lanes)} threads at {self.describe_site(site)}{self.describe_lanes(lanes.tolist())}")
         return "\n".join(lines + self.sync.describe())
 
-    def locate(self, fault: Fault, block: int) -> None:
+    def locate(self, fault: Fault) -> None:
         if fault.where or isinstance(fault, Deadlock):
             return
         site = fault.site
@@ -447,11 +500,14 @@ class Machine:
                 if trace.tb_frame.f_code.co_filename == self.program.filename:
                     line = trace.tb_lineno
                 trace = trace.tb_next
-            site = self.program.site_at(line) if line else self.program.blocks[block].first
+            site = self.program.site_at(line) if line else self.program.blocks[self.current].first
         fault.site = site
-        instruction = self.program.kernel.instructions[site]
-        text = self.program.kernel.ptx_lines[instruction.line - 1].strip()
-        fault.where = f"  at {self.describe_site(site)}{self.describe_lanes(fault.lanes)}\n  {text}"
+        fault.where = self.describe_place(site, fault.lanes)
+
+    def describe_place(self, site: int, lanes: Sequence[int] = ()) -> str:
+        kernel = self.program.kernel
+        text = kernel.ptx_lines[kernel.instructions[site].line - 1].strip()
+        return f"  at {self.describe_site(site)}{self.describe_lanes(lanes)}\n  {text}"
 
 
 def parameter_buffer(program: Program, values: Sequence[bytes]) -> tuple[Any, Any]:
@@ -493,9 +549,12 @@ def execute(
         raise EmulatorError(f"grid {grid} is beyond what CUDA allows: {GRID_LIMIT}")
     launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared.bytes)
     if not options.races:  # with race detection, actual uses are reported instead
-        for code, warning in program.warnings():
-            if code not in options.ignore:
-                launch.warn(code, warning)
+        launch.findings += [
+            Finding(code, "warning", text, program.instruction(site))
+            for code, site, text in program.warnings()
+            if code not in options.ignore
+        ]
+    launch.handled = options.on_error == "report"
     report.launches.append(launch)
     parameters, keep = parameter_buffer(program, values)
     size = cluster[0] * cluster[1] * cluster[2]
@@ -509,10 +568,13 @@ def execute(
             with single_threaded():
                 machine.run()
             waiting.extendleft(reversed(machine.started))
-    except Fault as fault:
-        launch.error = f"{type(fault).__name__}: {fault}"
-        launch.codes.append(fault.code)
-        raise
+    except Fault:
+        if not launch.handled:
+            launch.handled = True
+            first = launch.errors[0].fault
+            assert first is not None
+            first.findings = launch.findings
+            raise first  # noqa: B904  (what happened later is in its message)
     finally:
         launch.seconds = time.perf_counter() - start
         del keep

@@ -45,6 +45,11 @@ _GLOBAL: dict[int, Array] = {n: _PROCESS.view(dtype) for n, dtype in N.UNSIGNED.
 
 def _storage(tensor: Any) -> set[tuple[int, int]]:
     """[first, last) of a CPU tensor's storage, if it has one."""
+    with sys.modules["torch"]._C.DisableTorchFunction():  # no mode says that the tensor is elsewhere
+        return _plain_storage(tensor)
+
+
+def _plain_storage(tensor: Any) -> set[tuple[int, int]]:
     if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
         return set()
     try:
@@ -255,6 +260,8 @@ class Memory:
             if self.machine.race.on and where != "local":
                 if where == "shared" and what != "atomic":
                     self.report.count_conflicts(site, lanes, address, total)
+                if where == "global":
+                    self.report.count_sectors(f"global {what}", lanes >> 5, address, total)
                 self.touch(site, where, lanes, address, total, what != "load", order, values)
             yield where, lanes, address
         if what != "load":
@@ -382,13 +389,18 @@ class Memory:
         element = min(size // len(values), 8)
         memory, first = self.array(space, element)
         old = memory[((address - first) // element)[:, None] + np.arange(size // element)]
+        new = self._stored(values, size, lanes)
+        return (old.view(np.uint8).reshape(new.shape) == new).all(2)
+
+    def _stored(self, values: Sequence[Any], size: int, lanes: Array) -> Array:
+        """What a store of `values` writes: (lanes, granules per lane, bytes of a granule)."""
+        element = min(size // len(values), 8)
         if size // len(values) == 16:
             new = np.concatenate([value.view(u64)[lanes] for value in values], 1)
         else:
             each = (at(value, lanes).astype(UINT[element * 8]) for value in values)
             new = np.stack([np.broadcast_to(value, len(lanes)) for value in each], 1)
-        same = old.view(np.uint8) == new.view(np.uint8)
-        return same.reshape(len(lanes), -1, self.granule).all(2)
+        return np.ascontiguousarray(new).view(np.uint8).reshape(len(lanes), -1, self.granule)
 
     def touch(
         self,
@@ -409,14 +421,16 @@ class Memory:
         if space == "shared":
             index = self.shared_granules(address, size)
             same = same and partial(same, lanes, address)
-            race.by_lanes(site, self.shared_shadow, index, lanes, write, flags, True, same)
+            stored = partial(self._stored, values, size, lanes) if values else None
+            race.by_lanes(site, self.shared_shadow, index, lanes, write, flags, True, same, stored)
             return
         found = np.searchsorted(self.first, address, side="right") - 1
         for number in np.unique(found):
             chosen = found == number
             shadow, index = self.global_granules(address[chosen], size)
             again = same and partial(same, lanes[chosen], address[chosen])
-            race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True, again)
+            stored = partial(self._stored, values, size, lanes[chosen]) if values else None
+            race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True, again, stored)
 
 
 def turns(index: Array) -> Iterator[Any]:

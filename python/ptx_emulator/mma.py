@@ -46,11 +46,16 @@ def fragment_a(registers: list[Array], ptx_type: str) -> Array:
 ACCUMULATORS = {1: (3, 1, 5, 0, 2, 4), 2: (3, 1, 0, 2, 4, 5)}
 
 
+FENCED, CONSTANT, COMPUTED = 0, 1, 2
+
+
 class WarpMatrices:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         fragments, groups = machine.program.fragments, machine.count // 128
-        self.unfenced = np.ones((groups if fragments else 0, fragments), bool)  # written since the last wgmma.fence
+        # How registers were written since the last wgmma.fence; whether a wgmma came since.
+        self.unfenced = np.full((groups if fragments else 0, fragments), COMPUTED, np.uint8)
+        self.multiplied = np.ones(groups, bool)
         self.committed: dict[int, int] = {}
         self.pending: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
@@ -162,18 +167,26 @@ class WarpMatrices:
         return whole_warps(m, self.machine.count, what, site, 128)
 
     def wgmma_fence(self, site: int, m: Any) -> None:
-        self.unfenced[self._groups(m, "wgmma.fence", site)[:, 0] // 128] = False
+        groups = self._groups(m, "wgmma.fence", site)[:, 0] // 128
+        self.unfenced[groups], self.multiplied[groups] = FENCED, False
 
-    def written(self, m: Any, fragments: Array) -> None:
-        """An ordinary instruction writes registers that wgmma uses."""
+    def written(self, m: Any, fragments: Array, constants: bool = False) -> None:
+        """Ordinary instructions write registers that wgmma uses; `constants`: only moves of constants do.
+
+        A compiler may place such a move between `wgmma.fence` and the first `wgmma` behind it, where the source has it
+        before the fence.
+        """
         if self.machine.race.on:
             groups = np.arange(len(self.unfenced)) if m is True else np.flatnonzero(m.reshape(-1, 128).any(1))
-            self.unfenced[groups[:, None], fragments] = True
+            level = np.where(self.multiplied[groups] | (not constants), COMPUTED, CONSTANT)[:, None]
+            entries = groups[:, None], fragments
+            self.unfenced[entries] = np.maximum(self.unfenced[entries], level)
 
     def wgmma_commit_group(self, site: int, m: Any) -> None:
         for lanes in self._groups(m, "wgmma.commit_group", site):
             group = int(lanes[0]) // 128
             self.committed[group] = self.committed.get(group, 0) + 1
+            self.machine.timeline.commit(("wgmma", group))
 
     def wgmma_wait_group(self, site: int, m: Any, left: int) -> None:
         race = self.machine.race
@@ -181,6 +194,7 @@ class WarpMatrices:
             group = int(lanes[0]) // 128
             limit = self.committed.get(group, 0) - left
             self._run(group, limit)
+            self.machine.timeline.wait_group(("wgmma", group), np.unique(lanes >> 5), left, "wgmma group")
             if race.on and limit > 0:
                 race.learn(np.unique(lanes >> 5), self.component(group), limit)
 
@@ -222,11 +236,16 @@ class WarpMatrices:
         groups = self._groups(m, "wgmma.mma_async", site)
         first = groups[:, 0]
         numbers = first // 128
-        unfenced = self.unfenced[numbers[:, None], fragments].any(1)
+        unfenced = self.unfenced[numbers[:, None], fragments].max(1, initial=FENCED)
+        self.multiplied[numbers] = True
         if unfenced.any():
-            lanes = groups[int(np.flatnonzero(unfenced)[0])]
-            text = "wgmma.mma_async without a wgmma.fence since its registers were written"
-            machine.fault(Fault(text, lanes, site, "PE402"))
+            worst = unfenced.max()
+            lanes = groups[int(np.flatnonzero(unfenced == worst)[0])]
+            if worst == COMPUTED:
+                text = "wgmma.mma_async without a wgmma.fence since its registers were written"
+                machine.fault(Fault(text, lanes, site, "PE402"))
+            else:
+                machine.warn("PE406", "constants were moved into registers of wgmma.mma_async behind wgmma.fence", site)
         blocks, epochs = machine.block_of[first].tolist(), [self.committed.get(g, 0) for g in numbers.tolist()]
         sources = [list(zip(blocks, map(matrix.wgmma_descriptor, at(b, first).tolist()), strict=True))]
         if isinstance(a, list):
@@ -262,4 +281,7 @@ class WarpMatrices:
                 self.pending.setdefault(group, []).append((epochs[number], operation))
         else:
             run(slice(None))
+        if machine.timeline.on:
+            for lane, group in zip(first.tolist(), numbers.tolist(), strict=True):
+                machine.timeline.hold(("wgmma", group), machine.timeline.multiply(lane, 64 * n * k, "wgmma"))
         machine.report.operations["wgmma multiply-adds"] += 64 * n * k * len(groups)

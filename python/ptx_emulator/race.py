@@ -124,7 +124,6 @@ class Races:
         self.components: dict[Hashable, int] = {}
         self.names: list[str] = []
         self.events = Events()
-        self.repeated: set[tuple[int, int]] = set()  # pairs of instructions that store the same value
 
     # -- components and clocks
     def component(self, key: Hashable, name: str) -> int:
@@ -238,10 +237,12 @@ class Races:
         flags: int = 0,
         alone: bool = False,
         same: Same | None = None,
+        stored: Same | None = None,
     ) -> None:
         """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together.
 
-        `same`: says, of a store that has not happened yet, which granules it leaves as they are.
+        Of a store that has not happened yet, `same` says which granules it leaves as they are, and `stored` what it
+        writes.
         """
         index, warp = index.reshape(len(lanes), -1), lanes >> 5
         starts = np.flatnonzero(warp[1:] != warp[:-1]) + 1
@@ -264,6 +265,8 @@ class Races:
                 now = shadow.write[index]
                 together = now != codes
                 if together.any():  # lanes that write together: one of them wins
+                    if not flags & ATOMIC:
+                        self._collide(site, shadow, index, lanes, codes, now, stored)
                     again = self.events.add(warps, epochs, site, flags)
                     shadow.write[index[together]] = now[together] + ((again - event) << 6)
         elif not flags & (ATOMIC | UNRECORDED):
@@ -317,14 +320,41 @@ class Races:
         if wrong.any():
             where = tuple(int(x[0]) for x in np.nonzero(wrong))
             then, code = ("write", last[where]) if bad[where] else ("read", reads[where])
-            one = int(np.broadcast_to(lane, wrong.shape)[where])
+            one, other = int(np.broadcast_to(lane, wrong.shape)[where]), int(events.site[code >> 6])
+            if self.machine.known("PE103", site, other):
+                return others
             text = (
                 f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by lane "
                 f"{one & 31} of {self.name(one >> 5)} is not ordered after the {then} by another lane at "
-                f"{self.machine.describe_site(int(events.site[code >> 6]))}: no bar.warp.sync between them"
+                f"{self.machine.describe_site(other)}: no bar.warp.sync between them"
             )
-            self.machine.fault(RaceError(text, [one], site, "PE103"))
+            self.machine.fault(RaceError(text, [one], site, "PE103", other))
         return others
+
+    def _collide(
+        self, site: int, shadow: Shadow, index: Array, lanes: Array, codes: Array, now: Array, stored: Same | None
+    ) -> None:
+        """Stores of one instruction by several warps at once, as if one warp came after the other."""
+        events, who = self.events, np.broadcast_to((lanes >> 5)[:, None], index.shape)
+        apart = events.component[now >> 6] != who
+        if not apart.any():
+            return
+        new = stored() if stored is not None else None
+        winners = {int(index[at]): at for at in map(tuple, np.argwhere(now == codes).tolist())}
+        for at in map(tuple, np.argwhere(apart).tolist()):
+            winner = winners[int(index[at])]
+            place = self._place(shadow, index, at)
+            if new is not None and (new[at] == new[winner]).all():
+                text = f"store of the same value to {place} by {self.name(int(who[at]))}"
+                self.machine.warn(
+                    "PE108", f"{text} and {self.name(int(who[winner]))}, and nothing orders them", site, site
+                )
+            elif not self.machine.known("PE101", site, site):
+                text = (
+                    f"race on {place}: write by {self.name(int(who[at]))} is not ordered after the write by "
+                    f"{self.name(int(who[winner]))} at {self.machine.describe_site(site)}"
+                )
+                self.machine.fault(RaceError(text, [int(lanes[at[0]])], site, "PE101", site))
 
     def _repeats(self, site: int, shadow: Shadow, index: Array, bad: Array, last: Array, same: Same) -> Array:
         """Where a store conflicts with a store of the same value, which is a warning, once for two instructions."""
@@ -334,15 +364,10 @@ class Races:
             repeats &= same()
         if repeats.any():
             where = tuple(int(x[0]) for x in np.nonzero(repeats))
-            other = int(events.site[int(last[where]) >> 6])
-            if (site, other) not in self.repeated:
-                self.repeated.add((site, other))
-                describe = self.machine.describe_site
-                self.machine.warn(
-                    "PE108",
-                    f"{describe(site)} and {describe(other)} store the same value to "
-                    f"{self._place(shadow, index, where)}, and nothing orders them",
-                )
+            other, describe = int(events.site[int(last[where]) >> 6]), self.machine.describe_site
+            if not self.machine.known("PE108", site, other):
+                text = f"store of the same value to {self._place(shadow, index, where)} as at {describe(other)}"
+                self.machine.warn("PE108", f"{text}, and nothing orders them", site, other)
         return repeats
 
     def _place(self, shadow: Shadow, index: Array, where: Sequence[int]) -> str:
@@ -478,15 +503,21 @@ class Races:
             return (other != who) & (clock[row, plane, other] < events.epoch[event])
 
         def report(bad: Array, codes: Array, then: str, code: str, why: str = "") -> None:
-            where = tuple(int(x[0]) for x in np.nonzero(bad))
-            event = int(codes[where]) >> 6
-            one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
-            text = (
-                f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
-                f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
-                f"{self.machine.describe_site(int(events.site[event]))}{why}"
-            )
-            self.machine.fault(RaceError(text, [], site, code))
+            """Once for each instruction that made an earlier access."""
+            places = np.argwhere(bad)
+            sites = events.site[codes[bad] >> 6]
+            for other in np.unique(sites).tolist():
+                if self.machine.known(code, site, other):
+                    continue
+                where = tuple(places[np.flatnonzero(sites == other)[0]].tolist())
+                event = int(codes[where]) >> 6
+                one = int(np.broadcast_to(who, index.shape)[where[: index.ndim]])
+                text = (
+                    f"race on {self._place(shadow, index, where)}: {'write' if write else 'read'} by "
+                    f"{self.name(one)} is not ordered after the {then} by {self.name(int(events.component[event]))} at "
+                    f"{self.machine.describe_site(other)}{why}"
+                )
+                self.machine.fault(RaceError(text, [], site, code, other))
 
         if last.any():
             event = last >> 6

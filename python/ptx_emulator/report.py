@@ -1,21 +1,114 @@
-"""Statistics of a run: instructions, bytes per space, bank conflicts, waits. Counts, not times."""
+"""What a run found and did: findings, instructions, bytes per space, bank conflicts, waits. Counts, not times."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from ptx_emulator.errors import Fault
+from ptx_emulator.findings import RULES
 from ptx_emulator.numerics import Array
+from ptx_emulator.timeline import Timeline
+
+SECTOR = 32  # bytes
 
 
 def _no_conflict(words: Array) -> bool:
     """Whether the 32 words of each pass lie in different banks."""
     banks = np.uint64(1) << (words & 31).astype(np.uint64)
     return bool((np.bitwise_or.reduce(banks, 1) == np.uint64(0xFFFFFFFF)).all())
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction of a kernel.
+
+    Attributes:
+        line: Its line in the PTX.
+        text: That line.
+        file, source_line: The line of Python that it was compiled from; "" and 0 where the PTX does not say.
+    """
+
+    line: int
+    text: str
+    file: str = ""
+    source_line: int = 0
+
+    def __str__(self) -> str:
+        return f"PTX line {self.line}" + (f", {self.file}:{self.source_line}" if self.file else "")
+
+
+@dataclass
+class Finding:
+    """Something wrong, or suspicious, that a kernel did; prints with its place.
+
+    The same of the same instructions is one finding with a `count`; its message is that of the first time.
+
+    Attributes:
+        code: Of a row of [Findings](../emulator-findings.md).
+        severity: "error" or "warning".
+        message: What happened, with the names of memory, warps and blocks.
+        at: The instruction; None where the finding belongs to none, as a deadlock.
+        other: Of a race, the instruction of the earlier access.
+        where: Text that says where: the line of PTX and its source, the block and the threads.
+        count: How often it happened.
+        fatal: Whether the launch ended there.
+        fault: The exception that stands for it; None for a warning.
+    """
+
+    code: str
+    severity: Literal["error", "warning"]
+    message: str
+    at: Instruction | None = None
+    other: Instruction | None = None
+    where: str = ""
+    count: int = 1
+    fatal: bool = False
+    fault: Fault | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        """A few words for the code."""
+        return RULES[self.code].title
+
+    @property
+    def fix(self) -> str:
+        """What to change in the kernel."""
+        return RULES[self.code].fix
+
+    def summary(self) -> str:
+        """One line: code, title and place."""
+        place = f" at {self.at}" if self.at else ""
+        earlier = f", with {self.other}" if self.other else ""
+        return f"{self.code} {self.title}{place}{earlier}{self._times()}"
+
+    def _times(self) -> str:
+        return f" ({self.count} times)" if self.count > 1 else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "title": self.title,
+            "message": self.message,
+            "fix": self.fix,
+            "at": vars(self.at) if self.at else None,
+            "other": vars(self.other) if self.other else None,
+            "where": self.where.strip(),
+            "count": self.count,
+            "fatal": self.fatal,
+        }
+
+    def __str__(self) -> str:
+        name = f"{type(self.fault).__name__}: " if self.fault else ""
+        lines = [f"{self.severity}: {name}{self.code}: {self.message}{self._times()}"]
+        return "\n".join([*lines, *([self.where] if self.where else [])])
 
 
 @dataclass
@@ -29,13 +122,14 @@ class Launch:
         seconds: How long the emulation took.
         instructions: Instructions by opcode, counted per warp, as a profiler does.
         bytes: Bytes moved, by kind: "global load", "shared store", "global to shared TMA" and so on.
+        sectors: 32-byte sectors of global memory, by kind as `bytes`: of loads and stores the distinct ones of each
+            warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts once.
         operations: Multiply-adds of tensor cores, by instruction.
         waits: How often threads waited, by kind of barrier.
         conflicts: By PTX instruction: passes of shared memory that were needed, and those beyond. `bank_conflicts` is
             the sum of the latter.
-        warnings: What is suspicious and no fault.
-        error: The fault that ended the launch; empty without one.
-        codes: The codes of the warnings and, last, of the fault: [Findings](../emulator-findings.md) explains them.
+        findings: All errors and warnings, in the order in which they happened.
+        timeline: What the warps of one thread block did, if it was asked for: `timeline.svg()` draws it.
     """
 
     kernel: str
@@ -46,20 +140,56 @@ class Launch:
     seconds: float = 0.0
     instructions: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    sectors: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    error: str = ""
-    codes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    timeline: Timeline | None = field(default=None, repr=False)
+    handled: bool = field(default=False, init=False, repr=False)
+    by_place: dict[tuple[str, int | None, int | None], Finding] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings with severity "error"."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Code and message of each warning."""
+        return [f"{each.code}: {each.message}" for each in self.findings if each.severity == "warning"]
+
+    @property
+    def error(self) -> str:
+        """Class, code, message and place of the first error; empty without one."""
+        return next((str(finding).removeprefix("error: ") for finding in self.errors), "")
+
+    @property
+    def codes(self) -> list[str]:
+        """The code of each finding."""
+        return [finding.code for finding in self.findings]
 
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
 
-    def warn(self, code: str, text: str) -> None:
-        if (text := f"{code}: {text}") not in self.warnings:
-            self.warnings.append(text)
-            self.codes.append(code)
+    def count_sectors(self, what: str, warps: Array, address: Array, size: int) -> None:
+        """Of one instruction: distinct sectors of each warp."""
+        per = max(1, size // SECTOR)
+        sectors = (address // SECTOR)[:, None] + np.arange(per)
+        self.sectors[what] += len(np.unique((warps[:, None] << np.int64(44)) | sectors))
+
+    def count_rows(self, what: str, view: Array, address: int) -> None:
+        """Of a box in global memory: each contiguous row."""
+        starts = np.full(1, address, np.int64)
+        for count, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
+            starts = (starts[:, None] + np.arange(count) * stride).reshape(-1)
+        last = starts + view.shape[-1] * view.itemsize - 1
+        self.sectors[what] += int((last // SECTOR - starts // SECTOR + 1).sum())
+
+    @property
+    def wavefronts(self) -> int:
+        """Passes of shared memory that loads, stores and matrix loads take, with those of bank conflicts."""
+        return sum(passes + extra for passes, extra in self.conflicts.values())
 
     def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
         """Wavefronts in addition to the one (two, four for 8- and 16-byte accesses) that every warp needs."""
@@ -97,9 +227,12 @@ class Launch:
             "emulation_seconds": round(self.seconds, 4),
             "instructions": dict(self.instructions.most_common()),
             "bytes": dict(self.bytes),
+            "sectors": dict(self.sectors),
             "operations": dict(self.operations),
             "waits": dict(self.waits),
             "bank_conflicts": self.bank_conflicts,
+            "wavefronts": self.wavefronts,
+            "findings": [finding.as_dict() for finding in self.findings],
             "warnings": self.warnings,
             "error": self.error,
             "codes": self.codes,
@@ -113,26 +246,58 @@ class Launch:
         ]
         top = ", ".join(f"{name} {n}" for name, n in self.instructions.most_common(8))
         lines.append(f"  {sum(self.instructions.values())} warp instructions: {top}")
-        for title, counter in (("bytes", self.bytes), ("operations", self.operations), ("waits", self.waits)):
+        for title, counter in (
+            ("bytes", self.bytes),
+            ("sectors", self.sectors),
+            ("operations", self.operations),
+            ("waits", self.waits),
+        ):
             if counter:
                 lines.append(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counter.items())))
         if self.conflicts:
             lines.append(f"  bank conflicts: {self.bank_conflicts} extra passes of shared memory")
-        lines += [f"  warning: {text}" for text in self.warnings]
-        return "\n".join([*lines, f"  error: {self.error}"] if self.error else lines)
+        return "\n".join([*lines, *(textwrap.indent(str(finding), "  ") for finding in self.findings)])
 
 
 @dataclass
 class Report:
-    """All launches inside one `emulate` block; prints as their summaries."""
+    """All launches inside one `emulate` block; prints as their summaries.
+
+    Attributes:
+        launches: In their order.
+        arch: What was emulated: "sm_90a", "sm_100a".
+    """
 
     launches: list[Launch] = field(default_factory=list)
+    arch: str = ""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Those of all launches."""
+        return [finding for launch in self.launches for finding in launch.findings]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings with severity "error"."""
+        return [finding for finding in self.findings if finding.severity == "error"]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"launches": [launch.as_dict() for launch in self.launches]}
+        """For JSON; `format` changes when a key changes its meaning."""
+        return {"format": 1, "arch": self.arch, "launches": [launch.as_dict() for launch in self.launches]}
 
     def to_json(self) -> str:
+        """The same as text."""
         return json.dumps(self.as_dict(), indent=2)
+
+    def raise_errors(self) -> None:
+        """Raises the first error that no call has raised, with all others in its message."""
+        for launch in self.launches:
+            if launch.errors and not launch.handled:
+                launch.handled = True
+                fault = launch.errors[0].fault
+                assert fault is not None
+                fault.findings = self.findings
+                raise fault
 
     def __str__(self) -> str:
         return "\n".join(str(launch) for launch in self.launches)

@@ -35,6 +35,7 @@ class MBarrier:
 @dataclass
 class NamedBarrier:
     expected: int
+    site: int  # of the first arrival
     arrived: int = 0
     # Where lanes go on, the lanes, and for bar.red the operation, its target and its predicate.
     waiting: list[tuple[int, Array, tuple[str, Array, Any] | None]] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Sync:
             return
         barrier.phase += 1
         barrier.pending = barrier.count
+        self.machine.timeline.flip(address, barrier.phase)
         race = self.machine.race
         if race.on:
             component = self.component(address)
@@ -129,6 +131,10 @@ class Sync:
                     barrier.incoming = race.join(barrier.incoming, known[warp])
             warps = np.array(sorted(known), np.int64)
             race.clock[warps, 0, warps] += 1
+        timeline = self.machine.timeline
+        if timeline.on:
+            for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
+                timeline.arrive(address, [lane >> 5])
         counts, amounts = (np.broadcast_to(at(x, lanes), lanes.shape).tolist() for x in (count, bytes_))
         barriers = {address: self.get(address, site) for address in dict.fromkeys(addresses.tolist())}
         for lane, address, arrivals, amount in zip(lanes.tolist(), addresses.tolist(), counts, amounts, strict=True):
@@ -147,6 +153,7 @@ class Sync:
             self.machine.race.check_init_of_agent(site, issue, barrier.init, "completion on an mbarrier")
             barrier.incoming = self.machine.race.join(barrier.incoming, issue.handed)
         barrier.tx -= bytes_
+        self.machine.timeline.complete(address)
         self._flip(address, barrier, site)
 
     def agent_arrive(self, address: int, site: int, known: Array | None, issuer: Issue | None) -> None:
@@ -159,6 +166,7 @@ class Sync:
                 known = race.join(known, issuer.handed)
             barrier.incoming = race.join(barrier.incoming, known)
         barrier.pending -= 1
+        self.machine.timeline.complete(address)
         self._flip(address, barrier, site)
 
     def completion(self, address: int, site: int) -> tuple[int, int]:
@@ -182,6 +190,8 @@ class Sync:
                 machine.race.check_init(site, lanes[same], barrier.init, "wait on an mbarrier")
             if over:
                 ready[lanes[same]] = True
+                if machine.timeline.on:
+                    machine.timeline.passed(address, barrier.phase, lanes[same] >> 5, "mbarrier")
                 if warps is not None:
                     machine.race.acquire(warps, barrier.clock)
         return ready
@@ -199,7 +209,7 @@ class Sync:
             expected = one(count, some[0])
             if expected % 32 or expected <= 0:
                 raise BarrierError(f"named barrier for {expected} threads: not a multiple of 32", some, site, "PE305")
-            barrier = self.named.setdefault(key, NamedBarrier(expected))
+            barrier = self.named.setdefault(key, NamedBarrier(expected, site))
             if barrier.expected != expected:
                 raise BarrierError(
                     f"named barrier {key % 16}: {expected} threads here, {barrier.expected} elsewhere",
@@ -210,6 +220,7 @@ class Sync:
             # A barrier counts warps: a warp with inactive lanes arrives as a whole.
             warps = np.unique(some >> 5)
             barrier.arrived += 32 * len(warps)
+            machine.timeline.arrive(("named", key), warps)
             if race.on:
                 barrier.incoming = race.join(barrier.incoming, race.release(warps))
             if resume is not None:
@@ -219,9 +230,10 @@ class Sync:
                     f"named barrier {key % 16}: {barrier.arrived} arrivals for {barrier.expected}", some, site, "PE305"
                 )
             if barrier.arrived == barrier.expected:
-                self._open(self.named.pop(key))
+                machine.timeline.flip(("named", key), 0)
+                self._open(self.named.pop(key), ("named", key))
 
-    def _open(self, barrier: NamedBarrier) -> None:
+    def _open(self, barrier: NamedBarrier, key: tuple[str, int]) -> None:
         machine = self.machine
         votes = [at(reduction[2], lanes) for _, lanes, reduction in barrier.waiting if reduction]
         for resume, lanes, reduction in barrier.waiting:
@@ -232,6 +244,7 @@ class Sync:
             mask[lanes] = True
             machine.schedule(resume, mask)
             machine.race.acquire(np.unique(lanes >> 5), barrier.incoming)
+            machine.timeline.passed(key, 0, lanes >> 5, "bar.sync")
         machine.event += 1
 
     # -- cluster barrier
@@ -244,6 +257,9 @@ class Sync:
             raise BarrierError("barrier.cluster.arrive twice without a wait", lanes[again], site, "PE306")
         self.cluster_joined[lanes] = self.cluster_phase[cluster]
         np.add.at(self.cluster_arrived, cluster, 1)
+        if machine.timeline.on:
+            for lane, number in zip(lanes.tolist(), cluster.tolist(), strict=True):
+                machine.timeline.arrive(("cluster", number), [lane >> 5])
         if race.on:
             for number in np.unique(cluster).tolist():
                 warps = np.unique(lanes[cluster == number] >> 5)
@@ -260,6 +276,7 @@ class Sync:
         full = (self.cluster_arrived > 0) & (self.cluster_arrived + self.exited == members)
         for number in np.flatnonzero(full).tolist():
             self.cluster_phase[number] += 1
+            machine.timeline.flip(("cluster", number), int(self.cluster_phase[number]))
             self.cluster_arrived[number] = 0
             if number in self.cluster_incoming:
                 self.cluster_clock[number] = self.cluster_incoming.pop(number)
@@ -272,6 +289,10 @@ class Sync:
         if len(never):
             raise BarrierError("barrier.cluster.wait without an arrive", never, site, "PE306")
         ready = self.cluster_phase[self.cluster_of] > self.cluster_joined
+        if machine.timeline.on:
+            for lane in machine.lanes(ready if m is True else ready & m).tolist():
+                number = int(self.cluster_of[lane])
+                machine.timeline.passed(("cluster", number), int(self.cluster_phase[number]), [lane >> 5], "cluster")
         if race.on:
             done = machine.lanes(ready if m is True else ready & m)
             for number in np.unique(self.cluster_of[done]).tolist():
@@ -304,15 +325,18 @@ class Sync:
         return granted
 
     # -- deadlock reports
-    def describe_named(self) -> list[str]:
+    def describe_named(self) -> list[tuple[int, str]]:
         return [
-            f"named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
-            f"{named.arrived} of {named.expected} threads"
+            (
+                named.site,
+                f"named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
+                f"{named.arrived} of {named.expected} threads",
+            )
             for key, named in sorted(self.named.items())
         ]
 
     def describe(self) -> list[str]:
-        lines = [f"  {text}" for text in self.describe_named()]
+        lines = [f"  {text}" for _, text in self.describe_named()]
         for address, b in sorted(self.barriers.items()):
             lines.append(
                 f"  mbarrier {self.machine.shared_name(address)}: {b.count - b.pending} of {b.count} arrivals, "

@@ -319,11 +319,13 @@ class TensorMemory:
 
         def start(lane: int, address: int) -> None:
             blocks, issue = [address >> 24], machine.race.issue(lane)
+            end = machine.timeline.open[("tcgen05", lane)] if machine.timeline.on else 0
             if mask is not None:
                 bits, first = one(mask, lane), int(machine.cluster_base[lane]) >> 24
                 blocks = [first + rank for rank in range(machine.cluster_size) if bits >> rank & 1]
 
             def run() -> None:
+                machine.timeline.now = end
                 known = None
                 if issue is not None:
                     self.sequence[lane] = self.sequence.get(lane, 0) + 1
@@ -414,6 +416,8 @@ class TensorMemory:
                 machine.race.issue(lane),
             )
             self.enqueue(lane, partial(self.multiply, operation))
+            end = machine.timeline.multiply(lane, inst.m * inst.n * inst.k, "tcgen05.mma")
+            machine.timeline.hold(("tcgen05", lane), end)
             machine.report.operations["tcgen05 multiply-adds"] += inst.m * inst.n * inst.k
 
     def operand(self, op: Mma, block: int, descriptor: Any, rows: int, kind: str, k_major: bool) -> Array:

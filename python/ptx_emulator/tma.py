@@ -14,6 +14,7 @@ from ptx_emulator.errors import Fault, Misaligned, RaceError, UnsupportedPTX
 from ptx_emulator.memory import AddressOperand, bytes_at, combine
 from ptx_emulator.numerics import UNSIGNED, Array, f32, f32_to_tf32, u32
 from ptx_emulator.race import ASYNC, ATOMIC, TENSOR_MAP, UNRECORDED, Issue
+from ptx_emulator.report import SECTOR
 from ptx_emulator.tensormap import TensorMap
 from ptx_emulator.warp import whole_warps
 
@@ -99,12 +100,15 @@ class TMA:
         mask: Any,
         pair: bool,
     ) -> None:
-        lanes, memory = self.machine.lanes(m), self.machine.memory
+        machine = self.machine
+        lanes, memory = machine.lanes(m), machine.memory
         smem_addresses, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
 
         def fetch(lane: int, tensor: TensorMap, where: tuple[int, ...], issue: Issue | None, signal: int) -> Array:
             box = np.zeros(tensor.box[::-1], UNSIGNED[tensor.element])
             inside = self._box(tensor, where, lane, site)
+            if inside is not None:
+                machine.report.count_rows("global to shared TMA", inside[0], inside[2])
             if inside is None:  # an H200 faults if the tensor's base address is unmapped; a store does not
                 what = f"the beginning of a tensor, of a load wholly outside it at coordinates {where},"
                 memory.check_global(np.array([tensor.address]), 1, np.array([lane]), site, what)
@@ -190,10 +194,14 @@ class TMA:
         machine, memory, size = self.machine, self.machine.memory, 16 * len(chunks)
         low = int(chunks.min())
         extent = int(chunks.max()) + 1 - low
+        end = machine.timeline.copy(lane, size, what)
 
         def run() -> None:
+            machine.timeline.now = end
             data = fetch(issue, signals[0]).copy()
             machine.report.count_bytes(what, size * len(blocks))
+            if what == "global to shared bulk":
+                machine.report.sectors[what] += size // SECTOR
             for block, signal in zip(blocks, signals, strict=True):
                 rank = u32(block - (int(machine.cluster_base[lane]) >> 24) << 24)
                 memory.physical(np.array([lane]), (rank, 16 * low), 16 * extent, site)
@@ -250,6 +258,7 @@ class TMA:
             inside = self._box(tensor, where, lane, site)
             machine.report.count_bytes("shared to global TMA", tensor.box_bytes)
             if inside is not None:
+                machine.report.count_rows("shared to global TMA", inside[0], inside[2])
                 self._send(
                     site,
                     lane,
@@ -280,6 +289,7 @@ class TMA:
             address = self._address(target, lane, count, site, "cp.async.bulk")
             self._bulk_check(lane, smem_address, address, count, site)
             machine.report.count_bytes("shared to global bulk", count)
+            machine.report.sectors["shared to global bulk"] += count // SECTOR
             view = bytes_at(address, count).view(dtype)
             rows = memory.global_granules(np.array([address]), count)
             self._send(
@@ -309,6 +319,7 @@ class TMA:
         """Copies the elements `inside_box` of a box of `shape`, which lies in `chunks`, to a view of global memory."""
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         copies = machine.async_copies
+        machine.timeline.hold(("bulk", lane), machine.timeline.copy(lane, 16 * len(chunks), "shared to global"))
         if race.on:  # shared memory outside the tensor's bounds may be uninitialized
             marks = np.zeros(shape, bool)
             marks[inside_box] = True

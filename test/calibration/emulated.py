@@ -20,11 +20,11 @@ def aligned(array: Array) -> Array:
 
 
 def run_emulated(case: Case, arch: str, **options: object) -> list[Array]:
-    """The outputs, by the emulator with race detection. `options` are those of `ptx_emulator.run`."""
+    """The outputs, by the emulator with race detection. `options` are those of `ptx_emulator.run_ptx`."""
     buffers = [aligned(x) for x in (*case.inputs, *case.outputs)]
     addresses = [x.ctypes.data for x in buffers]
     maps = [encode(m, base(m, addresses)) for m in case.maps]
-    ptx_emulator.run(
+    ptx_emulator.run_ptx(
         case.text(arch),
         "k",
         case.grid,

@@ -150,9 +150,8 @@ def test_the_race_of_the_documentation_is_shown_with_its_source(tmp_path: Path) 
     assert "RaceError: PE103: race on shared memory" in result.output
     assert "block (0, 0, 0)" in result.output
     assert "the run failed" in words(result)
-    script.write_text(
-        SCRIPT.replace("\nturn(", "\ntry:\n    turn(").replace("assert b[0] == 1", "except RuntimeError: pass")
-    )
+    outside = SCRIPT.replace("= a[thread]", "= a[thread + 4096]").replace("\nturn(", "\ntry:\n    turn(")
+    script.write_text(outside.replace("assert b[0] == 1", "except RuntimeError: pass"))
     handled = emulate(script)
     assert "the run had a fault, which the script handled" in words(handled)
     assert "none found" not in words(handled)
@@ -196,11 +195,48 @@ def test_ignored_findings(tmp_path: Path) -> None:
         assert "PE101, PE102" in words(refused)
 
 
-@pytest.mark.parametrize(("option", "waits"), [([], "True"), (["--no-load-waits"], "False")])
-def test_waits_for_tensor_memory_can_be_left_to_the_compiler(option: list[str], waits: str, tmp_path: Path) -> None:
+def test_findings_as_warnings(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT)
+    report = tmp_path / "report.json"
+    result = emulate("--warn", "PE101", "--json", report, script)
+    assert result.exit_code == 1
+    assert "warning: PE101: race on" in words(result)
+    assert "error: RaceError: PE103: race on" in words(result)
+    assert "findings 1 errors, 1 warnings" in words(result)
+    result = emulate("--warn", "PE101", "--warn", "PE103", "--json", report, script)
+    assert result.exit_code == 0, result.output
+    assert "as warnings PE101, PE103" in words(result)
+    found = json.loads(report.read_text())["launches"][0]["findings"]
+    assert {(each["code"], each["severity"]) for each in found} == {("PE101", "warning"), ("PE103", "warning")}
+
+
+def test_a_timeline_is_drawn_for_each_launch(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT + "turn(from_dlpack(a), from_dlpack(b))\n")
+    result = emulate("--no-races", "--timeline", tmp_path / "turn.svg", script)
+    assert result.exit_code == 0, result.output
+    for number in (1, 2):
+        assert "warp 1" in (tmp_path / f"turn-{number}.svg").read_text()
+    script.write_text(SCRIPT)
+    emulate("--no-races", "--timeline", tmp_path / "one.svg", script)
+    assert "block (0, 0, 0)" in (tmp_path / "one.svg").read_text()
+
+
+def test_a_script_for_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT.replace("torch.zeros(64)", 'torch.zeros(64, device="cuda")'))
+    assert "CUDA" in emulate("--no-races", script).output
+    result = emulate("--no-races", "--cuda", script)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_old_option_for_tensor_memory_is_deprecated(tmp_path: Path) -> None:
     script = tmp_path / "options.py"
-    script.write_text("from ptx_emulator.runtime.hook import HOOK\nprint('waits', HOOK.session.options.load_waits)\n")
-    assert f"waits {waits}" in words(emulate(*option, script))
+    script.write_text("from ptx_emulator.runtime.hook import HOOK\nprint('warn', *HOOK.session.options.warn, '.')\n")
+    assert "warn ." in words(emulate(script))
+    with pytest.warns(DeprecationWarning, match="use --warn PE105"):
+        assert "warn PE105 ." in words(emulate("--no-load-waits", script))
 
 
 def test_a_script_that_runs_no_kernel(tmp_path: Path) -> None:

@@ -57,14 +57,14 @@ def elementwise(instruction: str, kind: str, *sources: np.ndarray, out: str = ""
     ]
     result = np.zeros(count, {2: np.uint16, 4: np.uint32, 8: np.uint64}[wide])
     source = kernel("\n".join(lines), len(sources) + 1)
-    ptx_emulator.run(source, "k", 1, count, [*sources, result], races=True)
+    ptx_emulator.run_ptx(source, "k", 1, count, [*sources, result], races=True)
     return result
 
 
 def run(body: str, *arrays: Any, block: int = 32, shared: str = "", **options: Any) -> ptx_emulator.Launch:
     """Runs `body` with the arrays' addresses in %rd90, %rd91, ..."""
     grid = options.pop("grid", 1)
-    return ptx_emulator.run(kernel(body, len(arrays), shared), "k", grid, block, arrays, **options)
+    return ptx_emulator.run_ptx(kernel(body, len(arrays), shared), "k", grid, block, arrays, **options)
 
 
 def registers(first: int, count: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from ptx_emulator.codegen import Program
 from ptx_emulator.ptx import Instruction, Kernel, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
 
+RACES: dict[str, Any] = {"races": True, "on_error": "raise"}  # the first error is enough
 LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
+import cutlass
 import pytest
 import torch
-from cutlass import cute
+from cutlass import cute, pipeline
 from cutlass.cute.runtime import from_dlpack
 
 import ptx_emulator
@@ -95,6 +98,29 @@ def test_fault_surfaces_at_the_call_with_its_python_line(tvm_ffi: bool) -> None:
     assert torch.equal(b, 4 * a)
 
 
+@cute.kernel
+def advancing_kernel(b: cute.Tensor) -> None:
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 3)
+    for _ in cutlass.range(cute.Int32(b[0]), unroll=1):
+        b[state.index] = cute.Float32(state.phase)
+        state.advance()
+
+
+@cute.jit
+def advancing(b: cute.Tensor) -> None:
+    advancing_kernel(b).launch(grid=(1, 1, 1), block=(1, 1, 1))
+
+
+@pytest.mark.usefixtures("source_lines")
+def test_no_message_names_a_line_of_the_emulator() -> None:
+    """Functions of the DSL that kernels call come through the hook."""
+    b = from_dlpack(torch.full((3,), 4.0))
+    with ptx_emulator.emulate("sm_90a", races=True):
+        cute.compile(advancing, b)(b)
+    files = re.findall(r'\.file\s+\d+ "(.*)"', HOOK.runtimes[-1].ptx)
+    assert [Path(name).name for name in files] == ["test_dsl.py"]
+
+
 def test_a_launch_that_fails_is_in_the_report() -> None:
     a, b = tensors()
     short = torch.zeros(100)
@@ -109,6 +135,53 @@ def test_a_launch_that_fails_is_in_the_report() -> None:
     assert failed.instructions["ld.global.b32"] == 4
     assert "error: OutOfBounds" in str(report)
     assert passed.error == ""
+
+
+@cute.kernel
+def turn_kernel(a: cute.Tensor, b: cute.Tensor) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    tile = cute.make_tensor(cute.arch.alloc_smem(cute.Float32, THREADS), cute.make_layout(THREADS))
+    tile[thread] = a[thread]
+    b[thread] = tile[thread ^ 32]
+
+
+@cute.jit
+def turn(a: cute.Tensor, b: cute.Tensor) -> None:
+    """Passes elements from warp to warp, without a barrier."""
+    turn_kernel(a, b).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
+
+
+def racing(error: str = "", **options: Any) -> ptx_emulator.Report:
+    """A launch with a race, and one without; with `error`, the block raises it."""
+    a, b = (from_dlpack(x) for x in tensors())
+    with ptx_emulator.emulate("sm_90a", races=True, **options) as report:
+        cute.compile(turn, a, b)(a, b)
+        cute.compile(scale, a, b, cute.Float32(3.0))(a, b, 3.0)
+        assert not error, error
+    return report
+
+
+def test_the_end_of_the_block_raises_what_the_launches_found() -> None:
+    with pytest.raises(ptx_emulator.RaceError, match=r"^PE101: ") as caught:
+        racing()
+    assert [finding.code for finding in caught.value.findings] == ["PE101"]
+    report = racing(on_error="report")
+    assert [launch.codes for launch in report.launches] == [["PE101"], []]
+    assert (report.arch, len(report.errors)) == ("sm_90a", 1)
+    assert [launch.codes for launch in racing(ignore=["PE101"], report=report).launches] == [["PE101"], [], [], []]
+
+
+def test_an_error_can_be_raised_at_once_or_explain_what_the_block_raises() -> None:
+    a, b = (from_dlpack(x) for x in tensors())
+    with ptx_emulator.emulate("sm_90a", races=True, on_error="raise"):
+        compiled = cute.compile(turn, a, b)
+        with pytest.raises(ptx_emulator.RaceError):
+            compiled(a, b)
+    with pytest.raises(ptx_emulator.RaceError) as caught:
+        racing("wrong result")
+    assert str(caught.value.__cause__).startswith("wrong result")
+    with pytest.raises(AssertionError, match="wrong result"):
+        racing("wrong result", on_error="report")
 
 
 @pytest.mark.parametrize("options", ["", "--enable-tvm-ffi"])

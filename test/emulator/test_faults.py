@@ -17,6 +17,7 @@ from ptx_emulator import (
     TensorMemoryError,
     UninitializedRead,
     UnsupportedPTX,
+    machine,
 )
 
 SHARED = ".shared .align 16 .b8 buffer[1024];\n  .shared .align 8 .b64 bar;"
@@ -100,6 +101,23 @@ def test_global_race_between_blocks_and_its_release() -> None:
     assert out[0] == 42
     with pytest.raises(RaceError, match="global memory"):
         go("relaxed.gpu", "relaxed.gpu")
+
+
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_a_flag_that_is_set_after_a_copy_may_be_polled(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block 1 polls what block 0 sets when its copy has arrived. If nothing sets the flag, it is a deadlock."""
+    code = f"""{ADDRESS} mov.u32 %r9, %ctaid.x; setp.ne.s32 %p1, %r9, 0; @%p1 bra POLL;
+      mbarrier.init.shared.b64 [%r3], 1; fence.mbarrier_init.release.cluster;
+      mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r3], 128;
+      cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd90], 128, [%r3];
+    W: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0; @!%p2 bra W; ld.shared.b32 %r4, [%r1];
+      st.release.gpu.global.b32 [%rd91], %r4; ret;
+    POLL: ld.acquire.gpu.global.b32 %r5, [%rd91]; setp.eq.s32 %p3, %r5, 0; @%p3 bra POLL;"""
+    options = {"shared": SHARED, "grid": 2, "block": 1, "races": True, "scheduler": scheduler}
+    monkeypatch.setattr(machine, "IDLE_LIMIT", 3 * machine.PATIENCE)
+    run(code, np.ones(32, np.uint32), np.zeros(1, np.uint32), **options)
+    with pytest.raises(Deadlock, match=r"threads at PTX line \d+ \(ld\.acquire|no progress"):
+        run(code, np.zeros(32, np.uint32), np.zeros(1, np.uint32), **options)
 
 
 def test_deadlock_lists_the_barriers() -> None:
@@ -202,6 +220,6 @@ def test_trap_and_bad_arguments() -> None:
     with pytest.raises(ValueError, match="scheduler must be one of"):
         run("mov.u32 %r1, 0;", scheduler="fast")
     with pytest.raises(ValueError, match="takes 1 arguments, got 2"):
-        ptx_emulator.run(".visible .entry k(.param .b64 a) { ret; }", "k", 1, 1, [0, 0])
+        ptx_emulator.run_ptx(".visible .entry k(.param .b64 a) { ret; }", "k", 1, 1, [0, 0])
     with pytest.raises(ValueError, match="arch must be one of"), ptx_emulator.emulate("sm_80"):
         pass

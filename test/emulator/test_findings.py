@@ -1,8 +1,11 @@
-"""Every kind of finding has a code, a row of the page, a place that raises it and a kernel that shows it."""
+"""A run collects its findings. Every kind of finding has a code, a row of the page, a place that raises it and a kernel
+that shows it.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 import ptx_emulator
-from emulator.harness import run
+from emulator.harness import kernel, run
 from emulator.test_faults import ADDRESS, SHARED
 from emulator.test_faults import ALLOC as ALLOCATE
 from emulator.test_faults import FREE as DEALLOCATE
@@ -22,7 +25,7 @@ from emulator.test_tensor_maps import ACQUIRE, THROUGH_SHARED, encode
 from emulator.test_tensor_maps import SHARED as MAPS
 from emulator.test_tensor_memory import ALLOC, FILL, FREE
 from ptx_emulator import errors
-from ptx_emulator.findings import FINDINGS
+from ptx_emulator.findings import RULES
 
 SOURCES = Path(ptx_emulator.__file__).parent
 RACES: dict[str, Any] = {"shared": SHARED, "races": True}
@@ -78,7 +81,7 @@ CASES = {
     "PE305": Case("bar.sync 1, 40;", {"block": 64}),
     "PE306": Case("barrier.cluster.wait.aligned;", {}),
     "PE401": Case("setp.lt.u32 %p1, %r99, 16; @%p1 shfl.sync.bfly.b32 %r1, %r99, 1, 31, -1;", {}),
-    "PE402": Case(f"{BEGIN} mov.b32 %r22, 0; {multiply()}", {"shared": OPERANDS, "races": True, "block": 128}),
+    "PE402": Case(f"{BEGIN} add.s32 %r22, %r22, 1; {multiply()}", {"shared": OPERANDS, "races": True, "block": 128}),
     "PE403": Case(
         f"{ALLOCATE} tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r11}}, [%r10]; {DEALLOCATE}",
         {"shared": SHARED, "block": 128},
@@ -107,7 +110,7 @@ def test_a_fault_has_its_code(code: str) -> None:
     with pytest.raises(ptx_emulator.Fault, match=f"^{code}: ") as caught:
         run(case.body, np.zeros(case.size, np.uint32), **case.options)
     assert caught.value.code == code
-    assert type(caught.value) is FINDINGS[code].exception
+    assert type(caught.value) is RULES[code].exception
 
 
 @pytest.mark.parametrize("missing", [ACQUIRE, "bar.warp.sync -1;"])
@@ -125,11 +128,11 @@ def test_warnings_have_codes() -> None:
     early = CASES["PE104"]
     launch = run(early.body, np.zeros(early.size, np.uint32), shared=OPERANDS, block=128)
     assert launch.codes == ["PE104"]
-    launch = run(CASES["PE105"].body, **TENSOR, load_waits=False)
+    launch = run(CASES["PE105"].body, **TENSOR, warn=["PE105"])
     assert launch.as_dict()["codes"] == ["PE105"]
 
 
-@pytest.mark.parametrize("code", [code for code in CASES if FINDINGS[code].ignorable])
+@pytest.mark.parametrize("code", [code for code in CASES if RULES[code].continues])
 def test_a_launch_goes_on_behind_an_ignored_finding(code: str) -> None:
     case = CASES[code]
     lazy: dict[str, Any] = case.options | {"scheduler": "lazy"}
@@ -140,9 +143,28 @@ def test_a_launch_goes_on_behind_an_ignored_finding(code: str) -> None:
         run(case.body, np.zeros(case.size, np.uint32), **case.options, ignore=[WARNED])
 
 
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_constants_that_a_compiler_moves_behind_the_fence_are_a_warning(scheduler: str) -> None:
+    """The zeroing of accumulators. Other values, and constants behind a `wgmma` of the same fence, are errors."""
+    end = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    options: dict[str, Any] = {"shared": OPERANDS, "block": 128, "races": True, "scheduler": scheduler}
+    zero = "mov.b32 %r30, 0; mov.b32 %r31, %r30;"
+    launch = run(f"{BEGIN} {zero} {multiply()} {end}", **options)
+    assert [(finding.code, finding.severity) for finding in launch.findings] == [("PE406", "warning")]
+    assert run(f"{zero} {BEGIN} {multiply()} {end}", **options).findings == []
+    for wrong in (
+        f"{BEGIN} add.f32 %r30, %r60, %r60; {multiply()} {end}",
+        f"{BEGIN} mov.b32 %r30, %r60; {multiply()} {end}",
+        f"{BEGIN} {multiply()} {end} {zero} {multiply()} {end}",
+        f"{BEGIN} {multiply()} {end} {zero} wgmma.fence.sync.aligned; add.s32 %r20, %r20, 1; {multiply()} {end}",
+    ):
+        with pytest.raises(ptx_emulator.Fault, match=r"^PE402: "):
+            run(wrong, **options)
+
+
 def test_ignored_warnings_and_tensor_maps() -> None:
     assert run("bar.arrive 1, 64;", ignore=[WARNED]).warnings == []
-    assert run(CASES["PE105"].body, **TENSOR, load_waits=False, ignore=["PE105"]).warnings == []
+    assert run(CASES["PE105"].body, **TENSOR, warn=["PE105"], ignore=["PE105"]).warnings == []
     early = CASES["PE104"]
     assert run(early.body, np.zeros(64, np.uint32), shared=OPERANDS, block=128, ignore=["PE104"]).codes == []
     body, arrays = tensor_map(THROUGH_SHARED)
@@ -181,10 +203,25 @@ def test_unordered_stores_of_the_same_value_are_a_warning(scheduler: str) -> Non
     same, other = SAME.replace("VALUE", "mov.b32 %r2, 7;"), SAME.replace("VALUE", "mov.b32 %r3, %r1;")
     launch = run(same, np.zeros(2, np.uint32), **options)
     assert launch.codes == ["PE108"]
-    assert "store the same value to global memory" in launch.warnings[0]
+    assert "store of the same value to global memory" in launch.warnings[0]
     assert run(same, np.zeros(2, np.uint32), **options, ignore=["PE108"]).codes == []
     with pytest.raises(ptx_emulator.RaceError, match=r"^PE101: .*write by warp 0 .* after the write by warp 0"):
         run(other, np.zeros(2, np.uint32), **options)
+
+
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+@pytest.mark.parametrize("width", ["b32", "b64"])
+def test_stores_of_different_warps_in_one_step(width: str, scheduler: str) -> None:
+    """Both warps execute the same instruction. The lanes of a warp may store to one place together."""
+    options: dict[str, Any] = RACES | {"block": 64, "scheduler": scheduler}
+    store = f"mov.b64 %rd1, {{%r5, %r5}}; st.shared.{width} [%r1], {'%r5' if width == 'b32' else '%rd1'};"
+    with pytest.raises(
+        ptx_emulator.RaceError, match=r"^PE101: race on .* write by warp [01] .* the write by warp [01]"
+    ):
+        run(f"{ADDRESS} mov.b32 %r5, %r99; {store}", **options)
+    assert run(f"{ADDRESS} mov.b32 %r5, 7; {store}", **options).codes == ["PE108"]
+    by_warp = "shr.u32 %r6, %r99, 5; shl.b32 %r6, %r6, 3; add.s32 %r1, %r1, %r6;"
+    assert run(f"{ADDRESS} {by_warp} mov.b32 %r5, %r99; {store}", **options).findings == []
 
 
 @pytest.mark.parametrize(("width", "registers"), [("b32", "%r9"), ("b64", "%rd1"), ("v4.b32", "{%r9, %r9, 3, %r9}")])
@@ -196,6 +233,78 @@ def test_stores_of_the_same_value_within_a_warp(width: str, registers: str) -> N
     for read, change in (("@%p1 ld.shared.b32 %r10, [%r1];", ""), ("", "add.s32 %r9, %r9, 1; add.s64 %rd1, %rd1, 1;")):
         with pytest.raises(ptx_emulator.RaceError, match=r"^PE103: "):
             run(body.replace("READ", read).replace("CHANGE", change), **RACES)
+
+
+TWO_RACES = f"""{ADDRESS} xor.b32 %r4, %r2, 128; st.shared.b32 [%r2], 0; bar.sync 0; st.shared.b32 [%r2], 1;
+  ld.shared.b32 %r5, [%r4]; bar.sync 0; st.shared.b32 [%r2], 2; ld.shared.b32 %r6, [%r4]; bar.sync 0;
+  setp.eq.s32 %p1, %r99, 0; @%p1 st.global.b32 [%rd90], 7;""".replace("; ", ";\n")
+
+
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_all_findings_of_a_launch_are_collected(scheduler: str) -> None:
+    """Two races are two findings; the launch runs to its end; its end raises the first."""
+    options: dict[str, Any] = RACES | {"block": 64, "scheduler": scheduler}
+    out = np.zeros(1, np.uint32)
+    text = r"^PE101: (?s:.*)1 more errors:\n  PE101 data race at PTX line \d+, with PTX line \d+( \(\d times\))?$"
+    with pytest.raises(ptx_emulator.RaceError, match=text) as caught:
+        run(TWO_RACES, out, **options)
+    assert out[0] == 7
+    first, second = caught.value.findings
+    assert (first.fault, first.code, first.severity, first.fatal) == (caught.value, "PE101", "error", False)
+    assert {first.at.text, first.other.text} == {"ld.shared.b32 %r5, [%r4];", "st.shared.b32 [%r2], 1;"}
+    assert {second.at.text, second.other.text} == {"ld.shared.b32 %r6, [%r4];", "st.shared.b32 [%r2], 2;"}
+    assert f"PTX line {first.at.line}" in first.where
+    launch = run(TWO_RACES, out, **options, on_error="report")
+    assert launch.codes == ["PE101", "PE101"]
+    with pytest.raises(ptx_emulator.RaceError, match=r"^PE101: ") as caught:
+        run(TWO_RACES, out, **options, on_error="raise")
+    assert caught.value.findings[0].fatal
+
+
+def test_a_finding_is_counted_where_it_repeats() -> None:
+    again = "bar.sync 0; add.s32 %r8, %r8, 1; setp.lt.s32 %p5, %r8, 3; @%p5 bra L;"
+    body = f"mov.b32 %r8, 0; L: {CASES['PE103'].body} {again}"
+    launch = run(body, **RACES, grid=2, on_error="report")
+    assert [(finding.code, finding.count >= 3) for finding in launch.findings] == [("PE103", True)]
+    assert f"({launch.findings[0].count} times)" in str(launch)
+
+
+def test_findings_can_be_warnings() -> None:
+    launch = run(CASES["PE101"].body, **RACES, block=64, warn=["PE101"])
+    (finding,) = launch.findings
+    assert (finding.severity, finding.fault, launch.errors, launch.error) == ("warning", None, [], "")
+    assert str(launch).count("warning: PE101: race on") == 1
+    with pytest.raises(ptx_emulator.RaceError, match=r"^PE103"):
+        run(CASES["PE103"].body, **RACES, warn=["PE101"])
+    with pytest.raises(ValueError, match=r"warn got 'PE201': a launch cannot go on behind it\."):
+        run("trap;", warn=["PE201"])
+
+
+def test_a_launch_that_cannot_go_on_names_the_first_error() -> None:
+    body = CASES["PE103"].body + "bar.warp.sync -1; trap;"
+    with pytest.raises(ptx_emulator.RaceError, match=r"^PE103: (?s:.*)1 more errors:\n  PE501 trap at PTX line \d+$"):
+        run(body, **RACES)
+    launch = run(body, **RACES, on_error="report")
+    assert [(each.code, each.fatal) for each in launch.findings] == [("PE103", False), ("PE501", True)]
+
+
+def test_reports_in_json_name_both_accesses() -> None:
+    launch = run(CASES["PE103"].body.replace("; ", ";\n"), **RACES, on_error="report")
+    (found,) = json.loads(json.dumps(launch.as_dict()))["findings"]
+    assert found["at"]["text"] == "ld.shared.b32 %r5, [%r4];"
+    line = found["at"]["line"] - 1
+    assert found["other"] == {"line": line, "text": "st.shared.b32 [%r2], 1;", "file": "", "source_line": 0}
+    assert found["fix"].startswith("Put `bar.warp.sync`")
+    with pytest.raises(ValueError, match=r"on_error must be one of collect, raise, report; got 'stop'"):
+        run("trap;", on_error="stop")
+
+
+def test_old_names_are_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="use run_ptx"):
+        ptx_emulator.run(kernel("", 0), "k", 1, 32)
+    with pytest.warns(DeprecationWarning, match=r'load_waits=False is warn=\["PE105"\]') as caught:
+        assert run(CASES["PE105"].body, **TENSOR, load_waits=False).codes == ["PE105"]
+    assert Path(caught[0].filename).name == "harness.py"
 
 
 def raised() -> dict[str, set[str]]:
@@ -218,7 +327,7 @@ def raised() -> dict[str, set[str]]:
 def test_each_class_is_raised_with_its_codes_only() -> None:
     """In `Registers` and the shadow check the code is a variable: the tests above show its values."""
     expected: dict[str, set[str]] = {}
-    for code, finding in FINDINGS.items():
+    for code, finding in RULES.items():
         if finding.exception:
             expected.setdefault(finding.exception.__name__, set()).add(code)
     found = raised()
@@ -227,7 +336,7 @@ def test_each_class_is_raised_with_its_codes_only() -> None:
 
 
 def test_each_code_has_a_kernel_and_a_row() -> None:
-    assert {*CASES, WARNED, EDITED, "PE108"} == set(FINDINGS)
-    assert all(code == finding.code for code, finding in FINDINGS.items())
+    assert {*CASES, WARNED, EDITED, "PE108", "PE406"} == set(RULES)
+    assert all(code == finding.code for code, finding in RULES.items())
     page = (SOURCES.parents[1] / "docs" / "emulator-findings.md").read_text()
-    assert [code for code in FINDINGS if f"\n| {code} |" not in page] == []
+    assert [code for code in RULES if f"\n| {code} |" not in page] == []

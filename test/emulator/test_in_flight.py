@@ -131,10 +131,10 @@ def test_tensor_memory_is_not_freed_before_the_wait_of_its_load(scheduler: str) 
 def test_a_kernel_may_leave_the_wait_to_the_compiler_if_asked_to() -> None:
     """The first use of a load's registers is its wait then; tensor memory that is written before it is a race still."""
     for after in ("", STORE, USE + STORE):
-        launch = tensor(LOAD + USE + after, load_waits=False)
+        launch = tensor(LOAD + USE + after, warn=["PE105"])
         assert [w for w in launch.warnings if "no tcgen05.wait::ld" in w]
     with pytest.raises(ptx_emulator.RaceError, match=r"write by tcgen05\.st .* after the read by tcgen05\.ld"):
-        tensor(LOAD + STORE + USE, load_waits=False)
+        tensor(LOAD + STORE + USE, warn=["PE105"])
     two = LOAD + LOAD.replace("%r40, %r41", "%r50, %r51")
     with pytest.raises(ptx_emulator.RaceError, match=r"is not ordered after the read by tcgen05\.ld"):
-        tensor(two + USE, load_waits=False)
+        tensor(two + USE, warn=["PE105"])

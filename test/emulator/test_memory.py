@@ -258,3 +258,25 @@ def test_bank_conflicts_are_counted() -> None:
     wide = """mov.u32 %r1, buffer; shl.b32 %r2, %r99, 4; add.s32 %r1, %r1, %r2;
       st.shared.v4.b32 [%r1], {%r2, %r2, %r2, %r2};"""
     assert run(wide, shared=".shared .align 128 .b8 buffer[4096];", races=True).bank_conflicts == 0
+
+
+@pytest.mark.parametrize(
+    ("stride", "width", "sectors"),
+    [(4, "b32", 4), (8, "b32", 8), (32, "b32", 32), (128, "b32", 32), (8, "b64", 8), (16, "v4.b32", 16), (0, "b32", 1)],
+)
+def test_sectors_of_a_warps_access(stride: int, width: str, sectors: int) -> None:
+    """Distinct aligned 32 bytes, whatever the lanes take of them."""
+    registers = {"b32": "%r1", "b64": "%rd1", "v4.b32": "{%r1, %r2, %r3, %r4}"}[width]
+    body = f"mul.wide.u32 %rd2, %r99, {stride}; add.s64 %rd2, %rd2, %rd90; ld.global.{width} {registers}, [%rd2];"
+    aligned = np.zeros(4096 + 8, np.uint32)
+    start = -aligned.ctypes.data % 32 // 4
+    launch = run(body, aligned[start : start + 4096], memory=[aligned], races=True)
+    assert launch.sectors == {"global load": sectors}
+    both = run(body, aligned[start : start + 4096], memory=[aligned], races=True, block=64, grid=2)
+    assert both.sectors["global load"] >= 2 * sectors
+
+
+def test_wavefronts_are_passes_and_conflicts() -> None:
+    body = "mov.u32 %r1, buffer; mad.lo.s32 %r2, %r99, 8, %r1; st.shared.b32 [%r2], %r99;"
+    launch = run(body, shared=".shared .align 16 .b8 buffer[1024];", races=True)
+    assert (launch.wavefronts, launch.bank_conflicts) == (2, 1)

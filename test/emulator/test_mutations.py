@@ -17,7 +17,7 @@ import ptx_emulator
 from cudnn.runtime.kernels import compile_kernel
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 from emulator import harness
-from emulator.mutation import mutants, unexplained
+from emulator.mutation import RACES, mutants, unexplained
 from emulator.test_launch_control import SHARED as RESPONSE
 from emulator.test_launch_control import kernel as launch_control_kernel
 from emulator.test_tensor_maps import IN_GLOBAL, THROUGH_SHARED, edited
@@ -39,7 +39,7 @@ def rmsnorm(threads: int) -> Run:
         right = True
         for groups in (12, 1):
             o, amax = torch.zeros_like(x), torch.zeros(groups)
-            with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=seed):
+            with ptx_emulator.emulate("sm_90a", **RACES, scheduler=scheduler, seed=seed):
                 compiled(x, w, o, amax, 1e-5, 0)
             y = x.float() * x.float().square().mean(1, keepdim=True).add(1e-5).rsqrt()
             # The orthogonal H16 / 4 keeps the norm.

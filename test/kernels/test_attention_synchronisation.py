@@ -20,7 +20,7 @@ from cudnn_kernels.attention import (  # noqa: E402
     GradientsConfiguration,
 )
 from cudnn_kernels.signature import workspace_size  # noqa: E402
-from emulator.mutation import LANES, holds_registers, mutants, unexplained  # noqa: E402
+from emulator.mutation import LANES, RACES, holds_registers, mutants, unexplained  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402
 from kernels.test_attention import BLACKWELL, TWO_TILES, Problem  # noqa: E402
 
@@ -163,7 +163,7 @@ def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, 
     def run(scheduler: str, seed: int) -> bool:
         for name, fresh in written.items():
             inputs[name].copy_(fresh)
-        with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed):
+        with ptx_emulator.emulate(arch, **RACES, scheduler=scheduler, seed=seed):
             compiled(*(inputs[slot.name] for slot in c.slots()))
         try:
             attention.assert_right(inputs, problem, ("o",) if forward else ("dq", "dk", "dv"))

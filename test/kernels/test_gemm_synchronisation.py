@@ -21,7 +21,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     SumRow,
 )
 from cudnn_kernels.schedule import VarlenK, VarlenM  # noqa: E402
-from emulator.mutation import LANES, holds_registers, mutants, unexplained  # noqa: E402
+from emulator.mutation import LANES, RACES, holds_registers, mutants, unexplained  # noqa: E402
 from support import kernel_inputs  # noqa: E402
 from support.kernel_inputs import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
 from support.selection import brief  # noqa: E402
@@ -172,7 +172,7 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
     def run(scheduler: str, seed: int) -> bool:
         for name, x in inputs.items():
             x.copy_(fresh[name])
-        with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed, multiprocessors=count):
+        with ptx_emulator.emulate(arch, **RACES, scheduler=scheduler, seed=seed, multiprocessors=count):
             kernel_inputs.call(kernel, c, {**made, **inputs}, count)
         return all(
             torch.allclose(x.float(), expected[name].float(), rtol=1e-5, atol=1e-4, equal_nan=True)

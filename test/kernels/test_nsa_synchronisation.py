@@ -27,7 +27,7 @@ from cudnn_kernels.attention.sparse import (  # noqa: E402
     SparseDecodeConfiguration,
     TopKConfiguration,
 )
-from emulator.mutation import LANES, mutants, synchronises, unexplained, without  # noqa: E402
+from emulator.mutation import LANES, RACES, mutants, synchronises, unexplained, without  # noqa: E402
 from kernels import test_nsa as nsa  # noqa: E402
 from kernels.test_nsa import Choice, Ranking  # noqa: E402
 from ptx_emulator.codegen import Program  # noqa: E402
@@ -261,7 +261,7 @@ def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
 
     def run(scheduler: str, seed: int) -> bool:
         kwargs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in fresh.items()}
-        with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=seed):
+        with ptx_emulator.emulate("sm_90a", **RACES, scheduler=scheduler, seed=seed):
             compiled(*(kwargs[slot.name] for slot in c.slots()))
         try:
             check(kwargs, c, problem)

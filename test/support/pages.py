@@ -26,6 +26,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "python" / "ptx_emulator" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WIDTH = 96  # columns of a command's output: what a page shows without cutting it off
 
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -156,6 +157,10 @@ class Page:
 
         assert block.source
         program, *arguments = shlex.split(block.source)
+        if program == "python":
+            with self.folder() as folder:
+                run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+            return _cleaned(run.stdout, folder)
         assert program == "cudnn", f"{self.name}: {block.source}"
         codes = [int(text.removeprefix("exit code ")) for text in block.conditions if text.startswith("exit code ")]
         with self.folder() as folder:

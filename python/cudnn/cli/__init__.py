@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,14 +80,21 @@ def _emulate(
     races: Annotated[bool, typer.Option(help="Look for data races; two to five times slower.")] = True,
     scheduler: Annotated[str, typer.Option(help="lowest-pc, random or lazy.")] = "lowest-pc",
     seed: Annotated[int, typer.Option(help="Seed of the random tensors and schedulers.")] = 0,
-    load_waits: Annotated[
-        bool, typer.Option(help="Registers of tcgen05.ld must be waited for; not so where ptxas is left to do it.")
-    ] = True,
+    load_waits: Annotated[bool, typer.Option(hidden=True, help="--no-load-waits: --warn PE105.")] = True,
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="CODE", help="Leave out findings with this code; may be repeated.")
     ] = None,
+    warn: Annotated[
+        list[str] | None, typer.Option(metavar="CODE", help="Findings with this code are warnings; may be repeated.")
+    ] = None,
+    cuda: Annotated[
+        bool, typer.Option("--cuda", help='Scripts for device="cuda" run: CPU tensors, and answers of the chip.')
+    ] = False,
     shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
+    timeline: Annotated[
+        str, typer.Option(metavar="FILE", help="Draw what the warps of block (0, 0, 0) did, as SVG.")
+    ] = "",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
 ) -> None:
     """Run a fused API or a script of CuTe DSL kernels without a GPU; show what the kernels did.
@@ -97,13 +105,17 @@ def _emulate(
     from cudnn import demo_cases
     from cudnn.cli import emulate
     from cudnn.fused.warm import architectures
-    from ptx_emulator.findings import IGNORABLE
+    from ptx_emulator.findings import CONTINUES
     from ptx_emulator.machine import SCHEDULERS
 
     check_choice("--arch", arch, architectures())
     check_choice("--scheduler", scheduler, SCHEDULERS)
-    for code in ignore or ():
-        check_choice("--ignore", code, IGNORABLE)
+    for option, codes in (("--ignore", ignore), ("--warn", warn)):
+        for code in codes or ():
+            check_choice(option, code, CONTINUES)
+    if not load_waits:
+        warnings.warn("--no-load-waits is deprecated: use --warn PE105", DeprecationWarning, stacklevel=1)
+        warn = [*(warn or ()), "PE105"]
     is_script = target.endswith(".py")
     if is_script and not Path(target).is_file():
         raise option_error("TARGET", repr(target), "a file that exists")
@@ -114,8 +126,10 @@ def _emulate(
     if not is_script and arguments:
         raise option_error("ARGUMENTS", repr(" ".join(arguments)), "only with a script")
     problem = _problem(shape, demo_cases.find(target).dimensions) if shape else None
-    options = emulate.Options(arch, races, scheduler, seed, load_waits, tuple(ignore or ()))
-    raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx))
+    options = emulate.Options(
+        arch, races, scheduler, seed, tuple(ignore or ()), tuple(warn or ()), cuda, (0, 0, 0) if timeline else None
+    )
+    raise typer.Exit(emulate.run(target, arguments or (), options, problem, json, ptx, timeline))
 
 
 @app.command("selftest", cls=Command)

@@ -60,8 +60,10 @@ class Options:
     races: bool = True
     scheduler: str = "lowest-pc"
     seed: int = 0
-    load_waits: bool = True
     ignore: tuple[str, ...] = ()
+    warn: tuple[str, ...] = ()
+    cuda: bool = False
+    timeline: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Outcome:
     failure: str = ""
     seconds: float = 0.0
     exit_code: int = 0
+    stopped_by_kernel: bool = False
 
 
 def run_program(name: str, shape: tuple[int, ...] | None, options: Options, quiet: bool = True) -> Outcome:
@@ -126,6 +129,7 @@ def run(
     shape: tuple[int, ...] | None = None,
     json_file: str = "",
     ptx: bool = False,
+    timeline_file: str = "",
 ) -> int:
     """Runs a fused API or a script and prints the report; the exit code.
 
@@ -141,6 +145,8 @@ def run(
     if ptx:
         _show_ptx(console, {launch.kernel for launch in outcome.report.launches})
     _show(console, outcome, options)
+    if timeline_file:
+        _write_timelines(Path(timeline_file), outcome.report.launches)
     if json_file:
         text = json.dumps({"target": target, **asdict(options), **_as_dict(outcome)}, indent=2)
         if json_file == "-":
@@ -148,6 +154,14 @@ def run(
         else:
             Path(json_file).write_text(text + "\n")
     return outcome.exit_code
+
+
+def _write_timelines(file: Path, launches: Sequence[Any]) -> None:
+    """One drawing, or one for each launch with its number in the name."""
+    for number, launch in enumerate(launches, start=1):
+        if launch.timeline is not None:
+            name = file if len(launches) == 1 else file.with_stem(f"{file.stem}-{number}")
+            name.write_text(launch.timeline.svg())
 
 
 def instruction_class(text: str) -> str:
@@ -158,7 +172,7 @@ def instruction_class(text: str) -> str:
 def _emulate(
     options: Options, action: Callable[[], None], describe: Callable[[Exception], str], quiet: bool
 ) -> Outcome:
-    from ptx_emulator import EmulatorError, Report
+    from ptx_emulator import EmulatorError, Fault, Report
 
     outcome, start = Outcome(Report()), time.perf_counter()
 
@@ -177,16 +191,17 @@ def _emulate(
         outcome.exit_code = request.code if isinstance(request.code, int) else int(request.code is not None)
         outcome.failure = request.code if isinstance(request.code, str) else ""
     except EmulatorError as error:
-        outcome.exit_code, outcome.failure = 1, _describe_fault(error)
+        outcome.exit_code, outcome.failure = 1, f"{type(error).__name__}: {error}"
+        outcome.stopped_by_kernel = isinstance(error, Fault)
     except Exception as error:  # the report of the launches before the error is still shown
         outcome.exit_code, outcome.failure = 1, describe(error)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-def _describe_fault(error: Exception) -> str:
-    """The emulator's message, with PTX lines, blocks and threads, and the text of the Python lines that it names."""
-    text = f"{type(error).__name__}: {error}"
+def _describe(finding: Any) -> str:
+    """A finding, with PTX lines, blocks and threads, and the text of the Python lines that it names."""
+    text = str(finding)
     sources = dict.fromkeys(_SOURCE.findall(text))
     lines = [f"  {path}:{number}\n    {linecache.getline(path, int(number)).strip()}" for path, number in sources]
     return "\n".join([text, *lines])
@@ -220,7 +235,7 @@ def _show(console: Console, outcome: Outcome, options: Options) -> None:
         _show_kernel(console, launches)
     if not kernels and not outcome.failure:
         console.print("No kernel ran in the emulator: it takes fused APIs and CuTe DSL kernels on CPU tensors.")
-    if outcome.failure:
+    if outcome.failure and not outcome.stopped_by_kernel:  # whose findings stand below the kernel
         console.print(outcome.failure, style="red", markup=False, soft_wrap=True)
     console.print(_verdicts(outcome, options))
     console.print(f"{options.arch}, scheduler {options.scheduler}: {outcome.seconds:.1f} s with compilation, on a CPU.")
@@ -262,20 +277,25 @@ def _show_kernel(console: Console, launches: list[Any]) -> None:
         table.add_row("bank conflicts", f"{sum(launch.bank_conflicts for launch in launches):,} extra passes")
     table.add_row("emulated in", f"{seconds:.3f} s")
     console.print(table)
-    for warning in dict.fromkeys(text for launch in launches for text in launch.warnings):
-        console.print(f"warning: {warning}", markup=False)
+    for text in dict.fromkeys(_describe(finding) for launch in launches for finding in launch.findings):
+        console.print(text, style="red" if text.startswith("error") else "", markup=False, soft_wrap=True)
 
 
 def _verdicts(outcome: Outcome, options: Options) -> Table:
     table = Table.grid(padding=(0, 2))
+    errors, warnings = len(outcome.report.errors), sum(len(each.warnings) for each in outcome.report.launches)
+    if errors or warnings:
+        table.add_row("findings", f"{errors} errors, {warnings} warnings")
     if outcome.failure:
         table.add_row("the run", "[bold red]failed[/]")
-    elif any(launch.error for launch in outcome.report.launches):
+    elif errors:
         table.add_row("the run", "[bold red]had a fault[/], which the script handled")
     elif outcome.report.launches:
         table.add_row("data races", "[green]none found[/]" if options.races else "not looked for (--no-races)")
     if options.ignore:
         table.add_row("ignored findings", ", ".join(options.ignore))
+    if options.warn:
+        table.add_row("as warnings", ", ".join(options.warn))
     for comparison in outcome.comparisons:
         verdict = "[green]agrees with its reference[/]" if comparison.passed else "[bold red]wrong[/]"
         table.add_row(comparison.name, f"{verdict}: error {comparison.error:.1e}, allowed {comparison.allowed:.1e}")

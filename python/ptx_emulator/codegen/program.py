@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator import alu, convert, warp
+from ptx_emulator import alu, convert, report, warp
 from ptx_emulator.codegen import arithmetic, asynchronous, memory  # noqa: F401  (they register their handlers)
 from ptx_emulator.codegen.emitter import Emitter, registers_of
 from ptx_emulator.codegen.in_flight import LOADED, InFlight, moves
 from ptx_emulator.numerics import f32, flush, u16, u32, u64
 from ptx_emulator.ptx import Instruction, Kernel, build, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
-from ptx_emulator.ptx.parser import TYPE_BITS
+from ptx_emulator.ptx.parser import TYPE_BITS, Imm
 
 
 class Functions(dict[int, Callable[..., Any]]):
@@ -83,8 +83,16 @@ class Program:
         self.uses_warpgroups = "wgmma" in opcodes
         self.granule = self._granule()
 
-    def warnings(self) -> list[tuple[str, str]]:
-        """Codes and texts: registers that may be used before the wait for what holds them."""
+    def instruction(self, site: int | None) -> report.Instruction | None:
+        """An instruction for reports."""
+        if site is None:
+            return None
+        instruction = self.kernel.instructions[site]
+        text, (file, line) = self.kernel.ptx_lines[instruction.line - 1].strip(), instruction.source or ("", 0)
+        return report.Instruction(instruction.line, text, file, line)
+
+    def warnings(self) -> list[tuple[str, int, str]]:
+        """Codes, instructions and texts: registers that may be used before the wait for what holds them."""
         found = {}
         for site, held in self.in_flight.touched.items():
             register, role, load = min(held)
@@ -93,6 +101,7 @@ class Program:
             wait = "tcgen05.wait::ld" if role == LOADED else "wgmma.wait_group"
             found[load if role == LOADED else site] = (
                 "PE105" if role == LOADED else "PE104",
+                site,
                 f"PTX line {code[site].line}: {register} {what} is used without {wait}",
             )
         return list(found.values())
@@ -108,20 +117,24 @@ class Program:
             self.site_of_line.append(site)
 
         add(f"def b{number}(M,m,r,s,f):", first)
-        written: set[int] = set()  # fragments of wgmma, by instructions without a guard; told before the next wgmma
+        # Fragments of wgmma, by instructions without a guard; told before the next wgmma or fence.
+        written, constants = set[int](), set[int]()
         for site in range(first, last):
             instruction = self.kernel.instructions[site]
             body, guard = emitter.emit(instruction, site), emitter.guard(instruction)
             if "sync" in instruction.modifiers and instruction.opcode != "elect" and number not in self.warp_barriers:
                 body = ["M.race.converge(m)", *body]
             fragments = emitter.written(instruction)
+            is_constant = instruction.opcode == "mov" and isinstance(instruction.operands[1], Imm)
             if fragments and guard:
-                body = [f"M.mma.written(m,{emitter.numbers(fragments)})", *body]
+                body = [f"M.mma.written(m,{emitter.numbers(fragments)},{is_constant})", *body]
             elif fragments:
-                written.update(fragments)
-            if written and (instruction.opcode == "wgmma" or site == last - 1):
-                add(f"  M.mma.written(m,{emitter.numbers(sorted(written))})", site)
-                written.clear()
+                (constants if is_constant else written).update(fragments)
+            if instruction.opcode == "wgmma" or site == last - 1:
+                for numbers, flag in ((written, False), (constants, True)):
+                    if numbers:
+                        add(f"  M.mma.written(m,{emitter.numbers(sorted(numbers))},{flag})", site)
+                        numbers.clear()
             if self.in_flight.numbers:
                 body = self._watched(emitter, site, instruction, body)
             if not guard or instruction.opcode in ("bra", "ret", "exit"):

@@ -138,6 +138,7 @@ class _Parser:
         self.source: tuple[str, int] | None = None
         self.scopes: list[dict[str, str]] = []  # new names of what is declared there
         self.scope_count = 0
+        self.vectors: dict[str, Vector] = {}  # variables of .v2 or .v4
         self.known: dict[str, Operand] = {}  # operands of one token, while no declaration changes their meaning
 
     # -- token access
@@ -274,6 +275,9 @@ class _Parser:
     def registers(self) -> None:
         self.known.clear()
         type_ = self.next()[1:]
+        components = {"v2": "xy", "v4": "xyzw"}.get(type_, "")
+        if components:
+            type_ = self.next()[1:]
         if type_ not in TYPE_BITS:
             raise UnsupportedPTX(f"register type .{type_}")
         while not self.accept(";"):
@@ -281,6 +285,10 @@ class _Parser:
             if self.accept("<"):
                 self.kernel.registers |= dict.fromkeys((f"{name}{index}" for index in range(self.integer())), type_)
                 self.expect(">")
+            elif components:
+                names = [self.declare(f"{name}.{component}") for component in components]
+                self.kernel.registers |= dict.fromkeys(names, type_)
+                self.vectors[self.declare(name)] = Vector(tuple(Reg(each) for each in names))
             else:
                 self.kernel.registers[self.declare(name)] = type_
             self.accept(",")
@@ -325,6 +333,8 @@ class _Parser:
             result = self.known[text] = self.number(text, False)
             return result
         name = self.resolve(text)
+        if name in self.vectors:
+            return self.vectors[name]
         result = self.known[text] = Reg(name) if name in self.kernel.registers or name == "_" else Symbol(name)
         if self.accept("|"):
             return Pair(result, self.operand())

@@ -8,13 +8,14 @@ in separate blocks, or compile for a GPU, at the same time. The DSL compiles for
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ptx_emulator.report import Report
 from ptx_emulator.runtime.launch import Dim3, Runtime
 
 CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_100f": (10, 0), "sm_103a": (10, 3)}
+_DL_CPU, _DL_CUDA = 1, 2  # DLDeviceType
 MARK = "ptx_emulator.emulated"  # an attribute of modules
 
 
@@ -35,7 +37,7 @@ class Session:
     arch: str
     options: Options
     ranges: set[tuple[int, int]]
-    report: Report = field(default_factory=Report)
+    report: Report
 
 
 _session: ContextVar[Session | None] = ContextVar("ptx_emulator", default=None)
@@ -215,6 +217,7 @@ class Hook:
         for name, answer in hardware.items():
             self._answer(HardwareInfo, name, answer)
         self._answer(type(dsl), "_runtime_can_run_compiled", lambda *_: True)
+        self._take_tensors()
         self._one_at_a_time(CompileCallable, "_compile")
         self._one_at_a_time(type(dsl), "_func")
         self._one_at_a_time(type(dsl), "_preprocess_and_replace_code")
@@ -249,7 +252,7 @@ class Hook:
                 code = frame.f_code
                 entry = known.get(id(code))
                 if entry is None:
-                    entry = known[id(code)] = code, is_framework(frame)
+                    entry = known[id(code)] = code, is_framework(frame) or code.co_filename == __file__
                 if not entry[1]:
                     break
                 frame = frame.f_back
@@ -273,6 +276,25 @@ class Hook:
         op._get_caller_frame_info, op._get_location_from_frame_info = caller, location
         active = vars(pyir_core)["_PYIR_CANDIDATE_REGISTRY_ACTIVE"]
         op._pyir_auto_load_arg = lambda arg: load(arg) if active[0] else arg
+
+    def _take_tensors(self) -> None:
+        """Within a block the DSL sees the tensors of the CPU in global memory, as it would see them on the chip."""
+        from cutlass.cute.runtime import _Tensor
+
+        cls: Any = _Tensor
+        make = cls.__init__
+
+        def init(this: Any, *args: Any, **kwargs: Any) -> None:
+            make(this, *args, **kwargs)
+            if self.session is None:
+                return
+            if hasattr(this, "_tvm_ffi_tensor"):  # its device decides where TVM-FFI gets the stream from
+                this._tvm_ffi_tensor = sys.modules["tvm_ffi"].from_dlpack(_OnChip(this._dlpack_data))
+                this._dlpack_data = this._tvm_ffi_tensor.__dlpack__()
+            else:
+                on_the_chip(this._dlpack_data)
+
+        cls.__init__ = init
 
     def _setting(self, base: type, name: str, value: Callable[[Session], Any]) -> property:
         """An attribute that has another value within a block."""
@@ -377,6 +399,36 @@ HOOK = Hook()
 def _owner(cls: type, name: str) -> Any:
     """The class of a hierarchy that defines `name`."""
     return next(each for each in cls.__mro__ if name in vars(each))
+
+
+class _OnChip:
+    """What a DLPack capsule holds, as an object on a GPU."""
+
+    def __init__(self, capsule: Any) -> None:
+        on_the_chip(capsule)
+        self.capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DL_CUDA, 0
+
+
+def on_the_chip(capsule: Any) -> None:
+    """Changes the device of a DLPack capsule from the CPU to a GPU."""
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    if type(capsule).__name__ != "PyCapsule":
+        return
+    name = api.PyCapsule_GetName(capsule)
+    before = {b"dltensor": 0, b"dltensor_versioned": 32}.get(name)  # bytes before the DLTensor
+    if before is not None:
+        device = ctypes.c_int32.from_address(api.PyCapsule_GetPointer(capsule, name) + before + 8)
+        if device.value == _DL_CPU:
+            device.value = _DL_CUDA
 
 
 def give_bodies(module: Any, runtime: Runtime) -> None:
