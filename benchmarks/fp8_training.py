@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     intermediate: int = 512
     experts: int = 16
     top_k: int = 2
-    layers: int = 4
+    layers: int = 3
     heads: int = 8
     length: int = 512
     batch: int = 16

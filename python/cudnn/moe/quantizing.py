@@ -161,6 +161,11 @@ class _Check:
         if self.done is not None:
             self.done.record()
 
+    def restart(self) -> None:
+        """The weights have been quantized again. Raises a RuntimeError if they had changed before."""
+        self.raise_if_changed()
+        self.changed.zero_()
+
     def raise_if_changed(self) -> None:
         """Raises a RuntimeError if a comparison has ended that found a change."""
         if (self.done is None or self.done.query()) and int(self.seen):
@@ -198,8 +203,7 @@ class _Cached:
             self.done.record(self.streams[self.stream])
         self.versions, self.steps = versions, _steps.count
         if self.check is not None:
-            self.check.raise_if_changed()
-            self.check = None
+            self.check.restart()
 
     def is_valid(self, versions: tuple[int, ...] | None) -> bool:
         """Whether the copies are of weights with these versions."""
