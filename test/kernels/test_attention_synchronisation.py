@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
 }
 ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
 WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_group.sync.aligned"
-TURNS = "ping-pong order is for speed; shared buffers have separate barriers; the last wait is missed as PE307, a warning"
+TURNS = "ping-pong order is for speed; shared buffers have separate barriers; the last wait is missed as PE307"
 FIRST = "the first stages that are loaded: their buffers are empty"
 HANDED = "the detector takes what a lane hands on as all of its warp's"
 FENCE = "no register of these products was written since the fence of the ones before"
