@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cuda.bindings import driver
+from cuda.bindings import runtime as cudart
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -65,6 +66,11 @@ def test_a_program_for_a_gpu(arch: str, major: int) -> None:
     with ptx_emulator.emulate(arch, races=True, cuda=True, multiprocessors=5) as report:
         b, majors = program()
         assert torch.cuda.get_device_properties(0).multi_processor_count == 5
+        attributes = cudart.cudaDeviceAttr
+        for name, value in (("ComputeCapabilityMajor", major), ("MultiProcessorCount", 5), ("WarpSize", 32)):
+            assert cudart.cudaDeviceGetAttribute(getattr(attributes, f"cudaDevAttr{name}"), 0)[1] == value
+        with pytest.raises(ptx_emulator.EmulatorError, match="cudaDevAttrPciBusId of the device is not known"):
+            cudart.cudaDeviceGetAttribute(attributes.cudaDevAttrPciBusId, 0)
     assert majors == (major, major)
     assert len(report.launches) == 1
     assert (torch.cuda.is_available, torch.cuda.Stream, driver.cuDeviceGet) == before

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def _modules(folder: Path) -> set[str]:
     """Files of the packages below a folder, by their place in an installation."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {str(path) for path in files if path.suffix in (".py", ".pyi", ".typed", ".json", ".xz")}
+    return {str(path) for path in files if path.suffix in (".py", ".pyi", ".typed", ".json", ".xz", ".md")}
 
 
 SOURCES = _modules(ROOT / "python") | _modules(ROOT / "kernels")
@@ -52,6 +52,7 @@ def test_wheel(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "site")
         entry_points = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "cudnn = cudnn.cli:main" in archive.read(entry_points).decode()
+        assert "[pytest11]\nptx_emulator.testing = ptx_emulator.testing" in archive.read(entry_points).decode()
     site = tmp_path / "site"
     assert _where(site) == [str(site / "cudnn/__init__.py"), str(site / "cudnn_kernels/__init__.py")]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 import threading
 import time
@@ -207,9 +208,11 @@ def _answers(
 
     def attribute(prefix: str, success: Any) -> Any:
         def ask(which: Any, *_: Any) -> Any:
-            name = which.name.removeprefix(prefix)
-            known = {"cudaDevAttrMultiProcessorCount": "MULTIPROCESSOR_COUNT"}
-            return success, attributes.get(known.get(name, name), 1)
+            words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", which.name.removeprefix(prefix)).upper()
+            name = words.replace("MULTI_PROCESSOR", "MULTIPROCESSOR")
+            if name not in attributes:
+                raise EmulatorError(f"emulate(cuda=True): attribute {which.name} of the device is not known")
+            return success, attributes[name]
 
         return ask
 
@@ -245,7 +248,7 @@ def _answers(
                 "cudaGetDeviceCount": answer((fine, 1)),
                 "cudaRuntimeGetVersion": answer((fine, 13000)),
                 "cudaDriverGetVersion": answer((fine, 13000)),
-                "cudaDeviceGetAttribute": attribute("", fine),
+                "cudaDeviceGetAttribute": attribute("cudaDevAttr", fine),
                 "cudaDeviceSynchronize": answer((fine,)),
                 "cudaStreamCreate": answer((fine, runtime.cudaStream_t(0))),
                 "cudaStreamSynchronize": answer((fine,)),
