@@ -15,6 +15,7 @@ NUM_SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 MAX_WAVES = 8  # of split CTAs, which bounds the workspace
 MAX_WAVES_EVEN, MAX_WAVES_UNEVEN = 13, 6  # waves from which on splitting gains nothing: blocks of equal length, or not
 ORDERED_HEAD_DIMS = (64, 64), (192, 128), (192, 192), (256, 256)
+ORDERED_VARLEN_HEAD_DIMS = ((192, 128),)  # causal varlen batches in longest-first order, whatever their lengths
 LONG = 32  # steps
 
 
@@ -77,11 +78,13 @@ def block_steps(c: BackwardConfiguration, sizes: Sizes, window: Window) -> list[
 def ordered_dq_is_faster(c: BackwardConfiguration, sizes: Sizes, window: Window, num_sms: int) -> bool:
     """Whether ordered additions to dQ (dQ_semaphore) are faster: many KV blocks which, without a mask, have many steps.
 
-    Measured for ``ORDERED_HEAD_DIMS``: docs/dev/experiments.md. Varlen sequences count as if all had the average
-    length, because only the GPU knows their lengths.
+    Measured for ``ORDERED_HEAD_DIMS``: docs/dev/experiments.md. Other varlen sequences count as if all had the
+    average length, because only the GPU knows their lengths.
     """
     if (c.head_dim, c.head_dim_v) not in ORDERED_HEAD_DIMS or c.softcap or (c.right and sizes["hq"] != sizes["hk"]):
         return False
+    if c.varlen and c.right and (c.head_dim, c.head_dim_v) in ORDERED_VARLEN_HEAD_DIMS:
+        return True
     batches = max(sizes["b"], 1) if c.varlen else 1
     steps = block_steps(c, {**sizes, **{x: sizes[x] // batches for x in ("sq", "sk")}}, window)
     many = sizes["b"] * sizes["hk"] * len(steps) >= MAX_WAVES_UNEVEN * (num_sms // (1 + c.pair))
