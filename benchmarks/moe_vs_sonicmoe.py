@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="time of the measurement (default: 150)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="replace moe_sonicmoe.csv in this folder")
     parser.add_argument("--commit", default="", help="the library's commit; default: that of its git clone")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     folder = arguments.folder.resolve()
     if not (folder / "sonicmoe").is_dir():
         parser.error(f"FOLDER: {folder} holds no folder `sonicmoe`; unpack the wheels there.")

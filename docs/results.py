@@ -147,18 +147,21 @@ def _ratio(section: Section, lines: Sequence[Result], problem: tuple[str, str]) 
 
 
 def summary(page: Path) -> str:
-    """A row for each section with a ratio: the candidates, and the smallest and largest ratio to the fastest."""
+    """A row for each section of the page with a ratio: candidates, smallest and largest ratio to the fastest."""
     rows = ["| task | compared with | ours / fastest other |", "|---|---|---:|"]
     anchors = _anchors(page.read_text())
-    for name, spec in SECTIONS.items():
+    for name, anchor in anchors.items():
+        spec = SECTIONS.get(name)
+        if spec is None:
+            continue
         lines = spec.lines()
         ratios = [_ratio(spec, lines, problem) for problem in _problems(lines)] if spec.ratio else []
         values = sorted(ratio[0] for ratio in ratios if ratio is not None)
         if not values:
             continue
         present = {line.peer for line in lines if not line.ours} - spec.no_ratio
-        others = ", ".join(name for peer, name in spec.peers.items() if peer in present)
-        task = f"[{spec.title.split(':')[0]}](#{anchors[name]})"
+        others = ", ".join(title for peer, title in spec.peers.items() if peer in present)
+        task = f"[{spec.title.split(':')[0]}](#{anchor})"
         rows.append(f"| {task} | {others} | {values[0]:.2f} to {values[-1]:.2f} |")
     return "\n".join(rows)
 
@@ -255,7 +258,8 @@ def _tokens_label(shape: str, case: str) -> str:
 def _moe_label(shape: str, case: str) -> str:
     tokens, hidden, inner, experts, top_k = shape.split("x")
     which = {"both": "forward + backward"}.get(case, case)
-    return f"{int(tokens):,} tokens, {hidden}/{inner}, {experts} experts, top {top_k}, {which}"
+    sizes = f"{int(tokens):,} tokens, {hidden}/{inner}, {experts} experts, top {top_k}"
+    return f"{sizes}, {which}" if which else sizes
 
 
 def _grouped_label(shape: str, case: str) -> str:

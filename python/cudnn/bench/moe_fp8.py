@@ -75,7 +75,11 @@ def candidates(shape: tuple[int, ...]) -> list[Candidate]:
         each = layer
         if fp8:
             each = MoE(*sizes, **options, fp8=fp8, device="meta")
-            each.router.weight, each.up, each.down = layer.router.weight, layer.up, layer.down
+            each.router.weight = layer.router.weight
+            for weight in ("up", "down"):  # tensors of its own, so that each recipe has its e4m3 copies
+                parameter = torch.nn.Parameter(getattr(layer, weight).detach())
+                parameter.main_grad = getattr(layer, weight).main_grad
+                setattr(each, weight, parameter)
         return Candidate(name, functools.partial(training_step, each, x, gradient), check, ours=True)
 
     return [candidate(name, fp8) for name, fp8 in RECIPES.items()]
