@@ -58,7 +58,8 @@ def candidates(shape: tuple[int, ...]) -> list[Candidate]:
     from cudnn.nn import MoE
 
     tokens, hidden, inner, experts, chosen = shape
-    sizes, options = (hidden, inner, experts, chosen), {"renormalize": True, "into_main_grad": True}
+    sizes = (hidden, inner, experts, chosen)
+    options: dict[str, Any] = {"renormalize": True, "into_main_grad": True}
     layer = MoE(*sizes, **options, device=operands.DEVICE)
     for weight in (layer.up, layer.down):
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
@@ -78,7 +79,7 @@ def candidates(shape: tuple[int, ...]) -> list[Candidate]:
             each.router.weight = layer.router.weight
             for weight in ("up", "down"):  # tensors of its own, so that each recipe has its e4m3 copies
                 parameter = torch.nn.Parameter(getattr(layer, weight).detach())
-                parameter.main_grad = getattr(layer, weight).main_grad
+                setattr(parameter, "main_grad", getattr(layer, weight).main_grad)  # noqa: B010 (no declared attribute)
                 setattr(each, weight, parameter)
         return Candidate(name, functools.partial(training_step, each, x, gradient), check, ours=True)
 

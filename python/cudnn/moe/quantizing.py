@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -88,6 +88,18 @@ def empty_columns(x: torch.Tensor, rows: int, experts: int, columns: int) -> Tok
     blocks = token_block_count(rows, experts)
     values = x.new_empty(blocks, columns, BLOCK, dtype=torch.float8_e4m3fn)
     return TokenColumns(values, x.new_empty(blocks, columns, dtype=torch.float32))
+
+
+@overload
+def quantized_tokens(
+    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: Literal[True]
+) -> tuple[Pair, TokenColumns]: ...
+
+
+@overload
+def quantized_tokens(
+    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: Literal[False]
+) -> tuple[None, TokenColumns]: ...
 
 
 def quantized_tokens(

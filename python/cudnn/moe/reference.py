@@ -140,7 +140,8 @@ def quantize(x: torch.Tensor, rows: int, scales: torch.Tensor | None = None) -> 
     blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
     if scales is None:
         limit = QUANTIZED_LIMIT["float8_e4m3fn"]
-        scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
+        stored, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
+        assert stored is not None
     else:
-        inverse = reciprocal(scales)
-    return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales
+        stored, inverse = scales, reciprocal(scales)
+    return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), stored
