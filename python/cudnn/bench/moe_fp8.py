@@ -60,7 +60,7 @@ def candidates(shape: tuple[int, ...]) -> list[Candidate]:
     tokens, hidden, inner, experts, chosen = shape
     sizes = (hidden, inner, experts, chosen)
     options: dict[str, Any] = {"renormalize": True, "into_main_grad": True}
-    layer = MoE(*sizes, **options, device=operands.DEVICE)
+    layer: Any = MoE(*sizes, **options, device=operands.DEVICE)
     for weight in (layer.up, layer.down):
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     x = operands.normal(tokens, hidden).bfloat16().requires_grad_()
@@ -78,8 +78,8 @@ def candidates(shape: tuple[int, ...]) -> list[Candidate]:
             each = MoE(*sizes, **options, fp8=fp8, device="meta")
             each.router.weight = layer.router.weight
             for weight in ("up", "down"):  # tensors of its own, so that each recipe has its e4m3 copies
-                parameter = torch.nn.Parameter(getattr(layer, weight).detach())
-                setattr(parameter, "main_grad", getattr(layer, weight).main_grad)  # noqa: B010 (no declared attribute)
+                parameter: Any = torch.nn.Parameter(getattr(layer, weight).detach())
+                parameter.main_grad = getattr(layer, weight).main_grad
                 setattr(each, weight, parameter)
         return Candidate(name, functools.partial(training_step, each, x, gradient), check, ours=True)
 
