@@ -29,13 +29,13 @@ executes a graph :func:`record_graph`.
 
 def record(function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
     """Shows a launch to the captures of this thread."""
-    for capture in captures:
+    for capture in tuple(captures):  # other threads change the list meanwhile, and a loop over it would skip one
         if capture.thread == threading.get_ident():
             capture.record(function, slots, arguments)
 
 
 def record_graph(graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
     """Shows an execution of a graph to the captures of this thread."""
-    for capture in captures:
+    for capture in tuple(captures):
         if capture.thread == threading.get_ident():
             capture.record_graph(graph, data, workspace)
