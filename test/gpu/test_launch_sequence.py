@@ -91,7 +91,7 @@ def test_graphs_and_streams_take_repeated_launches() -> None:
         assert torch.equal(later, expected)
 
 
-def run_function(self: LaunchSequences, key: Any, function: Callable[..., Any], tensors: Any) -> Any:
+def run_function(self: LaunchSequences, key: Any, function: Callable[..., Any], tensors: Any, adds: bool = False) -> Any:
     """In place of ``LaunchSequences.__call__``."""
     return function(*tensors)
 

@@ -44,9 +44,9 @@ def run(a: Tensor, b: Tensor, out: Tensor, adds: bool, choice: tuple[tuple[str, 
         launch.emulate(source, configuration, arch, *arguments)
     else:
         loaded = _loaded(source, configuration, arch)
+        loaded(*arguments)
         if captures:
             record(loaded, configuration.slots(), arguments)
-        loaded(*arguments)
 
 
 @functools.lru_cache(256)

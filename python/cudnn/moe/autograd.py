@@ -247,7 +247,7 @@ class LayerFunction(torch.autograd.Function):
         results: Any = (
             function(*arguments)
             if key is None
-            else layer._sequences((needs, needs_shared, by_row, *key), function, arguments)
+            else layer._sequences((needs, needs_shared, by_row, *key), function, arguments, ctx.main_grad is not None)
         )
         dlogits, dshared, dx, *grads = results
         drouter = dlogits.T @ tokens if needs_router and dlogits is not None else None

@@ -22,8 +22,8 @@ class LaunchCapture(Protocol):
 
 
 captures: list[LaunchCapture] = []
-"""The active captures of all threads. Code that launches a kernel calls :func:`record` if there is any, code that
-executes a graph :func:`record_graph`.
+"""The active captures of all threads. Code that launched a kernel calls :func:`record` if there is any, code that
+executed a graph :func:`record_graph`: after it, because what raised is not repeated.
 """
 
 

@@ -60,7 +60,9 @@ class LaunchSequences:
     def __reduce__(self) -> tuple[type[LaunchSequences], tuple[()]]:
         return LaunchSequences, ()
 
-    def __call__(self, key: Hashable, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
+    def __call__(
+        self, key: Hashable, function: Callable[..., Tensors], tensors: Tensors, adds: bool = False
+    ) -> Tensors:
         """The results of ``function(*tensors)``.
 
         Args:
@@ -68,6 +70,7 @@ class LaunchSequences:
                 function depends on besides tensors.
             function: Gives new tensors, its arguments or None.
             tensors: They need no autograd.
+            adds: Whether the function adds to some of them. Then nothing runs twice after an error in the middle.
         """
         known = self._sequences.get(key)
         if known is None:
@@ -81,7 +84,7 @@ class LaunchSequences:
             return function(*tensors)
         with Capture() as capture:
             results = function(*tensors)
-        known.append(capture.sequence(tensors, results))
+        known.append(capture.sequence(tensors, results, adds))
         return results
 
     def _remember(self, key: Hashable) -> None:
@@ -99,13 +102,16 @@ def are_repeated(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: int) -> Callable[..., Any]:
+def repeated(
+    function: Callable[..., Any], places: Sequence[int], max_elements: int, mutated: Sequence[int] = ()
+) -> Callable[..., Any]:
     """An operator's function whose launches are repeated where its first tensor is small.
 
     Args:
         function: Its results depend on its arguments, the library's settings and PyTorch's deterministic algorithms.
         places: The positions of its tensors and lists of tensors. The first is a tensor.
         max_elements: Of the first tensor: with more, a GPU takes longer than the host.
+        mutated: The positions of lists of tensors that it adds to.
     """
     sequences = LaunchSequences()
 
@@ -136,7 +142,7 @@ def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: 
             return results if isinstance(results, tuple) else (results,)
 
         key = (*arguments, first.dtype, torch.are_deterministic_algorithms_enabled(), settings.texts())
-        results = sequences(key, call, tuple(tensors))
+        results = sequences(key, call, tuple(tensors), any(len(args[place]) for place in mutated))
         result, *others = results
         return results if others else result
 
@@ -204,11 +210,11 @@ class Capture(TorchDispatchMode):
     def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
         self.launches.append(GraphLaunch(graph, dict(data), workspace))
 
-    def sequence(self, tensors: Tensors, results: Tensors) -> Callable[..., Tensors | None]:
+    def sequence(self, tensors: Tensors, results: Tensors, adds: bool = False) -> Callable[..., Tensors | None]:
         """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
         try:
             if self.launches and not self._computes:
-                return LaunchSequence(tensors, results, self).run
+                return LaunchSequence(tensors, results, self, adds).run
         except _NotRepeatableError:
             pass
         return lambda *_: None
@@ -243,12 +249,12 @@ class LaunchSequence:
 
     The arguments of all launches lie in one block of memory, a frame, in the layout of the C interface of TVM FFI. A
     call takes a frame that no other thread uses. ``run`` gives the results, or None if the tensors differ, are not
-    aligned to 16 bytes, or the first launch fails. If a later one fails, it raises: what ran before may have added to
-    tensors, and must not run again.
+    aligned to 16 bytes, or a launch fails. With ``adds`` it raises if a launch after the first fails: what ran before
+    may have added to tensors, and must not run again.
     """
 
-    def __init__(self, tensors: Tensors, results: Tensors, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, tensors: Tensors, results: Tensors, capture: Capture, adds: bool) -> None:
+        self._capture, self._adds = capture, adds
         self._words: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # a word and the word whose address it gets
         self._writes: dict[str, list[int]] = {}  # words by the name of the address that is written to them at each call
@@ -330,7 +336,7 @@ class LaunchSequence:
             scope[f"kernel{i}"], scope[f"handle{i}"] = launch.function, _handle(launch.function)
             self._frame_words.append(self._add_arguments(launch.slots, launch.arguments))
             arguments = f"a{len(self._frame_words) - 1}, {len(launch.arguments)}"
-            failed = "raise raised()" if i else "return None  # the function raises the error"
+            failed = "raise raised()" if i and self._adds else "return None  # the function raises the error"
             return f"if launch(handle{i}, {arguments}, result):\n        {failed}"
         data = []
         for j, (key, x) in enumerate(launch.data.items()):
