@@ -14,6 +14,7 @@ import ctypes
 import functools
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -278,7 +279,7 @@ class LaunchSequence:
             "empty_workspace": _workspace(self._size, device),
             "matches": guard([x for _, x in present]),
             "frames": [],
-            "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
+            "new_frame": functools.partial(_new_frame, array("Q", self._words), self._pointers, self._frame_words),
             "launch": _launch(),
             "raised": _raised,
             "index": device.index,
@@ -414,9 +415,9 @@ class LaunchSequence:
         return len(self._words) - len(words)
 
 
-def _new_frame(words: Sequence[int], pointers: Sequence[tuple[int, int]], addresses: Sequence[int]) -> tuple[Any, ...]:
+def _new_frame(words: array[int], pointers: Sequence[tuple[int, int]], addresses: Sequence[int]) -> tuple[Any, ...]:
     """Memory for the arguments of all launches, and the addresses of some of its words."""
-    memory = (ctypes.c_uint64 * len(words))(*words)
+    memory = (ctypes.c_uint64 * len(words)).from_buffer_copy(words)
     base = ctypes.addressof(memory)
     for word, target in pointers:
         memory[word] = base + 8 * target
