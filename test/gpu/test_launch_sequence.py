@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from cudnn.fused.plain_gemm import gemm_add
 from cudnn.moe import autograd, route
 from cudnn.nn import MoE
 from cudnn.ops import flash_attn_func, flash_attn_varlen_func, moe_mlp, scaled_dot_product_attention
@@ -91,7 +95,9 @@ def test_graphs_and_streams_take_repeated_launches() -> None:
         assert torch.equal(later, expected)
 
 
-def run_function(self: LaunchSequences, key: Any, function: Callable[..., Any], tensors: Any) -> Any:
+def run_function(
+    self: LaunchSequences, key: Any, function: Callable[..., Any], tensors: Any, adds: bool = False
+) -> Any:
     """In place of ``LaunchSequences.__call__``."""
     return function(*tensors)
 
@@ -116,6 +122,107 @@ def test_experts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(LaunchSequences, "__call__", run_function)
             expected = both(x, logits, dy)
         assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def test_a_plain_gemm_is_among_the_launches() -> None:
+    sequences, calls = LaunchSequences(), []
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor]:
+        calls.append(None)
+        gemm_add(a, b, out)
+        return (out,)
+
+    for _ in range(4):
+        a, b = (torch.randn(64, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        (out,) = sequences("key", run, (a, b, torch.zeros(64, 64, device="cuda", dtype=torch.float32)), adds=True)
+        torch.testing.assert_close(out, a.float() @ b.float().T, rtol=1e-3, atol=1e-2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_no_function_runs_from_the_third_call_on(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that fail would go unnoticed: the function runs then. ``main_grad`` gets each gradient once."""
+    torch.manual_seed(0)
+    layer = MoE(256, 128, 8, 2, renormalize=True, into_main_grad=adds, device="cuda")
+    counts = {"_forward": 0, "_backward": 0}
+    for name in counts:
+
+        def counted(function: Any, name: str, *arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(autograd, name, functools.partial(counted, getattr(autograd, name), name))
+    passes(layer, *(torch.randn(5, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2)), False)  # compiles
+    for tokens in (1, 2, 17, 300):
+        for name in counts:
+            counts[name] = 0
+        x, dy = (torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(4):
+            passes(layer, x, dy, False)
+        assert counts == {"_forward": 4, "_backward": 2}  # of forward, two that save and two that do not
+
+
+def test_no_memory_is_kept() -> None:
+    def train() -> None:
+        layer = MoE(256, 128, 8, 2, renormalize=True, device="cuda")
+        for tokens in (8, 16):
+            for _ in range(4):
+                x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+                layer(x.requires_grad_()).sum().backward()
+                q = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+                flash_attn_func(q, q.clone(), q.clone())
+
+    train()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    train()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_graphs_that_are_captured_before_launches_are_recorded() -> None:
+    """The second call, which is recorded, is in the capture; later ones are outside of it, and in another one."""
+    layer = MoE(256, 128, 8, 2, renormalize=True, device="cuda")
+    x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16))  # compiles
+        expected = layer(x)
+        results = []
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layer(x)
+            results.append((graph, y))
+            assert torch.equal(layer(x), expected)
+        for graph, y in results:
+            y.zero_()
+            graph.replay()
+            assert torch.equal(y, expected)
+
+
+def test_modes_see_calls_that_would_be_repeated() -> None:
+    q = torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = q.clone(), q.clone()
+    for _ in range(4):
+        flash_attn_func(q, k, v)
+    with FlopCounterMode(display=False) as counter:
+        flash_attn_func(q, k, v)
+    assert counter.get_total_flops() == 4 * 2 * 4 * 128 * 128 * 64
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_devices_are_told_apart() -> None:
+    """Another GPU gets tensors of the same metadata, while either is the current device."""
+    for call in range(8):
+        for index in (0, 1):
+            q, k, v = (torch.randn(2, 128, 4, 64, device=f"cuda:{index}", dtype=torch.bfloat16) for _ in range(3))
+            with torch.cuda.device(index if call % 2 else 1 - index):
+                o = flash_attn_func(q, k, v, causal=True)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2).float() for x in (q, k, v)), is_causal=True
+            )
+            assert o.device == q.device
+            torch.testing.assert_close(o.transpose(1, 2).float(), expected, rtol=0.02, atol=0.02)
 
 
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.moe import autograd
+from cudnn.moe import autograd, sort
 from cudnn.nn import MoE
 
 
@@ -18,6 +18,7 @@ def results(layer: MoE, x: torch.Tensor) -> list[torch.Tensor]:
 
 def test_repeated_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(autograd, "are_repeated", lambda x: True)
     layer = MoE(64, 32, 8, 2, renormalize=True)
     calls: list[None] = []
     function = autograd._forward
@@ -33,3 +34,27 @@ def test_repeated_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(autograd, "_sequence_key", lambda *_: None)
         expected = results(layer, x)
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def test_other_main_grads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass with other buffers than those that were checked raises before it begins."""
+    monkeypatch.setattr(autograd, "are_repeated", lambda x: True)
+    layer = MoE(64, 32, 8, 2, renormalize=True, into_main_grad=True)
+    for weight in (layer.up, layer.down):
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    x = torch.randn(5, 64).bfloat16()
+    with cudnn.emulation("sm_90a"), torch.no_grad():
+        for _ in range(3):
+            layer(x)
+        layer.up.main_grad = torch.zeros_like(layer.up)
+        with pytest.raises(ValueError, match="main_grads of up"):
+            layer(x)
+
+
+def test_the_environment_emulates_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a block of the emulator around it, a repeated launch would write nothing."""
+    monkeypatch.setenv("CUDNN_EMULATE", "sm_90a")
+    for _ in range(3):
+        indices = torch.randint(0, 8, (3, 2), dtype=torch.int32)
+        _, gather_idx, _ = sort(indices, 8)
+        assert torch.equal(gather_idx, indices.flatten().argsort(stable=True).int() // 2)

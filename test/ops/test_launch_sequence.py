@@ -1,10 +1,12 @@
 """Launches that are recorded and repeated; the kernel is a Python function with the C interface of compiled ones."""
 
+import contextlib
 import copy
 import ctypes
 import pickle
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -51,8 +53,8 @@ def _multiply_add(_: Any, address: int, count: int, result: Any) -> int:
     """out = factor a + b, by the C interface that compiled kernels have."""
     a, b, out, factor, stream = (Argument * count).from_address(address)
     (number,) = struct.unpack("<d", struct.pack("<q", factor.value))
-    if number > 1e6:
-        text = b"factor is too large"
+    if number > 1e6 or np.isnan(_array(b)).any():
+        text = b"factor is too large" if number > 1e6 else b"b is not a number"
         ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi()).TVMFFIErrorSetRaisedFromCStr(b"ValueError", text)
         return -1
     assert (factor.type_index, stream.type_index, stream.value) == (3, 1, 0)
@@ -71,9 +73,9 @@ KERNEL: Any = tvm_ffi.Function.__from_extern_c__(
 def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, factor: float) -> None:
     """out = factor a + b."""
     arguments = (a, b, out, factor, 0)
+    KERNEL(*arguments)
     if launch_capture.captures:
         launch_capture.record(KERNEL, SLOTS, arguments)
-    KERNEL(*arguments)
 
 
 class Counted:
@@ -237,6 +239,77 @@ def test_a_launch_that_fails_raises_its_error(monkeypatch: pytest.MonkeyPatch) -
         sequences("other", fails, (a,))
 
 
+def test_a_later_launch_that_fails_raises_and_nothing_runs_twice() -> None:
+    def adds(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor]:
+        out = torch.empty_like(a)
+        launch(a, total, total, 1.0)
+        launch(a, b, out, 1.0)
+        return (out,)
+
+    sequences, function = LaunchSequences(), Counted(adds)
+    total = torch.zeros(3, 8)
+    for _ in range(3):
+        sequences("key", function, (torch.ones(3, 8), torch.ones(3, 8), total), adds=True)
+    with pytest.raises(ValueError, match="b is not a number"):
+        sequences("key", function, (torch.ones(3, 8), torch.full((3, 8), torch.nan), total), adds=True)
+    assert function.calls == 2
+    assert torch.equal(total, torch.full((3, 8), 4.0))
+    (out,) = sequences("key", function, (torch.ones(3, 8), torch.ones(3, 8), total), adds=True)
+    assert torch.equal(out, torch.full((3, 8), 2.0))
+    assert function.calls == 2
+
+
+def test_launches_on_another_stream_are_not_repeated() -> None:
+    def forks(a: torch.Tensor) -> tuple[torch.Tensor]:
+        out = torch.empty_like(a)
+        launch_capture.record(KERNEL, SLOTS, (a, a, out, 2.0, 1234))
+        KERNEL(a, a, out, 2.0, 0)
+        return (out,)
+
+    sequences, function = LaunchSequences(), Counted(forks)
+    for _ in range(4):
+        sequences("key", function, inputs()[:1])
+    assert function.calls == 4
+
+
+def test_no_launch_is_missed_while_another_thread_ends_its_capture() -> None:
+    class Leaving:
+        @property
+        def thread(self) -> int:
+            launch_capture.captures.remove(self)  # as the other thread may at any moment
+            return 0
+
+    def run(a: torch.Tensor) -> tuple[torch.Tensor]:
+        out = torch.empty_like(a)
+        launch(a, a, out, 2.0)
+        return (out,)
+
+    a, _ = inputs()
+    leaving: Any = Leaving()
+    with launch_sequence.Capture() as capture:
+        launch_capture.captures.insert(0, leaving)
+        run(a)
+    assert len(capture.launches) == 1
+
+
+def test_no_tensor_is_kept() -> None:
+    sequences, kept = LaunchSequences(), []
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        temporary, out = torch.empty_like(a), torch.empty_like(a)
+        launch(a, b, temporary, 2.0)
+        launch(temporary[:], b, out, 1.0)
+        kept.append(weakref.ref(temporary))
+        return (out,)
+
+    for _ in range(4):
+        tensors = inputs()
+        (out,) = sequences("key", run, tensors)
+        kept += [weakref.ref(x) for x in (*tensors, out)]
+    del tensors, out
+    assert [each() for each in kept] == [None] * len(kept)
+
+
 def test_threads_do_not_share_arguments() -> None:
     sequences, barrier = LaunchSequences(), threading.Barrier(4)
     for _ in range(3):
@@ -274,7 +347,8 @@ def test_large_temporaries_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_operators_depend_on_their_numbers_and_on_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[float] = []
+    monkeypatch.setattr(launch_sequence, "are_repeated", lambda x: True)
 
     def run(a: torch.Tensor, factor: float) -> torch.Tensor:
         calls.append(factor)
@@ -283,14 +357,29 @@ def test_operators_depend_on_their_numbers_and_on_settings(monkeypatch: pytest.M
         return out
 
     operator = repeated(run, [0], 2**10)
-    with cudnn.emulation("sm_90a"):
-        for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0):
-            a, _ = inputs()
-            assert torch.equal(operator(a, factor), factor * a + a)
-        assert calls == [1.0, 1.0, 2.0, 2.0]
-        monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "1")
-        operator(a, 1.0)
-        assert calls == [1.0, 1.0, 2.0, 2.0, 1.0]
-    operator(a, 1.0)  # the reference, which is not repeated
+    for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0):
+        a, _ = inputs()
+        assert torch.equal(operator(a, factor), factor * a + a)
+    assert calls == [1.0, 1.0, 2.0, 2.0]
+    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "1")
     operator(a, 1.0)
-    assert len(calls) == 7
+    assert calls == [1.0, 1.0, 2.0, 2.0, 1.0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        operator(a, 1.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_the_emulator_gets_every_call(block: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks the values of tensors, which repeated launches do not."""
+    function = Counted(lambda a: of_views(a, a, None)[0])
+    operator = repeated(function, [0], 2**10)
+    if not block:
+        monkeypatch.setenv("CUDNN_EMULATE", "sm_90a")
+    with cudnn.emulation("sm_90a") if block else contextlib.nullcontext():
+        for _ in range(4):
+            operator(inputs()[0])
+    assert function.calls == 4

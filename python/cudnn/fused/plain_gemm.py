@@ -9,6 +9,7 @@ from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch
+from cudnn.runtime.launch_capture import captures, record
 from cudnn_kernels.architecture import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def run(a: Tensor, b: Tensor, out: Tensor, adds: bool, choice: tuple[tuple[str, 
     if index < 0:
         launch.emulate(source, configuration, arch, *arguments)
     else:
-        _loaded(source, configuration, arch)(*arguments)
+        loaded = _loaded(source, configuration, arch)
+        loaded(*arguments)
+        if captures:
+            record(loaded, configuration.slots(), arguments)
 
 
 @functools.lru_cache(256)

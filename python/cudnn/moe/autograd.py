@@ -19,10 +19,9 @@ from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.operator import checked
 from cudnn.moe.router_linear import moe_router_linear
 from cudnn.moe.routing import RouterOutput, logits_gradient, routed, rule_of, sort
-from cudnn.runtime.launch_sequence import Tensors
+from cudnn.runtime.launch_sequence import Tensors, are_repeated
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import once_differentiable
-from cudnn.runtime.run import architecture
 
 if TYPE_CHECKING:
     from cudnn.moe.module import MoE
@@ -62,10 +61,12 @@ def forward(
         )
     else:
 
-        def function(tokens: Tensor, logits: Tensor, shared: Any, correction: Any, *parameters: Any) -> Tensors:
-            return _forward(layer, saves, return_routing, tokens, logits, shared, correction, parameters)
+        def function(tokens: Tensor, logits: Tensor, shared: Any, correction: Any, *tensors: Any) -> Tensors:
+            return _forward(layer, saves, return_routing, tokens, logits, shared, correction, tensors[:4])
 
-        tensors = (aligned(tokens), linear(tokens, router), shared, layer.correction, *parameters)
+        # The pass checks the buffers of gradients before it begins: others are noticed.
+        main_grads = (layer._main_grads() if layer.into_main_grad else None) or (None, None)
+        tensors = (aligned(tokens), linear(tokens, router), shared, layer.correction, *parameters, *main_grads)
         results = layer._sequences((saves, return_routing, *key), function, tensors)
     y, *others = results
     saved = Saved(*others[:8]) if saves else None
@@ -79,14 +80,11 @@ def _sequence_key(layer: MoE, tokens: Tensor) -> tuple[Any, ...] | None:
     The e4m3 copies of weights change with the weights, outside of a pass.
     """
     count, hidden = tokens.shape
-    if count * layer.top_k * hidden > REPEATED_ELEMENTS or layer.fp8 or tokens.is_meta:
-        return None
-    arch = "cuda" if tokens.is_cuda else architecture(tokens)
-    if not arch:  # the reference
+    if count * layer.top_k * hidden > REPEATED_ELEMENTS or layer.fp8 or not are_repeated(tokens):
         return None
     rule = (layer.top_k, *layer._rule, layer._scaling_factor)
     experts = (layer.activation, layer.glu_layout, layer.batch_invariant, *layer._act_params.values())
-    return (count, tokens.dtype, arch, *rule, *experts, *environment())
+    return (count, tokens.dtype, *rule, *experts, *environment())
 
 
 def _forward(
@@ -249,7 +247,7 @@ class LayerFunction(torch.autograd.Function):
         results: Any = (
             function(*arguments)
             if key is None
-            else layer._sequences((needs, needs_shared, by_row, *key), function, arguments)
+            else layer._sequences((needs, needs_shared, by_row, *key), function, arguments, ctx.main_grad is not None)
         )
         dlogits, dshared, dx, *grads = results
         drouter = dlogits.T @ tokens if needs_router and dlogits is not None else None

@@ -59,9 +59,9 @@ def run(
         graph, tensors = cached
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
         by_tensor = {tensors[name]: x for name, x in data.items()}
+        graph.execute(by_tensor, workspace)
         if captures:
             record_graph(graph, by_tensor, workspace)
-        graph.execute(by_tensor, workspace)
 
 
 def backend(device: torch.device) -> dict[str, Any]:

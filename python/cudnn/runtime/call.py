@@ -62,9 +62,9 @@ def run(tensors, scalars, stream, workspace):
         stream = current_stream(index) if stream is None else raw_stream(stream, index)
         {allocated}
         num_sms = layout.num_sms
+        kernel({arguments})
         if captures:
             record(kernel, slots, ({arguments},))
-        kernel({arguments})
     except (TypeError, ValueError, AttributeError, RuntimeError):
         retry = recover(tensors, scalars)
         if retry is None:

@@ -62,9 +62,9 @@ def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None
         return
     with contextlib.nullcontext() if emulated.get() else emulation(arch):
         function = emulated_kernel(source, configuration, arch)
+        function(*arguments)
         if captures:
             record(function, configuration.slots(), arguments)
-        function(*arguments)
 
 
 def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callable[..., None]:

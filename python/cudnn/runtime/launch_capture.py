@@ -22,20 +22,20 @@ class LaunchCapture(Protocol):
 
 
 captures: list[LaunchCapture] = []
-"""The active captures of all threads. Code that launches a kernel calls :func:`record` if there is any, code that
-executes a graph :func:`record_graph`.
+"""The active captures of all threads. Code that launched a kernel calls :func:`record` if there is any, code that
+executed a graph :func:`record_graph`: after it, because what raised is not repeated.
 """
 
 
 def record(function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
     """Shows a launch to the captures of this thread."""
-    for capture in captures:
+    for capture in tuple(captures):  # other threads change the list meanwhile, and a loop over it would skip one
         if capture.thread == threading.get_ident():
             capture.record(function, slots, arguments)
 
 
 def record_graph(graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
     """Shows an execution of a graph to the captures of this thread."""
-    for capture in captures:
+    for capture in tuple(captures):
         if capture.thread == threading.get_ident():
             capture.record_graph(graph, data, workspace)

@@ -9,10 +9,12 @@ alone: temporary tensors do not share memory.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import functools
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from cudnn import settings
 from cudnn.lazy import tvm_ffi
 from cudnn.runtime.codegen import define
 from cudnn.runtime.launch_capture import captures
-from cudnn.runtime.run import architecture, is_constant
+from cudnn.runtime.run import is_constant
 from cudnn.runtime.tensor_guards import guard
 from cudnn_kernels.signature import Stream
 
@@ -59,7 +61,9 @@ class LaunchSequences:
     def __reduce__(self) -> tuple[type[LaunchSequences], tuple[()]]:
         return LaunchSequences, ()
 
-    def __call__(self, key: Hashable, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
+    def __call__(
+        self, key: Hashable, function: Callable[..., Tensors], tensors: Tensors, adds: bool = False
+    ) -> Tensors:
         """The results of ``function(*tensors)``.
 
         Args:
@@ -67,6 +71,7 @@ class LaunchSequences:
                 function depends on besides tensors.
             function: Gives new tensors, its arguments or None.
             tensors: They need no autograd.
+            adds: Whether the function adds to some of them. Then nothing runs twice after an error in the middle.
         """
         known = self._sequences.get(key)
         if known is None:
@@ -80,7 +85,7 @@ class LaunchSequences:
             return function(*tensors)
         with Capture() as capture:
             results = function(*tensors)
-        known.append(capture.sequence(tensors, results))
+        known.append(capture.sequence(tensors, results, adds))
         return results
 
     def _remember(self, key: Hashable) -> None:
@@ -93,23 +98,28 @@ class LaunchSequences:
 _lock = threading.Lock()
 
 
-def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: int) -> Callable[..., Any]:
+def are_repeated(x: torch.Tensor) -> bool:
+    """Whether launches on a tensor are repeated: on a GPU. The emulator checks the arguments of every call."""
+    return x.is_cuda
+
+
+def repeated(
+    function: Callable[..., Any], places: Sequence[int], max_elements: int, mutated: Sequence[int] = ()
+) -> Callable[..., Any]:
     """An operator's function whose launches are repeated where its first tensor is small.
 
     Args:
-        function: Its results depend on its arguments and on the library's settings alone.
+        function: Its results depend on its arguments, the library's settings and PyTorch's deterministic algorithms.
         places: The positions of its tensors and lists of tensors. The first is a tensor.
         max_elements: Of the first tensor: with more, a GPU takes longer than the host.
+        mutated: The positions of lists of tensors that it adds to.
     """
     sequences = LaunchSequences()
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         first = args[places[0]]
-        if first.is_meta or first.numel() > max_elements:
-            return function(*args)
-        arch = "cuda" if first.is_cuda else architecture(first)
-        if not arch:  # the reference
+        if not are_repeated(first) or first.numel() > max_elements:
             return function(*args)
         arguments: list[Any] = [tuple(x) if isinstance(x, (list, tuple)) else x for x in args]
         tensors: list[torch.Tensor | None] = []
@@ -132,7 +142,8 @@ def repeated(function: Callable[..., Any], places: Sequence[int], max_elements: 
             results = function(*given)
             return results if isinstance(results, tuple) else (results,)
 
-        results = sequences((*arguments, first.dtype, arch, settings.texts()), call, tuple(tensors))
+        key = (*arguments, first.dtype, torch.are_deterministic_algorithms_enabled(), settings.texts())
+        results = sequences(key, call, tuple(tensors), any(len(args[place]) for place in mutated))
         result, *others = results
         return results if others else result
 
@@ -200,11 +211,11 @@ class Capture(TorchDispatchMode):
     def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
         self.launches.append(GraphLaunch(graph, dict(data), workspace))
 
-    def sequence(self, tensors: Tensors, results: Tensors) -> Callable[..., Tensors | None]:
+    def sequence(self, tensors: Tensors, results: Tensors, adds: bool = False) -> Callable[..., Tensors | None]:
         """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
         try:
             if self.launches and not self._computes:
-                return LaunchSequence(tensors, results, self).run
+                return LaunchSequence(tensors, results, self, adds).run
         except _NotRepeatableError:
             pass
         return lambda *_: None
@@ -239,11 +250,12 @@ class LaunchSequence:
 
     The arguments of all launches lie in one block of memory, a frame, in the layout of the C interface of TVM FFI. A
     call takes a frame that no other thread uses. ``run`` gives the results, or None if the tensors differ, are not
-    aligned to 16 bytes, or a launch fails.
+    aligned to 16 bytes, or a launch fails. With ``adds`` it raises if a launch after the first fails: what ran before
+    may have added to tensors, and must not run again.
     """
 
-    def __init__(self, tensors: Tensors, results: Tensors, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, tensors: Tensors, results: Tensors, capture: Capture, adds: bool) -> None:
+        self._capture, self._adds = capture, adds
         self._words: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # a word and the word whose address it gets
         self._writes: dict[str, list[int]] = {}  # words by the name of the address that is written to them at each call
@@ -252,23 +264,26 @@ class LaunchSequence:
         self._allocated: dict[str, torch.Tensor] = {}  # results
         self._temporaries: dict[int, int] = {}  # byte offsets in the workspace, by the id of the tensor
         self._size = 0
+        present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
+        self._device = device = present[0][1].device
+        current_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream
+        self._stream = current_stream(device.index)
         returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
         self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
         scope: dict[str, Any] = {}
         steps = [self._add_launch(i, launch, scope) for i, launch in enumerate(capture.launches)]
         if self._size > MAX_TEMPORARY_BYTES:  # the workspaces of graphs are allocated one by one
             raise _NotRepeatableError
-        present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
         scope |= {f"empty_{name}": _allocation(x) for name, x in self._allocated.items()}
-        device = present[0][1].device
         scope |= {
             "empty_workspace": _workspace(self._size, device),
             "matches": guard([x for _, x in present]),
             "frames": [],
-            "new_frame": functools.partial(_new_frame, self._words, self._pointers, self._frame_words),
+            "new_frame": functools.partial(_new_frame, array("Q", self._words), self._pointers, self._frame_words),
             "launch": _launch(),
+            "raised": _raised,
             "index": device.index,
-            "current_stream": torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream,
+            "current_stream": current_stream,
             "current_device": torch._C._cuda_getDevice if device.type == "cuda" else _no_device,
         }
         self.run = define("run", self._source(tensors, [name for name, _ in present], returned, steps), scope)
@@ -322,7 +337,8 @@ class LaunchSequence:
             scope[f"kernel{i}"], scope[f"handle{i}"] = launch.function, _handle(launch.function)
             self._frame_words.append(self._add_arguments(launch.slots, launch.arguments))
             arguments = f"a{len(self._frame_words) - 1}, {len(launch.arguments)}"
-            return f"if launch(handle{i}, {arguments}, result):\n        return None  # the function raises the error"
+            failed = "raise raised()" if i and self._adds else "return None  # the function raises the error"
+            return f"if launch(handle{i}, {arguments}, result):\n        {failed}"
         data = []
         for j, (key, x) in enumerate(launch.data.items()):
             name = self._arguments.get(id(x))
@@ -341,8 +357,10 @@ class LaunchSequence:
                 values.append((_DL_TENSOR, self._add_tensor(x), None))
             elif isinstance(x, float):
                 values.append((_FLOAT, None, struct.unpack("<Q", struct.pack("<d", x))[0]))
-            elif type(x) is int:
-                values.append((_INT, None, "stream" if isinstance(slot, Stream) else x % 2**64))
+            elif type(x) is int and not isinstance(slot, Stream):
+                values.append((_INT, None, x % 2**64))
+            elif type(x) is int and x == self._stream:
+                values.append((_INT, None, "stream"))
             else:
                 raise _NotRepeatableError
         first = len(self._words)
@@ -376,12 +394,14 @@ class LaunchSequence:
     def _locate(self, x: torch.Tensor) -> tuple[int, str, int]:
         """A tensor's address, if it is always the same, or the name of the memory that it is in; and a byte offset."""
         origin = self._capture.origin(x)
-        if is_constant(origin) or not x.numel():
-            return x.data_ptr(), "", 0
         offset, name = x.data_ptr() - origin.data_ptr(), self._arguments.get(id(origin))
+        if not x.numel():
+            return x.data_ptr(), "", 0
         if name is not None:
             return 0, name, offset
-        if id(origin) not in self._capture.origins:
+        if is_constant(origin):
+            return x.data_ptr(), "", 0
+        if id(origin) not in self._capture.origins or origin.device != self._device:
             raise _NotRepeatableError
         if id(origin) not in self._temporaries:
             begin, end = _extent(origin)
@@ -395,9 +415,9 @@ class LaunchSequence:
         return len(self._words) - len(words)
 
 
-def _new_frame(words: Sequence[int], pointers: Sequence[tuple[int, int]], addresses: Sequence[int]) -> tuple[Any, ...]:
+def _new_frame(words: array[int], pointers: Sequence[tuple[int, int]], addresses: Sequence[int]) -> tuple[Any, ...]:
     """Memory for the arguments of all launches, and the addresses of some of its words."""
-    memory = (ctypes.c_uint64 * len(words))(*words)
+    memory = (ctypes.c_uint64 * len(words)).from_buffer_copy(words)
     base = ctypes.addressof(memory)
     for word, target in pointers:
         memory[word] = base + 8 * target
@@ -435,6 +455,28 @@ def _launch() -> Callable[[int, int, int, int], int]:
     call = library.TVMFFIFunctionCall
     call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p), ctypes.c_int
     return call
+
+
+class _Error(ctypes.Structure):
+    """The beginning of a TVMFFIObject that is an error: its header, kind and message."""
+
+    _fields_ = (("header", ctypes.c_uint64 * 3), ("texts", ctypes.c_void_p * 4))
+
+
+def _raised() -> Exception:
+    """The error of the launch that failed last in this thread."""
+    library, handle = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi()), ctypes.c_void_p()
+    library.TVMFFIErrorMoveFromRaised(ctypes.byref(handle))
+    if not handle.value:
+        return RuntimeError("a kernel's launch failed")
+    kind, kind_size, message, size = _Error.from_address(handle.value).texts
+    name, text = (ctypes.string_at(a, n or 0).decode() for a, n in ((kind, kind_size), (message, size)))
+    library.TVMFFIObjectDecRef(handle)
+    error = getattr(builtins, name, RuntimeError)
+    return error(text) if error in _ERRORS else RuntimeError(f"{name}: {text}")
+
+
+_ERRORS = (TypeError, ValueError, RuntimeError)
 
 
 def _null_stream(index: int | None) -> int:

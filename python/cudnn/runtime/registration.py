@@ -99,7 +99,8 @@ class _Operator(CustomOpDef):
         parameters = inspect.signature(self._init_fn).parameters.values()
         self._parameters = [(p.name, p.default, _classes(a.type)) for p, a in zip(parameters, arguments, strict=True)]
         self._function, self._rule = None, None
-        self._run = repeated(self._init_fn, self._places, repeats) if repeats else self._init_fn
+        function = self._init_fn
+        self._run = repeated(function, self._places, repeats, self._mutated) if repeats else function
         self._last = _differentiable(self, self._refuse, lambda **_: None)
         self._apply = _plain_apply(self._last)
         if not self._mutated:  # PyTorch takes no gradient of others; theirs are refused in its words

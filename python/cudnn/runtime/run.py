@@ -50,9 +50,9 @@ class Kernel:
             return
         loaded = self.loaded.get(index) or self._load(index)
         stream = launch.raw_stream(None, index)
+        loaded(first, *rest, stream)
         if captures:
             record(loaded, self.configuration.slots(), (first, *rest, stream))
-        loaded(first, *rest, stream)
 
     def _load(self, index: int) -> Callable[..., None]:
         arch = launch.device_architecture(index)
