@@ -397,12 +397,12 @@ def test_a_change_is_reported_though_weights_were_quantized_again() -> None:
 @pytest.mark.full
 def test_addresses_of_more_than_32_bits() -> None:
     """The kernels' tensors may have more than 2^31 elements: here the rows are far apart."""
-    step, k = 2**24, 256
+    step, k = 2**24, 384
     x = torch.randn(256, k).to(BF16)
     far = torch.empty(k * step, dtype=torch.uint8).view(torch.float8_e4m3fn).as_strided((k, 256), (step, 1))
     values, scales = reference.quantize(x, 128)
     copies = torch.empty_like(values), torch.empty_like(scales)
-    transposed_scales = torch.empty(2, 2, dtype=torch.float32)
+    transposed_scales = torch.empty(3, 2, dtype=torch.float32)
     with cudnn.emulation("sm_90a"):
         kernel = quantizing.kernel(quantizing._QUANTIZE, quantizing.QuantizeConfiguration, BF16, k, True, 0, 256)
         kernel(x, *copies, far, transposed_scales)
