@@ -274,6 +274,13 @@ def test_what_else_changes_weights() -> None:
     assert quantized_both_ways([layer.up]).transposed is kept.transposed
     only_values = quantized_weights([layer.down], False)
     assert quantized_both_ways([layer.down]).values is only_values[0]
+    weights = list(torch.randn(3, 128, 128).to(BF16))
+    of_list = quantized_both_ways(weights)
+    expected = of_list.scales.clone()
+    expected[2] *= 2
+    weights[2].data.mul_(2.0)
+    moe.weights_changed(weights[2])
+    assert torch.equal(quantized_both_ways(weights).scales, expected)
 
 
 def test_recomputed_compiled_and_in_autocast() -> None:
@@ -392,6 +399,26 @@ def test_a_change_is_reported_though_weights_were_quantized_again() -> None:
         quantized_both_ways([weight])
     for _ in range(2):
         quantized_both_ways([weight])
+
+
+@pytest.mark.gpu
+def test_a_change_is_reported_to_a_host_that_is_ahead() -> None:
+    weight = torch.randn(2, 128, 128, device="cuda").to(BF16)
+    for _ in range(2):
+        quantized_both_ways([weight])
+    torch.cuda._sleep(200_000_000)
+    weight.data.mul_(1.5)
+    quantized_both_ways([weight])
+    for _ in range(3):  # an optimizer's step, and micro-batches
+        quantizing.weights_changed(weight)
+        quantized_both_ways([weight])
+        quantized_both_ways([weight])
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"weights_changed"):
+        quantized_both_ways([weight])
+    for _ in range(3):
+        quantized_both_ways([weight])
+        torch.cuda.synchronize()
 
 
 @pytest.mark.full

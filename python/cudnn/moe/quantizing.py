@@ -340,11 +340,15 @@ def forget_quantized(weight: torch.Tensor) -> None:
 
 
 def weights_changed(*weights: torch.Tensor) -> None:
-    """The e4m3 copies of weights are made again in the next pass, in the same memory."""
+    """The e4m3 copies of weights are made again in the next pass, in the same memory. Of a list of experts' weights,
+    those that have changed suffice.
+    """
     with _LOCK:
         for weight in weights:
-            if (cached := _cache.get(_owners.get(weight, weight))) is not None:
-                cached.versions = None
+            address = weight.data_ptr()
+            for owner, cached in _cache.items():
+                if owner is weight or address in cached.addresses:
+                    cached.versions = None
 
 
 def owned_by(weight: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
