@@ -365,21 +365,23 @@ def test_changes_are_found_without_gradients_and_reported_once() -> None:
 @pytest.mark.parametrize("where", WHERE)
 def test_changes_of_zeros_and_of_lists_are_found(where: str) -> None:
     """Weights that were zeros; and, within as many passes as a list has rows, one row of one of its matrices."""
+
+    def passes(weights: list[torch.Tensor], count: int) -> None:
+        for _ in range(count):
+            quantized_both_ways(weights)
+
     with within(where):
         weight = torch.zeros(2, 128, 128, dtype=BF16)
-        for _ in range(2):
-            quantized_both_ways([weight])
+        passes([weight], 2)
         weight.data.fill_(1e-30)
         with pytest.raises(RuntimeError, match=r"weights_changed"):
-            for _ in range(2):
-                quantized_both_ways([weight])
+            passes([weight], 2)
     if where == "reference":
         weights = list(torch.randn(4, 128, 128).to(BF16))
-        quantized_both_ways(weights)
+        passes(weights, 1)
         weights[2].data[65] *= 1.5
         with pytest.raises(RuntimeError, match=r"weights_changed"):
-            for _ in range(4 * 128 + 1):
-                quantized_both_ways(weights)
+            passes(weights, 4 * 128 + 1)
 
 
 def test_a_change_is_reported_though_weights_were_quantized_again() -> None:

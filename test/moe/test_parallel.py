@@ -266,6 +266,7 @@ def test_shared_experts_of_ranks_follow_their_weights() -> None:
     with one_rank():
         layer = MoE(128, 128, 4, 2, fp8="blockwise", shared_experts=1, group=dist.group.WORLD)
         x, shared = torch.randn(20, 128).bfloat16(), layer.shared
+        assert shared is not None
         layer(x).backward(x)
         scales = quantizing._cache[shared.up].tensors[1].clone()
         shared.up.data.mul_(2.0)
