@@ -106,6 +106,9 @@ class SharedExperts(_QuantizedModule):
     (shared_experts, N, hidden), ``down`` (shared_experts, hidden, intermediate), ``up_bias`` and ``down_bias``.
     """
 
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
+
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], options: dict[str, Any], device: Any, dtype: torch.dtype
     ) -> None:
@@ -453,9 +456,9 @@ class MoE(_QuantizedModule):
         Needed after a change that neither a ``torch.optim.Optimizer`` made nor PyTorch's version counter counts, such
         as one of ``layer.up.data``.
         """
-        for module in (self, self.shared):
-            if module is not None:
-                weights_changed(module.up, module.down)
+        weights_changed(self.up, self.down)
+        if self.shared is not None:
+            weights_changed(self.shared.up, self.shared.down)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its routing, without shared experts, for example for a loss."""

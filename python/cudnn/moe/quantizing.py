@@ -161,10 +161,10 @@ class _Check:
         x, self.passes = weights[index].detach(), self.passes + 1
         if x.ndim == 2:
             values, scales = values[index], scales[index]
-        flat = [t.reshape(-1, t.shape[-1]) for t in (x, values, scales)]
+        x, values, scales = (t.reshape(-1, t.shape[-1]) for t in (x, values, scales))
         if has_kernel(x, "quantize"):
-            kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(*flat, self.changed, row)
-        elif reference.differ(*flat, row):
+            kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(x, values, scales, self.changed, row)
+        elif reference.differ(x, values, scales, row):
             self.changed.fill_(1)
         if not x.is_meta:  # on which kernels are recorded
             self.seen.copy_(self.changed, non_blocking=True)
