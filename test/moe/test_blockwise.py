@@ -274,6 +274,13 @@ def test_what_else_changes_weights() -> None:
     assert quantized_both_ways([layer.up]).transposed is kept.transposed
     only_values = quantized_weights([layer.down], False)
     assert quantized_both_ways([layer.down]).values is only_values[0]
+    weights = list(torch.randn(3, 128, 128).to(BF16))
+    of_list = quantized_both_ways(weights)
+    expected = of_list.scales.clone()
+    expected[2] *= 2
+    weights[2].data.mul_(2.0)
+    moe.weights_changed(weights[2])
+    assert torch.equal(quantized_both_ways(weights).scales, expected)
 
 
 def test_recomputed_compiled_and_in_autocast() -> None:
@@ -329,6 +336,118 @@ def test_changes_that_nothing_announces_are_found(where: str) -> None:
         layer.up.data.mul_(1.01)
         layer.weights_changed()
         passes(3)
+
+
+def test_changes_are_found_without_gradients_and_reported_once() -> None:
+    """Weights that are exchanged for an evaluation through ``data`` and back, as averages are, without a call."""
+    layer = MoE(128, 128, 4, 2, fp8="blockwise")
+    x = torch.randn(40, 128).to(BF16)
+
+    def pass_() -> None:
+        layer(x).backward(x)
+
+    pass_()
+    before = layer.up.detach().clone()
+    layer.up.data.mul_(1.5)
+    with torch.no_grad():
+        layer(x)
+    layer.up.data.copy_(before)
+    with pytest.raises(RuntimeError, match=r"weights_changed"):
+        pass_()
+    layer.up.data.mul_(1.5)
+    layer.weights_changed()
+    with torch.inference_mode():
+        layer(x)
+    for _ in range(3):
+        pass_()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_changes_of_zeros_and_of_lists_are_found(where: str) -> None:
+    """Weights that were zeros; and, within as many passes as a list has rows, one row of one of its matrices."""
+
+    def passes(weights: list[torch.Tensor], count: int) -> None:
+        for _ in range(count):
+            quantized_both_ways(weights)
+
+    with within(where):
+        weight = torch.zeros(2, 128, 128, dtype=BF16)
+        passes([weight], 2)
+        weight.data.fill_(1e-30)
+        with pytest.raises(RuntimeError, match=r"weights_changed"):
+            passes([weight], 2)
+    if where == "reference":
+        weights = list(torch.randn(4, 128, 128).to(BF16))
+        passes(weights, 1)
+        weights[2].data[65] *= 1.5
+        with pytest.raises(RuntimeError, match=r"weights_changed"):
+            passes(weights, 4 * 128 + 1)
+
+
+def test_a_change_is_reported_though_weights_were_quantized_again() -> None:
+    """As when the host is so far ahead that no pass has seen a comparison's result before the optimizer's step."""
+    weight = torch.randn(2, 128, 128).to(BF16)
+    for _ in range(2):
+        quantized_both_ways([weight])
+    weight.data.mul_(1.5)
+    check = quantizing._cache[weight].check
+    raises, check.raise_if_changed = check.raise_if_changed, lambda: None
+    quantized_both_ways([weight])
+    quantizing.weights_changed(weight)
+    for _ in range(3):
+        quantized_both_ways([weight])
+    check.raise_if_changed = raises
+    with pytest.raises(RuntimeError, match=r"weights_changed"):
+        quantized_both_ways([weight])
+    for _ in range(2):
+        quantized_both_ways([weight])
+
+
+@pytest.mark.gpu
+def test_a_change_is_reported_to_a_host_that_is_ahead() -> None:
+    weight = torch.randn(2, 128, 128, device="cuda").to(BF16)
+    for _ in range(2):
+        quantized_both_ways([weight])
+    torch.cuda._sleep(200_000_000)
+    weight.data.mul_(1.5)
+    quantized_both_ways([weight])
+    for _ in range(3):  # an optimizer's step, and micro-batches
+        quantizing.weights_changed(weight)
+        quantized_both_ways([weight])
+        quantized_both_ways([weight])
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"weights_changed"):
+        quantized_both_ways([weight])
+    for _ in range(3):
+        quantized_both_ways([weight])
+        torch.cuda.synchronize()
+
+
+@pytest.mark.full
+def test_addresses_of_more_than_32_bits() -> None:
+    """The kernels' tensors may have more than 2^31 elements: here the rows are far apart."""
+    step, k = 2**24, 384
+    x = torch.randn(256, k).to(BF16)
+    far = torch.empty(k * step, dtype=torch.uint8).view(torch.float8_e4m3fn).as_strided((k, 256), (step, 1))
+    values, scales = reference.quantize(x, 128)
+    copies = torch.empty_like(values), torch.empty_like(scales)
+    transposed_scales = torch.empty(3, 2, dtype=torch.float32)
+    with cudnn.emulation("sm_90a"):
+        kernel = quantizing.kernel(quantizing._QUANTIZE, quantizing.QuantizeConfiguration, BF16, k, True, 0, 256)
+        kernel(x, *copies, far, transposed_scales)
+        assert torch.equal(far.float(), values.float().T)
+        changed = torch.zeros(1, dtype=torch.int32)
+        kernel = quantizing.kernel(quantizing._CHECK, quantizing.CheckQuantizedConfiguration, BF16, 256)
+        kernel(x.T.contiguous(), far, transposed_scales, changed, 3)
+        assert not changed
+        blocks = torch.empty(3 * 2**31, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        blocks = blocks.as_strided((3, k, 128), (2**31, 128, 1))
+        offsets = torch.tensor([256], dtype=torch.int32)
+        of_blocks = torch.empty(3, k, dtype=torch.float32)
+        options = (quantizing.QuantizeTokensConfiguration, BF16, k, 1, False, False)
+        quantizing.kernel(quantizing._QUANTIZE_TOKENS, *options)(x, offsets, blocks, of_blocks)
+    right = quantizing.quantize_token_blocks(x, offsets)
+    assert torch.equal(blocks[:2].float(), right[0][:2].float())
 
 
 @pytest.mark.gpu

@@ -261,6 +261,23 @@ def test_weights_of_ranks_are_quantized_once_per_step() -> None:
     assert not torch.equal(copies[1], copies[2])
 
 
+def test_shared_experts_of_ranks_follow_their_weights() -> None:
+    """They are a module of their own: its weights are announced with the layer's, and may be replaced, as by FSDP2."""
+    with one_rank():
+        layer = MoE(128, 128, 4, 2, fp8="blockwise", shared_experts=1, group=dist.group.WORLD)
+        x, shared = torch.randn(20, 128).bfloat16(), layer.shared
+        assert shared is not None
+        layer(x).backward(x)
+        scales = quantizing._cache[shared.up].tensors[1].clone()
+        shared.up.data.mul_(2.0)
+        layer.weights_changed()
+        layer(x).backward(x)
+        assert torch.equal(quantizing._cache[shared.up].tensors[1], 2 * scales)
+        replaced, weight = torch.nn.Parameter(shared.up.detach().clone()), shared.up
+        shared.up = replaced
+        assert weight not in quantizing._cache
+
+
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
 def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
     def rank(number: int) -> None:

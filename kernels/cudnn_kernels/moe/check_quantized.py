@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, select_
 
 from cudnn_kernels.epilogue.arithmetic import minimum
 from cudnn_kernels.epilogue.quantize import LARGEST, SCALE_ROUNDING
@@ -54,6 +54,7 @@ class CheckQuantized(Kernel):
     def differ(self, values: list[Float32], copies: list[Float32], scale: Float32) -> Any:
         """Whether a value is not rounded to its copy. A copy that is NaN says nothing."""
         multiplier = minimum(SCALE_ROUNDING["float32"](scale)[1], LARGEST)
+        multiplier = Float32(select_(scale == 0.0, Float32(LARGEST), multiplier))  # a block of zeros
         again = rounded([value * multiplier for value in values], DTYPES[FP8_DTYPE]).load().to(Float32)
         result = cutlass.Boolean(False)
         for i, copy in enumerate(copies):

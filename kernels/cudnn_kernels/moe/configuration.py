@@ -256,7 +256,7 @@ class QuantizeConfiguration:
         )
         if self.matrix_rows:
             height, down = self.matrix_rows, self.matrix_rows // BLOCK
-            slots += (Tensor("transposed", FP8_DTYPE, ("transposed rows", height), (height, 1)),)
+            slots += (Tensor("transposed", FP8_DTYPE, ("transposed rows", height), (None, 1)),)
             slots += (Tensor("transposed_scales", "float32", ("transposed blocks", down), (down, 1), align=4),)
         return (*slots, Stream())
 
@@ -272,8 +272,8 @@ class CheckQuantizedConfiguration:
         """The arguments of the kernel."""
         across = self.columns // BLOCK
         return (
-            Tensor("x", self.dtype, ("rows", self.columns), (self.columns, 1)),
-            Tensor("quantized", FP8_DTYPE, ("rows", self.columns), (self.columns, 1)),
+            Tensor("x", self.dtype, ("rows", self.columns), (None, 1)),
+            Tensor("quantized", FP8_DTYPE, ("rows", self.columns), (None, 1)),
             Tensor("scales", "float32", ("rows / 128", across), (across, 1), align=4),
             Tensor("changed", "int32", (1,), (1,), align=4),
             Scalar("row", "int32"),
@@ -311,7 +311,7 @@ class QuantizeTokensConfiguration:
             slots += (Tensor("row_scales", "float32", ("rows", across), (1, None), align=4),)
         return (
             *slots,
-            Tensor("blocks", FP8_DTYPE, ("blocks", self.columns, BLOCK), (self.columns * BLOCK, BLOCK, 1)),
+            Tensor("blocks", FP8_DTYPE, ("blocks", self.columns, BLOCK), (None, BLOCK, 1)),
             Tensor("block_scales", "float32", ("blocks", self.columns), (self.columns, 1)),
             Stream(),
         )

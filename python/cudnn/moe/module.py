@@ -87,12 +87,27 @@ class _Router(torch.nn.Linear):
         return any(hooks) or overridden or bool(_has_any_global_hook())
 
 
-class SharedExperts(torch.nn.Module):
+class _QuantizedModule(torch.nn.Module):
+    """A module that drops the e4m3 copy of a weight that is replaced, as FSDP2 replaces gathered weights and sharded
+    ones.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        weight = self.__dict__.get("_parameters", {}).get(name)
+        if weight is not None and weight is not value:
+            forget_quantized(weight)
+        super().__setattr__(name, value)
+
+
+class SharedExperts(_QuantizedModule):
     """The shared experts of a layer whose other experts are sharded over ranks: each rank computes its own tokens'.
 
     A module with hooks of its own: ``fully_shard`` gathers its weights over all data-parallel ranks. Parameters: ``up``
     (shared_experts, N, hidden), ``down`` (shared_experts, hidden, intermediate), ``up_bias`` and ``down_bias``.
     """
+
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
 
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], options: dict[str, Any], device: Any, dtype: torch.dtype
@@ -112,7 +127,7 @@ class SharedExperts(torch.nn.Module):
         return moe_mlp(tokens, routing, up, down, up_bias, down_bias, **self._options)
 
 
-class MoE(torch.nn.Module):
+class MoE(_QuantizedModule):
     """A mixture-of-experts layer: a router sends each token to ``top_k`` experts and weights their outputs.
 
     The router is a linear layer and :func:`cudnn.moe.route`, the experts are :func:`cudnn.ops.moe_mlp`. Shared experts,
@@ -323,13 +338,6 @@ class MoE(torch.nn.Module):
         if self.correction is not None:
             self.correction.zero_()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Drops the e4m3 copy of a weight that is replaced, as FSDP2 replaces gathered weights and sharded ones."""
-        weight = self.__dict__.get("_parameters", {}).get(name)
-        if weight is not None and weight is not value:
-            forget_quantized(weight)
-        super().__setattr__(name, value)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """A layer with copies of the parameters and the same group."""
         for each in (self._expert_mesh, *(self._expert_mesh or ())):
@@ -448,8 +456,9 @@ class MoE(torch.nn.Module):
         Needed after a change that neither a ``torch.optim.Optimizer`` made nor PyTorch's version counter counts, such
         as one of ``layer.up.data``.
         """
-        for weight in (self.up, self.down):
-            weights_changed(weight)
+        weights_changed(self.up, self.down)
+        if self.shared is not None:
+            weights_changed(self.shared.up, self.shared.down)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its routing, without shared experts, for example for a loss."""

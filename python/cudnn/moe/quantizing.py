@@ -140,49 +140,42 @@ def gemm_quantizes(x: torch.Tensor) -> bool:
 
 
 class _Check:
-    """Compares weights with their copies in one row of each 128, another row in each pass that reads the copies.
+    """Compares weights with their copies in one row of each 128, another row in each pass that reads the copies; of a
+    list, those of one expert.
 
-    A GPU's result is read when a later pass begins, without waiting for it.
+    A GPU's result is read when a later pass begins, without waiting for it. It stays until it has been raised: neither
+    an optimizer's step nor a host that is ahead of the GPU loses it.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
         self.changed = persistent(lambda: torch.zeros(1, dtype=torch.int32, device=x.device))
         self.seen = persistent(lambda: torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=x.is_cuda))
-        self.done = torch.cuda.Event() if x.is_cuda else None
         self.passes = 0
         if x.is_cuda:  # the default stream has written zeros
             torch.cuda.current_stream(x.device).wait_stream(torch.cuda.default_stream(x.device))
 
     def run(self, weights: Sequence[torch.Tensor], values: torch.Tensor, scales: torch.Tensor) -> None:
         """Starts a comparison, of one of a list's tensors. Raises a RuntimeError if an earlier one found a change."""
-        if self.passes:
-            self.raise_if_changed()
-        row, index = self.passes % BLOCK, self.passes % len(weights)
+        self.raise_if_changed()
+        row, index = self.passes // len(weights) % BLOCK, self.passes % len(weights)
         x, self.passes = weights[index].detach(), self.passes + 1
         if x.ndim == 2:
             values, scales = values[index], scales[index]
-        flat = [t.reshape(-1, t.shape[-1]) for t in (x, values, scales)]
+        x, values, scales = (t.reshape(-1, t.shape[-1]) for t in (x, values, scales))
         if has_kernel(x, "quantize"):
-            kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(*flat, self.changed, row)
-        else:
-            again, _ = reference.quantize(flat[0], BLOCK, flat[2])
-            same = again[row::BLOCK].float().eq(flat[1][row::BLOCK].float()) | flat[1][row::BLOCK].float().isnan()
-            self.changed.fill_(not bool(same.all()))
+            kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(x, values, scales, self.changed, row)
+        elif reference.differ(x, values, scales, row):
+            self.changed.fill_(1)
         if not x.is_meta:  # on which kernels are recorded
             self.seen.copy_(self.changed, non_blocking=True)
-        if self.done is not None:
-            self.done.record()
-
-    def restart(self) -> None:
-        """The weights have been quantized again. Raises a RuntimeError if they had changed before."""
-        self.raise_if_changed()
-        self.changed.zero_()
 
     def raise_if_changed(self) -> None:
         """Raises a RuntimeError if a comparison has ended that found a change."""
-        if (self.done is None or self.done.query()) and int(self.seen):
-            self.seen.zero_()
+        if int(self.seen):
+            if self.changed.is_cuda:  # queued comparisons are of the same change
+                torch.cuda.synchronize(self.changed.device)
             self.changed.zero_()
+            self.seen.zero_()
             got = "other values than were quantized, without a new version and without a step of an optimizer"
             allowed = "the values of the optimizer's last step"
             hint = "call layer.weights_changed() or cudnn.moe.weights_changed(weight) after such a change"
@@ -215,7 +208,7 @@ class _Cached:
             self.done.record(self.streams[self.stream])
         self.versions, self.steps = versions, _steps.count
         if self.check is not None:
-            self.check.restart()
+            self.check.raise_if_changed()
 
     def is_valid(self, versions: tuple[int, ...] | None) -> bool:
         """Whether the copies are of weights with these versions."""
@@ -317,7 +310,7 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: b
             cached.versions = None
     elif cached is not None and len(cached.tensors) >= (4 if by_step else 2) and cached.is_valid(versions):
         copies = cached.read(captures)
-        if by_step and not captures:
+        if len(copies) > 2 and not captures:  # copies of training: other ones are quantized in each training pass
             cached.check = cached.check or _Check(copies[0])
             cached.check.run(weights, *copies[:2])
         return copies
@@ -347,11 +340,15 @@ def forget_quantized(weight: torch.Tensor) -> None:
 
 
 def weights_changed(*weights: torch.Tensor) -> None:
-    """The e4m3 copies of weights are made again in the next pass, in the same memory."""
+    """The e4m3 copies of weights are made again in the next pass, in the same memory. Of a list of experts' weights,
+    those that have changed suffice.
+    """
     with _LOCK:
         for weight in weights:
-            if (cached := _cache.get(_owners.get(weight, weight))) is not None:
-                cached.versions = None
+            address = weight.data_ptr()
+            for owner, cached in _cache.items():
+                if owner is weight or address in cached.addresses:
+                    cached.versions = None
 
 
 def owned_by(weight: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:

@@ -135,13 +135,19 @@ def combine_gradients(
     return d_rows, d_weights
 
 
-def quantize(x: torch.Tensor, rows: int, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128: those of the values, unless ``scales``."""
+def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128."""
     blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
-    if scales is None:
-        limit = QUANTIZED_LIMIT["float8_e4m3fn"]
-        stored, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
-        assert stored is not None
-    else:
-        stored, inverse = scales, reciprocal(scales)
-    return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), stored
+    limit = QUANTIZED_LIMIT["float8_e4m3fn"]
+    scales, inverse = compute_block_scales(blocks.abs().amax((1, 3)), limit, torch.float32)
+    return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales
+
+
+def differ(x: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, row: int) -> bool:
+    """Whether ``row`` of any 128 rows of x (R, n) is not rounded to its e4m3 copy, by the copy's scales. A copy that is
+    NaN says nothing.
+    """
+    values, copies = x[row::128].float(), quantized[row::128].float()
+    inverse = reciprocal(scales).where(scales != 0, torch.finfo(torch.float32).max)  # a block of zeros
+    again = round_to(values * inverse.repeat_interleave(128, 1), torch.float8_e4m3fn).float()
+    return bool(((again != copies) & ~copies.isnan()).any())
