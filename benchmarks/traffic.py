@@ -58,7 +58,8 @@ METRICS = {  # what Nsight Compute counts, and the same of a launch in the emula
     SHARED: lambda launch: launch.wavefronts,
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": lambda launch: launch.bank_conflicts,
     "lts__t_sectors_op_read.sum": lambda launch: (
-        launch.sectors["global load"] + launch.sectors["global to shared TMA"] + launch.sectors["global to shared bulk"]
+        launch.sectors["global load"]
+        + sum(n for what, n in launch.sectors.items() if what.startswith("global to shared"))
     ),
     "lts__t_sectors_op_write.sum": lambda launch: (
         launch.sectors["global store"]

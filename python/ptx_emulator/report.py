@@ -123,8 +123,9 @@ class Launch:
         seconds: How long the emulation took.
         instructions: Instructions by opcode, counted per warp, as a profiler does.
         bytes: Bytes moved, by kind: "global load", "shared store", "global to shared TMA" and so on.
-        sectors: 32-byte sectors of global memory, by kind as `bytes`: of loads and stores the distinct ones of each
-            warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts once.
+        sectors: 32-byte sectors of global memory, by kind as `bytes`: of loads, stores and `cp.async` the distinct ones
+            of each warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts
+            once.
         operations: Multiply-adds of tensor cores, by instruction.
         tensor_cycles: Cycles that tensor cores of one SM would need for all `wgmma` and `tcgen05.mma` of the launch, at
             their full rate. Those of two blocks of a pair are added up; `mma.sync` is not in it.
