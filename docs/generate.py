@@ -5,9 +5,11 @@ A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fai
 
 from __future__ import annotations
 
+import csv
 import enum
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,43 @@ def fused_apis() -> str:
     return "\n".join(["| API | class | wrapper (`_wrapper`), operator | what |", "|---|---|---|---|", *rows])
 
 
+TRAFFIC = Path(__file__).parent / "emulator-traffic.csv"
+TRAFFIC_COLUMNS = {
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": "sectors loaded",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum": "sectors stored",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "wavefronts",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "bank conflicts",
+    "lts__t_sectors_op_read.sum": "L2 sectors read",
+    "lts__t_sectors_op_write.sum": "L2 sectors written",
+}
+
+
+def traffic() -> str:
+    """Of `benchmarks/traffic.py`: a row for each launch, with what the GPU counted and the emulator's difference."""
+    if not TRAFFIC.exists():
+        return "Not measured yet."
+    launches: dict[tuple[str, int], dict[str, str]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    with TRAFFIC.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    for row in rows:
+        key = row["program"], row["metric"]
+        chip, ours = float(row["ncu"]), float(row["emulator"])
+        difference = f"{100 * (ours / chip - 1):+.1f} %" if chip else f"{ours:.0f}"
+        cells = launches.setdefault((row["program"], seen[key]), {"program": f"{row['program']} {row['version']}"})
+        cells[row["metric"]] = f"{chip:.0f} ({difference})" if ours != chip else f"{chip:.0f}"
+        seen[key] += 1
+    lines = [
+        f"{rows[0]['hardware']}, {rows[0]['date']}. In parentheses the emulator's difference, or its count where the "
+        "GPU's is 0; no parentheses where both are equal.",
+        "",
+        f"| program | {' | '.join(TRAFFIC_COLUMNS.values())} |",
+        "|---|" + "---:|" * len(TRAFFIC_COLUMNS),
+    ]
+    lines += [f"| {' | '.join(cells[name] for name in ('program', *TRAFFIC_COLUMNS))} |" for cells in launches.values()]
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "enumerations": enumerations,
     "environment": settings.markdown_table,
@@ -107,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fused_apis": fused_apis,
     "findings": findings.markdown_table,
     "outside_kernels": outside_kernels.table,
+    "traffic": traffic,
 }
 
 

@@ -28,6 +28,7 @@ from typing import Any
 FILE = Path(__file__).parent / "emulator-compatibility.csv"
 COLUMNS = ("project", "version", "kernel", "chip", "result", "seconds", "launches", "errors", "warnings", "date")
 BOTH = ("sm_90a", "sm_100a")
+PACKAGES = {"QuACK": "quack-kernels", "FlashAttention-4": "flash-attn-4", "Triton": "triton"}
 SECONDS = 300
 # Kernels leave these waits to ptxas.
 WARN = ["PE105"]
@@ -104,31 +105,33 @@ def _attention(backward: bool, size: int) -> str:
     return wrong[0] if wrong else "right"
 
 
-def _triton(name: str, chip: str) -> tuple[str, list[Any]]:
-    """Triton compiles for the chip; the emulator runs its PTX."""
+def triton_problem(name: str, device: str) -> tuple[Any, int, list[Any], Any]:
+    """The function, the grid, its arguments without constants, of which the last is the result, and that expected."""
     import torch
+
+    function = runpy.run_path(str(Path(__file__).with_name("outside_triton.py")))[name]
+    x, y = (torch.randn(64, 64, device=device, dtype=torch.float16) for _ in range(2))
+    out = torch.zeros(64, 64, device=device, dtype=torch.float32)
+    if name == "softmax":
+        return function, 64, [x, out], x.float().softmax(-1)
+    return function, 1, [x, y, out], x.float() @ y.float()
+
+
+def run_triton(name: str, chip: str) -> tuple[str, Any]:
+    """Triton compiles for the chip, as its launcher does for aligned tensors; the emulator runs its PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     import ptx_emulator
 
-    kernels = runpy.run_path(str(Path(__file__).with_name("outside_triton.py")))
-    softmax, dot = kernels["softmax"], kernels["dot"]
-    target = GPUTarget("cuda", 90 if chip == "sm_90a" else 100, 32)
-    x, y = torch.randn(64, 64, dtype=torch.float16), torch.randn(64, 64, dtype=torch.float16)
-    out = torch.zeros(64, 64, dtype=torch.float32)
-    if name == "softmax":
-        signature = {"x": "*fp16", "out": "*fp32", "n": "constexpr"}
-        source = ASTSource(softmax, signature, constexprs={"n": 64})
-        grid, arguments, expected = 64, [x, out], x.float().softmax(-1)
-    else:
-        signature = {"x": "*fp16", "y": "*fp16", "out": "*fp32", "n": "constexpr"}
-        source = ASTSource(dot, signature, constexprs={"n": 64})
-        grid, arguments, expected = 1, [x, y, out], x.float() @ y.float()
-    compiled = triton.compile(source, target=target)
+    function, grid, arguments, expected = triton_problem(name, "cpu")
+    pointers = dict.fromkeys("xy"[: len(arguments) - 1], "*fp16") | {"out": "*fp32"}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(pointers))}
+    source = ASTSource(function, {**pointers, "n": "constexpr"}, constexprs={"n": 64}, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90 if chip == "sm_90a" else 100, 32))
     launch = ptx_emulator.run_triton(compiled, grid, arguments, races=True, on_error="report", warn=WARN)
-    return _error(out, expected, 1e-2), [launch]
+    return _error(arguments[-1], expected, 1e-2), launch
 
 
 CASES: dict[str, tuple[str, str, tuple[str, ...], Callable[[], str] | tuple[str, str]]] = {}
@@ -186,7 +189,8 @@ def run_case(name: str, chip: str, cutlass: Path) -> dict[str, Any]:
     start, report = time.perf_counter(), ptx_emulator.Report()
     try:
         if isinstance(run, tuple) and run[0] == "triton":
-            result, report.launches = _triton(run[1], chip)
+            result, launch = run_triton(run[1], chip)
+            report.launches = [launch]
         else:
             with ptx_emulator.emulate(chip, races=True, cuda=True, on_error="report", warn=WARN, report=report):
                 result = example(cutlass, *run) if isinstance(run, tuple) else run()
@@ -213,8 +217,7 @@ def version(project: str, cutlass: Path) -> str:
         command = ["git", "-C", str(cutlass), "log", "-1", "--format=%h"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() or (cutlass / "COMMIT").read_text().strip()
-    package = {"QuACK": "quack-kernels", "FlashAttention-4": "flash-attn-4", "Triton": "triton"}[project]
-    return importlib.metadata.version(package)
+    return importlib.metadata.version(PACKAGES[project])
 
 
 def rows() -> list[dict[str, str]]:

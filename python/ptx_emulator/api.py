@@ -7,6 +7,7 @@ import ctypes
 import struct
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,12 +70,15 @@ def _argument(value: Any, size: int, index: int) -> bytes:
     return raw
 
 
-def _options(depth: int, load_waits: bool | None, warn: Collection[str], **others: Any) -> Options:
-    """`depth`: frames between this one and the caller's, for the warning."""
+def _options(depth: int, load_waits: bool | None, around: Options | None, given: dict[str, Any]) -> Options:
+    """`around`: of the block whose options hold for those not given. `depth`: frames up to the caller's, to warn."""
+    chosen = {name: value for name, value in given.items() if value is not None}
     if load_waits is not None:
         text = 'load_waits is deprecated: load_waits=False is warn=["PE105"]'
         warnings.warn(text, DeprecationWarning, stacklevel=depth + 2)
-    return Options(warn=[*warn, "PE105"] if load_waits is False else warn, **others)
+    if load_waits is False:
+        chosen["warn"] = [*chosen.get("warn", ()), "PE105"]
+    return replace(around or Options(), **chosen)
 
 
 def run_ptx(
@@ -86,18 +90,21 @@ def run_ptx(
     *,
     cluster: Dim = 1,
     shared_bytes: int = 0,
-    races: bool = False,
-    scheduler: str = "lowest-pc",
-    seed: int = 0,
-    multiprocessors: int = 8,
-    ignore: Collection[str] = (),
-    warn: Collection[str] = (),
-    on_error: str = "collect",
+    races: bool | None = None,
+    scheduler: str | None = None,
+    seed: int | None = None,
+    multiprocessors: int | None = None,
+    ignore: Collection[str] | None = None,
+    warn: Collection[str] | None = None,
+    on_error: str | None = None,
     memory: Sequence[Any] = (),
     timeline: Dim | None = None,
     load_waits: bool | None = None,
 ) -> Launch:
     """Runs a kernel of a PTX module on NumPy arrays or CPU tensors.
+
+    Inside an `emulate` block, and so in a test with the mark `emulate`, options that are not given are those of the
+    block, and the launch is added to the block's report.
 
     Args:
         text: The module.
@@ -106,19 +113,19 @@ def run_ptx(
         args: One value per parameter: an array or tensor (its address is passed), an int, a float, a NumPy scalar, or
             the parameter's bytes.
         shared_bytes: The size of the dynamic shared memory.
-        races: Look for data races, uninitialised reads and bank conflicts.
-        scheduler: "lowest-pc", "random" (a random warp at a time) or "lazy" (asynchronous work completes as late as
-            possible).
-        seed: For the schedulers "random" and "lazy".
-        multiprocessors: Number of resident blocks of a kernel with cluster launch control. `try_cancel` assigns the
-            others to resident blocks, or they start when those end.
+        races: Look for data races, uninitialised reads and bank conflicts (False).
+        scheduler: "lowest-pc" (the default), "random" (a random warp at a time) or "lazy" (asynchronous work completes
+            as late as possible).
+        seed: For the schedulers "random" and "lazy" (0).
+        multiprocessors: Number of resident blocks of a kernel with cluster launch control (8). `try_cancel` assigns
+            the others to resident blocks, or they start when those end.
         ignore: Codes of findings to leave out, such as `["PE103"]`: the launch goes on as if there were none. Those of
             `docs/emulator-findings.md` after which a launch cannot go on are refused.
         warn: Codes of findings that are warnings and no errors. `["PE105"]` lets a kernel leave the wait for
             `tcgen05.ld` to ptxas, as some of NVIDIA's kernels do.
-        on_error: "collect": the launch goes on where it can, and its end raises the first error, with all others in its
-            message and in its `findings`. "raise": the first error is raised at once. "report": nothing is raised, the
-            errors are in the result.
+        on_error: "collect" (the default): the launch goes on where it can, and its end raises the first error, with all
+            others in its message and in its `findings`. "raise": the first error is raised at once. "report": nothing
+            is raised, the errors are in the result.
         memory: More arrays that the kernel may access.
         timeline: Coordinates of a thread block, as 0 or (1, 0): the result's `timeline` has what its warps did.
         load_waits: Deprecated: `False` is `warn=["PE105"]`.
@@ -129,31 +136,41 @@ def run_ptx(
     Raises:
         Fault: the kernel violated a rule of PTX; the subclass names the rule.
         UnsupportedPTX: the emulator does not know an instruction or one of its forms.
+        EmulatorError: the module's `.target` is another chip than that of the block around.
         ValueError, TypeError: the arguments do not fit the kernel's parameters, an option has no such value, or
             `ignore` or `warn` has another string than the code of a finding behind which a launch goes on.
     """
+    from ptx_emulator.runtime.hook import HOOK
+
     sizes = [p.size for p in load(text, kernel).kernel.parameters.values()]
     if len(args) != len(sizes):
         raise ValueError(f"{kernel} takes {len(sizes)} arguments, got {len(args)}")
     values = [_argument(value, size, i) for i, (value, size) in enumerate(zip(args, sizes, strict=True))]
     buffers = [_buffer(x) for x in [*args, *memory]]
     ranges = {(a, a + n) for a, n in (b for b in buffers if b is not None)}
+    session = HOOK.session
     options = _options(
         1,
         load_waits,
-        warn,
-        races=races,
-        scheduler=scheduler,
-        seed=seed,
-        multiprocessors=multiprocessors,
-        ignore=ignore,
-        on_error=on_error,
-        timeline=_block(timeline),
+        session and session.options,
+        {
+            "races": races,
+            "scheduler": scheduler,
+            "seed": seed,
+            "multiprocessors": multiprocessors,
+            "ignore": ignore,
+            "warn": warn,
+            "on_error": on_error,
+            "timeline": _block(timeline),
+        },
     )
+    if session is not None:
+        HOOK.check_target(text, kernel)
+        ranges |= session.ranges
+    report = Report() if session is None else session.report
     dimensions = _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster")
-    report = Report()
     launch = execute(text, kernel, *dimensions, shared_bytes, values, ranges=ranges, options=options, report=report)
-    report.raise_errors()
+    Report([launch]).raise_errors()
     return launch
 
 
@@ -256,14 +273,17 @@ def emulate(
     options = _options(
         2,
         load_waits,
-        warn,
-        races=races,
-        scheduler=scheduler,
-        seed=seed,
-        multiprocessors=multiprocessors,
-        ignore=ignore,
-        on_error=on_error,
-        timeline=_block(timeline),
+        None,
+        {
+            "races": races,
+            "scheduler": scheduler,
+            "seed": seed,
+            "multiprocessors": multiprocessors,
+            "ignore": ignore,
+            "warn": warn,
+            "on_error": on_error,
+            "timeline": _block(timeline),
+        },
     )
     if HOOK.session is not None:
         raise EmulatorError("emulate blocks do not nest")

@@ -180,7 +180,10 @@ class AsyncCopies:
         some = amount > 0
         if some.any():
             memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
-        machine.report.count_bytes("global to shared cp.async", int(amount.sum()))
+        what = "global to shared cp.async"
+        machine.report.count_bytes(what, int(amount.sum()))
+        if race.on and some.any():
+            machine.report.count_sectors(what, lanes[some] >> 5, origin[some].astype(np.int64), size)
         if machine.timeline.on:
             ends = {
                 warp: machine.timeline.copy(warp << 5, 32 * size, "cp.async") for warp in np.unique(lanes >> 5).tolist()

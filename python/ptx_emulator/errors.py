@@ -50,7 +50,7 @@ class Fault(EmulatorError):  # noqa: N818
         lines = [f"{self.code}: {self.message}", *([self.where] if self.where else [])]
         others = [each for each in self.findings if each.fault is not self and each.severity == "error"]
         if others:
-            lines.append(f"{len(others)} more errors:")
+            lines.append(f"{len(others)} more error{'s' * (len(others) > 1)}:")
             lines += [f"  {each.summary()}" for each in others]
         return "\n".join(lines)
 

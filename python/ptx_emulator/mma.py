@@ -285,3 +285,4 @@ class WarpMatrices:
             for lane, group in zip(first.tolist(), numbers.tolist(), strict=True):
                 machine.timeline.hold(("wgmma", group), machine.timeline.multiply(lane, 64 * n * k, "wgmma"))
         machine.report.operations["wgmma multiply-adds"] += 64 * n * k * len(groups)
+        machine.report.tensor_cycles += 64 * n * k * len(groups) // tensorcore.WGMMA_RATE[left]

@@ -16,6 +16,7 @@ from ptx_emulator.numerics import Array
 from ptx_emulator.timeline import Timeline
 
 SECTOR = 32  # bytes
+ISSUED = 4  # instructions of warps in a cycle of an SM
 
 
 def _no_conflict(words: Array) -> bool:
@@ -122,9 +123,12 @@ class Launch:
         seconds: How long the emulation took.
         instructions: Instructions by opcode, counted per warp, as a profiler does.
         bytes: Bytes moved, by kind: "global load", "shared store", "global to shared TMA" and so on.
-        sectors: 32-byte sectors of global memory, by kind as `bytes`: of loads and stores the distinct ones of each
-            warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts once.
+        sectors: 32-byte sectors of global memory, by kind as `bytes`: of loads, stores and `cp.async` the distinct ones
+            of each warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts
+            once.
         operations: Multiply-adds of tensor cores, by instruction.
+        tensor_cycles: Cycles that tensor cores of one SM would need for all `wgmma` and `tcgen05.mma` of the launch, at
+            their full rate. Those of two blocks of a pair are added up; `mma.sync` is not in it.
         waits: How often threads waited, by kind of barrier.
         conflicts: By PTX instruction: passes of shared memory that were needed, and those beyond. `bank_conflicts` is
             the sum of the latter.
@@ -142,6 +146,7 @@ class Launch:
     bytes: Counter[str] = field(default_factory=Counter)
     sectors: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
+    tensor_cycles: int = 0
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -187,6 +192,16 @@ class Launch:
         self.sectors[what] += int((last // SECTOR - starts // SECTOR + 1).sum())
 
     @property
+    def tensor_bound(self) -> float:
+        """The share of the time, at most, in which tensor cores are busy, 0 to 1, if one SM ran the whole launch.
+
+        In this time it must also issue the warps' instructions, four a cycle, and do the passes of shared memory, one a
+        cycle. The instructions are those of PTX: ptxas makes more or fewer of them.
+        """
+        others = max(sum(self.instructions.values()) / ISSUED, self.wavefronts)
+        return self.tensor_cycles / max(self.tensor_cycles, others, 1)
+
+    @property
     def wavefronts(self) -> int:
         """Passes of shared memory that loads, stores and matrix loads take, with those of bank conflicts."""
         return sum(passes + extra for passes, extra in self.conflicts.values())
@@ -229,6 +244,8 @@ class Launch:
             "bytes": dict(self.bytes),
             "sectors": dict(self.sectors),
             "operations": dict(self.operations),
+            "tensor_cycles": self.tensor_cycles,
+            "tensor_bound": round(self.tensor_bound, 4),
             "waits": dict(self.waits),
             "bank_conflicts": self.bank_conflicts,
             "wavefronts": self.wavefronts,
@@ -254,6 +271,9 @@ class Launch:
         ):
             if counter:
                 lines.append(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counter.items())))
+        if self.tensor_cycles:
+            share = f"{100 * self.tensor_bound:.0f} % of the time at most, by issue slots and shared memory"
+            lines.append(f"  tensor cores: {self.tensor_cycles} cycles of an SM; busy {share}")
         if self.conflicts:
             lines.append(f"  bank conflicts: {self.bank_conflicts} extra passes of shared memory")
         return "\n".join([*lines, *(textwrap.indent(str(finding), "  ") for finding in self.findings)])
@@ -291,6 +311,7 @@ class Report:
 
     def raise_errors(self) -> None:
         """Raises the first error that no call has raised, with all others in its message."""
+        __tracebackhide__ = True  # pytest shows the call instead
         for launch in self.launches:
             if launch.errors and not launch.handled:
                 launch.handled = True

@@ -16,6 +16,7 @@ from ptx_emulator.errors import CollectiveError, TensorMemoryError, UnsupportedP
 from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import Array, f32, u16, u32
 from ptx_emulator.race import Issue, Shadow
+from ptx_emulator.tensorcore import TCGEN05_RATE
 from ptx_emulator.warp import whole_warps
 
 if TYPE_CHECKING:
@@ -419,6 +420,7 @@ class TensorMemory:
             end = machine.timeline.multiply(lane, inst.m * inst.n * inst.k, "tcgen05.mma")
             machine.timeline.hold(("tcgen05", lane), end)
             machine.report.operations["tcgen05 multiply-adds"] += inst.m * inst.n * inst.k
+            machine.report.tensor_cycles += inst.m * inst.n * inst.k // TCGEN05_RATE[kind]
 
     def operand(self, op: Mma, block: int, descriptor: Any, rows: int, kind: str, k_major: bool) -> Array:
         touch, packed = partial(self.read_shared, op.site, op.lane, op.issue), op.kind in ("mxf4", "mxf4nvf4")

@@ -15,6 +15,17 @@ f64 = np.float64
 FP8 = ("e4m3", "e5m2")
 ALIGNED, ALIGNED_FP8 = 25, 13  # bits kept below the largest exponent
 LOWEST = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}  # exponents of the smallest normal numbers
+# Multiply-adds in a cycle of an SM, of data sheets: TFLOP/s by SMs and clock. A pair of blocks has two SMs.
+WGMMA_RATE = {"tf32": 1024, "f16": 2048, "bf16": 2048} | dict.fromkeys((*FP8, "s8", "u8"), 4096)
+TCGEN05_RATE = {
+    "tf32": 2048,
+    "f16": 4096,
+    "i8": 8192,
+    "f8f6f4": 8192,
+    "mxf8f6f4": 8192,
+    "mxf4": 16384,
+    "mxf4nvf4": 16384,
+}
 _ANY = -1022, -1022
 _NOTHING = -5000  # exponent of zero, below that of any product
 

@@ -3,7 +3,10 @@
 `@pytest.mark.emulate("sm_90a", "sm_100a")` runs a test once for each chip, with its kernels in the emulator and with
 race detection. More arguments are those of `ptx_emulator.emulate`: `@pytest.mark.emulate("sm_100a", warn=["PE105"])`.
 With `pytest --emulate-schedules 20` each of these tests runs under 20 schedules. An error of a kernel fails the test. A
-failed test has the report of its launches in a section "emulator" of pytest's output.
+failed test has the report of its launches in a section "emulator" of pytest's output. `--emulate-report FOLDER` writes
+the reports of each test, passed or failed, as JSON to a file of the folder.
+
+`ptx_emulator.run_ptx` and `run_triton` in a marked test take its options and schedule, too.
 
 Fixtures: `emulation`, the `Report` of a marked test, which has `arch`; `emulate`, which begins a block as
 `ptx_emulator.emulate` does, with `races=True`; `emulated_arch`, parametrized over the chips.
@@ -11,8 +14,12 @@ Fixtures: `emulation`, the `Report` of a marked test, which has `arch`; `emulate
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -54,6 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         metavar="N",
         help="Run each test with the mark 'emulate' under N schedules of its threads and copies (1).",
+    )
+    group.addoption(
+        "--emulate-report",
+        type=Path,
+        metavar="FOLDER",
+        help="Write what each test's kernels did and found to a JSON file in FOLDER.",
     )
 
 
@@ -123,26 +136,48 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    __tracebackhide__ = True
     report = item.stash.get(_active, None)
     if report is None:
         return (yield)
-    from ptx_emulator import emulate
+    from ptx_emulator import Fault, emulate
 
     run: _Run = item.callspec.params[_PARAMETER]  # type: ignore[attr-defined]
     marks = _marks(item)
     assert marks is not None
     options = {"races": True, **marks[1], "scheduler": run.scheduler, "seed": run.seed}
     item.stash.setdefault(_reports, []).append(report)
-    with emulate(run.arch, report=report, **options):
-        return (yield)
+    ended = False
+    try:
+        with emulate(run.arch, report=report, **options):
+            result = yield
+            ended = True
+        return result
+    except Fault as fault:
+        if ended or fault.__cause__ is not None:  # raised by the end of the block: no line of the test is in its trace
+            fault = fault.with_traceback(None)
+        raise fault
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.when == "call" and report.failed:
-        report.sections += [("emulator", str(each)) for each in item.stash.get(_reports, []) if each.launches]
+    if report.when == "call":
+        found = [each for each in item.stash.get(_reports, []) if each.launches]
+        if report.failed:
+            report.sections += [("emulator", str(each)) for each in found]
+        folder = item.config.getoption("emulate_report")
+        if found and folder is not None:
+            _write(folder, item.nodeid, report.outcome, found)
     return report
+
+
+def _write(folder: Path, test: str, outcome: str, reports: list[ptx_emulator.Report]) -> None:
+    """A name from the test's, and a hash, for names can differ in characters that file names cannot have."""
+    readable, digest = re.sub(r"[^\w.-]+", "_", test)[-150:], hashlib.sha256(test.encode()).hexdigest()[:8]
+    text = json.dumps({"test": test, "outcome": outcome, "reports": [each.as_dict() for each in reports]}, indent=2)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{readable}-{digest}.json").write_text(text + "\n")
 
 
 @pytest.fixture(params=ARCHES)

@@ -245,7 +245,7 @@ def test_all_findings_of_a_launch_are_collected(scheduler: str) -> None:
     """Two races are two findings; the launch runs to its end; its end raises the first."""
     options: dict[str, Any] = RACES | {"block": 64, "scheduler": scheduler}
     out = np.zeros(1, np.uint32)
-    text = r"^PE101: (?s:.*)1 more errors:\n  PE101 data race at PTX line \d+, with PTX line \d+( \(\d times\))?$"
+    text = r"^PE101: (?s:.*)1 more error:\n  PE101 data race at PTX line \d+, with PTX line \d+( \(\d times\))?$"
     with pytest.raises(ptx_emulator.RaceError, match=text) as caught:
         run(TWO_RACES, out, **options)
     assert out[0] == 7
@@ -282,7 +282,7 @@ def test_findings_can_be_warnings() -> None:
 
 def test_a_launch_that_cannot_go_on_names_the_first_error() -> None:
     body = CASES["PE103"].body + "bar.warp.sync -1; trap;"
-    with pytest.raises(ptx_emulator.RaceError, match=r"^PE103: (?s:.*)1 more errors:\n  PE501 trap at PTX line \d+$"):
+    with pytest.raises(ptx_emulator.RaceError, match=r"^PE103: (?s:.*)1 more error:\n  PE501 trap at PTX line \d+$"):
         run(body, **RACES)
     launch = run(body, **RACES, on_error="report")
     assert [(each.code, each.fatal) for each in launch.findings] == [("PE103", False), ("PE501", True)]

@@ -67,6 +67,10 @@ def test_report_counts_the_work() -> None:
     *_, report = library.run("sm_90a", c, 128, 256, 128)
     launch = report.launches[0]
     assert launch.operations["wgmma multiply-adds"] == 128 * 256 * 128
+    assert launch.tensor_cycles == 128 * 256 * 128 // 2048
+    issue = sum(launch.instructions.values()) / 4
+    assert launch.tensor_bound == launch.tensor_cycles / max(launch.tensor_cycles, issue, launch.wavefronts) > 0.1
+    assert f"tensor cores: {launch.tensor_cycles} cycles" in str(launch)
     assert launch.bytes["global to shared TMA"] == (128 * 2 + 256) * 128 * 2
     assert launch.bytes["shared to global TMA"] == 128 * 256 * 2
     assert launch.bank_conflicts == 0

@@ -276,6 +276,19 @@ def test_sectors_of_a_warps_access(stride: int, width: str, sectors: int) -> Non
     assert both.sectors["global load"] >= 2 * sectors
 
 
+def test_sectors_of_cp_async() -> None:
+    """32 lanes of 16 bytes: 16 sectors; a lane that copies nothing, and so fills with zeros, has none."""
+    body = """mov.u32 %r1, buffer; shl.b32 %r2, %r99, 4; add.s32 %r1, %r1, %r2; mul.wide.u32 %rd1, %r99, 16;
+      add.s64 %rd1, %rd1, %rd90; setp.lt.u32 %p1, %r99, 8; selp.b32 %r6, 16, 0, %p1;
+      cp.async.cg.shared.global [%r1], [%rd1], 16SIZE; cp.async.commit_group; cp.async.wait_group 0;"""
+    raw = np.zeros(128 + 8, np.uint32)
+    data = raw[-raw.ctypes.data % 32 // 4 :][:128]
+    for size, sectors in (("", 16), (", %r6", 4)):
+        shared = ".shared .align 128 .b8 buffer[512];"
+        launch = run(body.replace("SIZE", size), data, memory=[raw], shared=shared, races=True)
+        assert launch.sectors == {"global to shared cp.async": sectors}
+
+
 def test_wavefronts_are_passes_and_conflicts() -> None:
     body = "mov.u32 %r1, buffer; mad.lo.s32 %r2, %r99, 8, %r1; st.shared.b32 [%r2], %r99;"
     launch = run(body, shared=".shared .align 16 .b8 buffer[1024];", races=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from pathlib import Path
 
@@ -87,6 +88,71 @@ def test_marked_tests_run_for_each_chip_and_schedule(project: pytest.Pytester) -
             )
     result.stdout.fnmatch_lines(["*PE101: race on shared memory*", "*- emulator -*", "*error: RaceError: PE101*"])
     result.stdout.fnmatch_lines(["*a wrong result of the kernel*", "*- emulator -*", "*warp instructions*"])
+
+
+PTX = (
+    """
+import numpy as np
+import pytest
+import ptx_emulator
+from emulator.harness import kernel
+from ptx_emulator.runtime.hook import HOOK
+
+BODY = """
+    + '"""'
+    + """.shared .align 4 .b8 tile[256]; mov.u32 %r1, tile; shl.b32 %r2, %r99, 2; add.s32 %r3, %r1, %r2;
+  st.shared.b32 [%r3], %r99; WAIT xor.b32 %r4, %r3, 128; ld.shared.b32 %r5, [%r4];
+  cvt.u64.u32 %rd1, %r2; add.s64 %rd1, %rd90, %rd1; st.global.b32 [%rd1], %r5;"""
+    + '"""'
+    + """
+
+def run(wait="bar.sync 0;", target="sm_90a", **options):
+    out = np.zeros(64, np.uint32)
+    return ptx_emulator.run_ptx(kernel(BODY.replace("WAIT", wait), target=target), "k", 1, 64, [out], **options)
+
+@pytest.mark.emulate("sm_90a", timeline=0)
+def test_right(emulation):
+    launch = run()
+    assert emulation.launches == [launch] and launch.timeline is not None
+    assert run(scheduler="random", seed=3, timeline=9).timeline is None
+
+@pytest.mark.emulate("sm_90a", warn=["PE101", "PE203"])
+def test_warned(emulation):
+    assert "PE101" in run("").codes
+
+@pytest.mark.emulate("sm_90a")
+def test_racy():
+    run("")
+
+@pytest.mark.emulate("sm_90a")
+def test_explicit():
+    assert run("", races=False).codes == []
+
+@pytest.mark.emulate("sm_100a")
+def test_other_chip():
+    with pytest.raises(ptx_emulator.EmulatorError, match="compiled for sm_90a, and this block emulates sm_100a"):
+        run()
+    run(target="sm_80")
+"""
+)
+
+
+def test_ptx_takes_the_options_of_the_mark(project: pytest.Pytester) -> None:
+    """And its schedule; `--emulate-report` writes what each test found."""
+    project.makepyfile(test_ptx=PTX)
+    result = project.runpytest_subprocess("--emulate-schedules", "3", "--emulate-report", "found")
+    result.assert_outcomes(passed=9 + 3, failed=3)
+    assert "pytest_runtest_call" not in result.stdout.str()  # no line of the plugin in a trace
+    reports = [json.loads(path.read_text()) for path in (project.path / "found").glob("*.json")]
+    assert len(reports) == 15
+    racy = [report for report in reports if "test_racy" in report["test"]]
+    assert {report["test"].split("[")[1] for report in racy} == {
+        "sm_90a-lowest-pc]",
+        "sm_90a-lazy-0]",
+        "sm_90a-random-0]",
+    }
+    assert all(report["outcome"] == "failed" for report in racy)
+    assert all("PE101" in report["reports"][0]["launches"][0]["codes"] for report in racy)
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_reference_has_every_public_name(generate: ModuleType) -> None:
         r"(?:^::: |heading: |^\| `)([\w.]+)", "\n".join([*pages.values(), fused.sections()]), re.MULTILINE
     )
     reached = {name.rsplit(".", 1)[-1] for name in names}
-    faults = {name for name in vars(ptx_emulator) if name[0].isupper()}
+    faults = {name for name in ptx_emulator.__all__ if name[0].isupper()}
     faults -= {"Finding", "Instruction", "Launch", "Report", "Timeline"}
     assert "ptx_emulator.errors" in names
     assert all(getattr(ptx_emulator, name).__module__ == "ptx_emulator.errors" for name in faults)

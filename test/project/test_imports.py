@@ -38,6 +38,14 @@ def test_kernels_import_neither_torch_nor_cudnn() -> None:
     assert _loaded_by("import cudnn_kernels") & {"torch", "cudnn"} == set()
 
 
+def test_plugin_of_pytest_loads_nothing() -> None:
+    """Each start of pytest imports it, in all projects of an environment."""
+    assert _loaded_by("import ptx_emulator.testing") & {"torch", "cudnn", *HEAVY} == set()
+    assert _loaded_by("import ptx_emulator; ptx_emulator.run_ptx") & {"torch", "cudnn", "cutlass"} == set()
+    code = "import ptx_emulator; print([name for name in ptx_emulator.__all__ if not getattr(ptx_emulator, name)])"
+    assert _python(code).strip() == "[]"
+
+
 def test_import_is_quick() -> None:
     """``import cudnn`` adds under a quarter of its time to ``import torch``, best of six, or 0.2 s: slow and full cores
     cost both processor time."""

@@ -91,12 +91,7 @@ class Hook:
             )
         if _error.get() is not None:
             return
-        target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.MULTILINE)
-        if target is not None and target[1] != session.arch:
-            raise EmulatorError(
-                f"{entry} was compiled for {target[1]}, and this block emulates {session.arch}: compile it again "
-                f"inside the block, or call it inside `emulate({target[1]!r})`"
-            )
+        self.check_target(ptx, entry)
         arguments = _arguments.get()
         live = torch_storages() if arguments is None else storages(arguments)
         ranges = reachable(live, values) | session.ranges
@@ -112,6 +107,16 @@ class Hook:
             ranges=ranges,
             options=session.options,
         )
+
+    def check_target(self, ptx: str, entry: str) -> None:
+        """A module for one chip does not run on another."""
+        session = self.session
+        target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.MULTILINE)
+        if session is not None and target is not None and target[1] != session.arch and target[1] in CAPABILITY:
+            raise EmulatorError(
+                f"{entry} was compiled for {target[1]}, and this block emulates {session.arch}: compile it again "
+                f"inside the block, or call it inside `emulate({target[1]!r})`"
+            )
 
     def failed(self, error: BaseException) -> None:
         """Keeps the first error of a launch until somebody can raise it."""
