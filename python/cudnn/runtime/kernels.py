@@ -206,15 +206,15 @@ def entry(source: str, configuration: Any, arch: str) -> cache.Entry:
     return cache.Entry(name, arch, repr(configuration), source_digest(), loader.toolchain())
 
 
-def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
-    """Compiles with the CuTe DSL, now and for this process."""
+def compile_kernel(source: str, configuration: Any, arch: str, exports: bool = False) -> Any:
+    """Compiles with the CuTe DSL, now and for this process, to be called or, with ``exports``, to be exported."""
     from cudnn_kernels import compiler, fakes
 
     module_name, _, class_name = source.partition(":")
     module = importlib.import_module(module_name)
     start = time.perf_counter()
     kernel = getattr(module, class_name)(configuration)
-    compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration))
+    compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration), exports=exports)
     _logger.info("compiled %s for %s in %.2f s: %r", class_name, arch, time.perf_counter() - start, configuration)
     return compiled
 
@@ -225,7 +225,7 @@ def build(source: str, configuration: Any, arch: str) -> bytes:
         name = source.rpartition(":")[2]
         got, hint = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"
         raise make_error(RuntimeError, name, "compilation for a GPU", got, "calls outside of it", hint)
-    compiled = compile_kernel(source, configuration, arch)
+    compiled = compile_kernel(source, configuration, arch, exports=True)
     from cudnn_kernels import compiler
 
     return compiler.export(compiled)
