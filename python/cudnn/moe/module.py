@@ -120,6 +120,9 @@ class MoE(torch.nn.Module):
     of the same size, process every token with the weight 1 or, with ``shared_gate``, ``sigmoid(gate(x))``; S of them
     compute the same as one of S times the intermediate size.
 
+    Construction on a GPU, in bfloat16 or float16, starts the compilation of the kernels in the background: see
+    :meth:`compile`, which waits for it.
+
     Parameters of the module:
 
         - ``router.weight`` (experts, hidden), ``shared_gate.weight`` (1, hidden). After ``layer.router.float()``,
