@@ -18,13 +18,15 @@ def preload() -> None:
     from cudnn_kernels import fakes  # noqa: F401
 
 
-def compile_for(arch: str, function: Any, *arguments: Any, options: str = "") -> Any:
+def compile_for(arch: str, function: Any, *arguments: Any, options: str = "", exports: bool = False) -> Any:
     """The function compiled for fake ``arguments``, callable by the apache-tvm-ffi convention on PyTorch's tensors.
 
     ``arch`` is explicit: left out, a machine without a GPU would compile for another chip than one with it. ``options``
-    are further ones of the DSL, such as ``--keep-ptx``.
+    are further ones of the DSL, such as ``--keep-ptx``. With ``exports``, the result can be exported but not called,
+    which saves the host code's second compilation.
     """
-    return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")
+    options = f"--enable-tvm-ffi --gpu-arch {arch} {options}"
+    return cute.compile(function, *arguments, options=options, no_jit_engine=exports)
 
 
 def export(compiled: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -15,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn
 from cudnn.attention.compile_ahead import attention_kernels
 from cudnn.attention.fused import fused_sdpa
 from cudnn.fused.grouped import ExpertsGemm
+from cudnn.moe import compile_ahead
 from cudnn.moe.compile_ahead import module_kernels, on_meta
 from cudnn.nn import MoE
 from cudnn.runtime import cache, compile_pool, kernels
@@ -195,6 +198,126 @@ def test_workers_start_while_kernels_are_listed(built: Built, monkeypatch: pytes
             kernels.kernel(*key(512 * count))
         assert started == [4], "the pool took the workers that were there"
     assert not kernels.pool()._idle
+
+
+def settled() -> None:
+    """Waits for what the pool compiles."""
+    for future in list(kernels.pool()._futures.values()):
+        future.exception(60)
+
+
+@pytest.fixture
+def early(built: Built, monkeypatch: pytest.MonkeyPatch) -> Built:
+    """The CPU stands for a GPU where layers are constructed."""
+    monkeypatch.setattr(compile_ahead, "_known", set())
+    monkeypatch.setattr(compile_ahead, "_compiles_early", lambda device, dtype: device.type == "cpu")
+    monkeypatch.setattr(compile_ahead, "_gpu_kernels", lambda module: module_kernels(module, 64, "sm_90a", 132))
+    return built
+
+
+@pytest.mark.parametrize("mode", ["", "inference", "default device"])
+def test_construction_compiles_in_the_background(mode: str, early: Built) -> None:
+    """The same kernels within PyTorch's modes, and those of gradients that are added to ``main_grad``."""
+    within = {"inference": torch.inference_mode, "default device": lambda: torch.device("cpu")}
+    with within.get(mode, contextlib.nullcontext)():
+        layer = MoE(64, 64, 4, 2, into_main_grad=True)
+    settled()
+    wanted = module_kernels(MoE(64, 64, 4, 2, device="meta", into_main_grad=True), 64, "sm_90a", 132)
+    assert set(early.keys) == set(wanted)
+    assert layer.up.device.type == "cpu"
+    MoE(64, 64, 4, 2, into_main_grad=True)
+    assert len(early.keys) == len(wanted), "layers of the same kind need the same kernels"
+    kernels.pool().submit = lambda keys: pytest.fail("listed again")  # pyright: ignore
+    with kernels.CompileAhead(lambda arch: pytest.fail("listed again")):
+        assert kernels.kernel(*wanted[0]) == repr(wanted[0]).encode()
+
+
+def test_a_call_takes_what_construction_submitted(early: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the kernel that is being compiled, and lists nothing."""
+    free, build = threading.Event(), early.build
+    monkeypatch.setattr(early, "build", lambda each: (free.wait(10), build(each))[1])
+    with kernels.compile_in_background(lambda: [key(512), key(1024)]):
+        pass
+    threading.Timer(0.2, free.set).start()
+    with kernels.CompileAhead(lambda arch: pytest.fail("listed again")):
+        assert kernels.kernel(*key(1024)) == repr(key(1024)).encode()
+    settled()
+
+
+class _WithRoute(MoE):
+    def route(self, x: torch.Tensor) -> Any:
+        pytest.fail("called")
+
+
+def test_where_construction_compiles_nothing(early: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(module: Any) -> list[Any]:
+        raise RuntimeError("no")
+
+    MoE(64, 64, 4, 2, device="meta")
+    _WithRoute(64, 64, 4, 2)
+    with monkeypatch.context() as patch:
+        for jobs in ("0", "many"):
+            patch.setenv("CUDNN_COMPILE_JOBS", jobs)
+            MoE(64, 64, 4, 2)
+    monkeypatch.setattr(compile_ahead, "_known", set())
+    monkeypatch.setattr(compile_ahead, "_gpu_kernels", fail)
+    MoE(64, 64, 4, 2)  # and nothing is raised
+    assert not early.keys
+    assert not kernels.pool()._idle
+
+
+def test_devices_and_modes_that_compile_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    compiles = functools.partial(compile_ahead._compiles_early, dtype=torch.bfloat16)
+    assert compiles(torch.device("cuda", 1))
+    assert not compiles(torch.device("cpu"))
+    assert not compiles(torch.device("meta"))
+    assert not compile_ahead._compiles_early(torch.device("cuda"), torch.float32)
+    with FakeTensorMode():
+        assert not compiles(torch.device("cuda"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not compiles(torch.device("cuda"))
+
+
+def test_a_first_call_in_inference_mode_compiles_all(built: Built) -> None:
+    layer, found = MoE(64, 64, 4, 2, device="meta"), []
+
+    def listed(arch: str) -> list[Any]:
+        found.extend(module_kernels(layer, 64, arch, 132))
+        return found
+
+    with torch.inference_mode(), kernels.CompileAhead(listed):
+        kernels.kernel(*key(512))
+    assert found
+    settled()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_early_workers_leave_no_process(waits: bool, folder: Path, tmp_path: Path) -> None:
+    """A program that forks, as data loaders do, and ends with its kernels or before they are compiled."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from cudnn.runtime import kernels\n"
+        "from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as C\n"
+        f"keys = [({SOURCE!r}, C('bfloat16', 512 * n, threads=32, teams=1, stages=2), 'sm_90a') for n in (1, 2)]\n"
+        "with kernels.compile_in_background(lambda: keys):\n"
+        "    pass\n"
+        "pool = kernels.pool()\n"
+        "print(*{worker.group.pid for worker in pool._workers})\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    os._exit(kernels.pool() is pool)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        f"for key in keys if {waits} else ():\n"
+        "    assert pool.take(key, pool.pending(key))[:4] == b'\\x7fELF'\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert len(list(folder.glob("*.kernel"))) == 2 or not waits
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(run.stdout), 0)
 
 
 def test_an_outer_block_has_precedence(built: Built) -> None:

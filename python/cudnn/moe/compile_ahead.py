@@ -1,22 +1,65 @@
 """The kernels that a mixture-of-experts layer needs for any number of tokens, found by recording calls on meta tensors.
 
-The GEMMs' configurations depend on the number of rows per expert, so a layer has several. All are compiled when the
-first is missing (:class:`~cudnn.runtime.kernels.CompileAhead`), and none in the middle of a training run.
+The GEMMs' configurations depend on the number of rows per expert, so a layer has several. All are compiled from the
+layer's construction on, at the latest when the first is missing (:class:`~cudnn.runtime.kernels.CompileAhead`), and
+none in the middle of a training run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cudnn.fused.host import FusedAPI
 from cudnn.moe import layer
 from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, SortedRows, grouped_gemm_ops
+from cudnn.runtime.architecture import device_architecture
+from cudnn.runtime.kernels import compile_in_background
 from cudnn.runtime.recording import MAX_TOKENS, Key, record
+from cudnn_kernels.architecture import ARCHITECTURES
+
+_known: set[Hashable] = set()  # the kinds of layers of this process whose kernels were submitted, or are in the cache
+
+
+@contextlib.contextmanager
+def at_construction(module: Any, device: Any, dtype: torch.dtype, kind: Hashable) -> Iterator[None]:
+    """Within the block a :class:`cudnn.nn.MoE` gets its parameters on ``device``; then its kernels that the cache
+    lacks are compiled in the background.
+
+    Workers import the compiler within the block. Layers of the same ``kind`` need the same kernels: only the first one
+    of a process does anything. Nothing is done for weights that are not on a GPU with kernels, within ``torch.compile``
+    and under dispatch modes such as ``FakeTensorMode``: the first call handles what remains.
+    """
+    device = torch.get_default_device() if device is None else torch.device(device)
+    kind = (kind, device, dtype)
+    if kind in _known or not _compiles_early(device, dtype):
+        yield
+        return
+    with compile_in_background(lambda: _gpu_kernels(module)):
+        yield
+    _known.add(kind)
+
+
+def _compiles_early(device: torch.device, dtype: torch.dtype) -> bool:
+    needs_cast = dtype not in (torch.bfloat16, torch.float16)  # to the dtype of torch.autocast at the call
+    if device.type != "cuda" or needs_cast or torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return False
+    return not _get_current_dispatch_mode_stack()
+
+
+def _gpu_kernels(module: Any) -> list[Key]:
+    """The kernels of a module for its GPU, none for a GPU without kernels."""
+    if not module.up.is_cuda:
+        return []
+    index = module.up.get_device()
+    arch = device_architecture(index)
+    return module_kernels(module, MAX_TOKENS, arch, FusedAPI.num_sms(index)) if arch in ARCHITECTURES else []
 
 
 def of_module(module: Any, x: torch.Tensor) -> Callable[[str], list[Key]]:
@@ -28,6 +71,9 @@ def of_module(module: Any, x: torch.Tensor) -> Callable[[str], list[Key]]:
 def module_kernels(module: Any, max_tokens: int, arch: str, num_sms: int, trains: bool = True) -> list[Key]:
     """The kernels of a :class:`cudnn.nn.MoE` without a group."""
     clone = on_meta(module)
+    for weight in (clone.up, clone.down) if module.into_main_grad else ():
+        if weight.main_grad is None:  # as in a layer whose training has not begun
+            weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
 
     def forward(count: int, saves: bool) -> Callable[[], Any]:
         x = torch.empty(count, module.up.shape[2], dtype=module.up.dtype, device="meta", requires_grad=saves)

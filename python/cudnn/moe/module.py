@@ -5,6 +5,7 @@ Forward: router GEMM, top-k and sort (:func:`cudnn.moe.routing.routed`), then th
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import zlib
 from collections.abc import Sequence
@@ -133,6 +134,9 @@ class MoE(_QuantizedModule):
     The router is a linear layer and :func:`cudnn.moe.route`, the experts are :func:`cudnn.ops.moe_mlp`. Shared experts,
     of the same size, process every token with the weight 1 or, with ``shared_gate``, ``sigmoid(gate(x))``; S of them
     compute the same as one of S times the intermediate size.
+
+    Construction on a GPU, in bfloat16 or float16, starts the compilation of the kernels in the background: see
+    :meth:`compile`, which waits for it.
 
     Parameters of the module:
 
@@ -272,22 +276,26 @@ class MoE(_QuantizedModule):
         factory_kwargs = {"device": device, "dtype": dtype}
         self._has_run = False
         self._sequences = LaunchSequences()
-        self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
-        self.router.batch_invariant = batch_invariant
-        self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
-        n = intermediate * (2 if activation in GATED else 1)
-        sizes = {"up": (n, hidden), "down": (hidden, intermediate)}
-        sizes |= {"up_bias": (n,), "down_bias": (hidden,)} if bias else {}
-        for name in _EXPERT_PARAMETERS:
-            weight = self._empty_weight(name, sizes[name], **factory_kwargs) if name in sizes else None
-            self.register_parameter(name, None if weight is None else torch.nn.Parameter(weight))
-        shapes = {name: (shared_experts, *size) for name, size in sizes.items()}
-        separate = shared_experts > self._shared_rows
-        self.shared = SharedExperts(shapes, self._options(), **factory_kwargs) if separate else None
-        self.correction: Tensor | None
-        correction = torch.zeros(experts, dtype=torch.float32, device=device) if correction_bias else None
-        self.register_buffer("correction", correction)
-        self.reset_parameters()
+        options = (*self._rule, *self._options().values(), bias, shared_experts, shared_gate, correction_bias)
+        kind = (hidden, intermediate, experts, top_k, into_main_grad, *options)
+        usual = self._expert_mesh is None and type(self).forward is MoE.forward and type(self).route is MoE.route
+        with compile_ahead.at_construction(self, device, dtype, kind) if usual else contextlib.nullcontext():
+            self.router = _Router(hidden, experts, bias=False, **factory_kwargs)
+            self.router.batch_invariant = batch_invariant
+            self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **factory_kwargs) if shared_gate else None
+            n = intermediate * (2 if activation in GATED else 1)
+            sizes = {"up": (n, hidden), "down": (hidden, intermediate)}
+            sizes |= {"up_bias": (n,), "down_bias": (hidden,)} if bias else {}
+            for name in _EXPERT_PARAMETERS:
+                weight = self._empty_weight(name, sizes[name], **factory_kwargs) if name in sizes else None
+                self.register_parameter(name, None if weight is None else torch.nn.Parameter(weight))
+            shapes = {name: (shared_experts, *size) for name, size in sizes.items()}
+            separate = shared_experts > self._shared_rows
+            self.shared = SharedExperts(shapes, self._options(), **factory_kwargs) if separate else None
+            self.correction: Tensor | None
+            correction = torch.zeros(experts, dtype=torch.float32, device=device) if correction_bias else None
+            self.register_buffer("correction", correction)
+            self.reset_parameters()
 
     up: torch.nn.Parameter
     down: torch.nn.Parameter

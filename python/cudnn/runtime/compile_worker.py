@@ -20,6 +20,7 @@ def main(descriptors: Sequence[int]) -> None:
     """Forks a process for each socket, and waits for them."""
     # apache-tvm-ffi imports PyTorch if it can, which takes longer than a kernel. Here nothing needs it.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    import cudnn.runtime.kernels  # noqa: F401  # before the fork: once for all workers
     from cudnn_kernels import compiler
 
     compiler.preload()

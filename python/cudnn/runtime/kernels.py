@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import functools
 import hashlib
@@ -12,11 +13,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from cudnn.errors import make_error
+from cudnn.lazy import torch
 from cudnn.runtime import cache, loader
 from cudnn.runtime.compile_pool import Pool, jobs
 from cudnn.runtime.recording import Key
@@ -49,9 +52,10 @@ def _object_file(key: Key) -> bytes:
     content = cache.lookup(entry(*key))
     if content is not None:
         return content
-    if not emulated.get():
-        _compile_ahead(key[2])
     future = pool().pending(key)
+    if future is None and not emulated.get():
+        _compile_ahead(key[2])
+        future = pool().pending(key)
     if future is not None:
         try:
             return pool().take(key, future)
@@ -103,6 +107,28 @@ def compile_all(keys: Iterable[Key]) -> None:
         _object_file(key)
 
 
+@contextlib.contextmanager
+def compile_in_background(keys: Callable[[], Iterable[Key]]) -> Iterator[None]:
+    """Workers start at the beginning of the block; at its end, what the cache lacks of ``keys`` is submitted to them.
+
+    Nothing waits for it, and nothing is raised but what the block raises: a call that needs a kernel which failed
+    compiles it, and raises the error.
+    """
+    try:
+        wanted = jobs() > 0
+    except ValueError:  # of the variable, which a call raises
+        wanted = False
+    with pool().starting() if wanted else contextlib.nullcontext():
+        yield
+        if not wanted:
+            return
+        try:
+            with ThreadPoolExecutor(1) as thread:  # which has none of the caller's modes of PyTorch
+                pool().submit(thread.submit(lambda: _missing(keys())).result())
+        except Exception as error:
+            _logger.info("kernels are compiled at the first call: %s: %s", type(error).__name__, error)
+
+
 def _missing(keys: Iterable[Key]) -> list[Key]:
     return [key for key in keys if key not in _loaded and cache.lookup(entry(*key)) is None]
 
@@ -117,7 +143,8 @@ def _compile_ahead(arch: str) -> None:
         return
     with pool().starting():
         try:
-            missing = _missing(keys(arch))
+            with torch.inference_mode(False):  # backward passes are recorded too
+                missing = _missing(keys(arch))
         except Exception as error:  # the call goes on, and raises if the error is the caller's
             _logger.warning("kernels are compiled one after another: %s: %s", type(error).__name__, error)
             return
@@ -179,15 +206,15 @@ def entry(source: str, configuration: Any, arch: str) -> cache.Entry:
     return cache.Entry(name, arch, repr(configuration), source_digest(), loader.toolchain())
 
 
-def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
-    """Compiles with the CuTe DSL, now and for this process."""
+def compile_kernel(source: str, configuration: Any, arch: str, exports: bool = False) -> Any:
+    """Compiles with the CuTe DSL, now and for this process, to be called or, with ``exports``, to be exported."""
     from cudnn_kernels import compiler, fakes
 
     module_name, _, class_name = source.partition(":")
     module = importlib.import_module(module_name)
     start = time.perf_counter()
     kernel = getattr(module, class_name)(configuration)
-    compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration))
+    compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration), exports=exports)
     _logger.info("compiled %s for %s in %.2f s: %r", class_name, arch, time.perf_counter() - start, configuration)
     return compiled
 
@@ -198,7 +225,7 @@ def build(source: str, configuration: Any, arch: str) -> bytes:
         name = source.rpartition(":")[2]
         got, hint = "a call within cudnn.emulation", "leave arch out, which is for GPUs, or compile before"
         raise make_error(RuntimeError, name, "compilation for a GPU", got, "calls outside of it", hint)
-    compiled = compile_kernel(source, configuration, arch)
+    compiled = compile_kernel(source, configuration, arch, exports=True)
     from cudnn_kernels import compiler
 
     return compiler.export(compiled)
