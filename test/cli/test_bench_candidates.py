@@ -195,7 +195,7 @@ def test_candidates_of_fp8_grouped_gemms_agree_on_cpu_tensors(monkeypatch: pytes
     on_the_cpu(monkeypatch)
     in_torch(monkeypatch, "_grouped_mm", grouped_product)
     benchmark = bench.find("grouped_gemm_fp8")
-    (problem,) = benchmark.problems(bench.Options("fp8", ((256, 128, 256, 2),)))
+    problem, gradient = benchmark.problems(bench.Options("fp8", ((256, 128, 256, 2),)))
     rows = {row.name: row.refused for row in timed(problem, benchmark.yardsticks)}
     assert [name for name, refused in rows.items() if not refused] == [
         grouped_fp8.BF16,
@@ -205,7 +205,13 @@ def test_candidates_of_fp8_grouped_gemms_agree_on_cpu_tensors(monkeypatch: pytes
     assert rows[gemm_peers.DEEP_GEMM] == f"{bench.MISSING}: No module named 'deep_gemm'"
     candidates = {candidate.name: candidate for candidate in grouped_fp8.candidates((256, 128, 256, 2))}
     assert candidates[grouped_fp8.OURS].check({"d": torch.zeros(256, 128)}).startswith("wrong result: d is off")
-    assert len(benchmark.problems(bench.Options("fp8"))) == len(grouped_fp8.SHAPES)
+    assert len(benchmark.problems(bench.Options("fp8"))) == 2 * len(grouped_fp8.SHAPES)
+    rows = {row.name: row.refused for row in timed(gradient, benchmark.yardsticks)}
+    names = (grouped_fp8.WGRAD_BF16, grouped_fp8.WGRAD, grouped_fp8.WGRAD_ADDED)
+    assert [name for name, refused in rows.items() if not refused] == [grouped_fp8.BF16, *names]
+    assert gradient.label == "256x128x256x2 gradient of weights"
+    *_, added = grouped_fp8.gradient_candidates((256, 128, 256, 2))
+    assert added.check({"wgrad": torch.zeros(2, 128, 256)}).startswith("wrong result: wgrad is off")
 
 
 def test_deep_gemm_gets_aligned_scales_and_the_expert_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,18 +233,33 @@ def test_deep_gemm_gets_aligned_scales_and_the_expert_of_each_row(monkeypatch: p
             rows = expert_of_row == expert
             d[rows] = (dequantized(*a)[rows] @ weights[expert].T).to(d.dtype)
 
+    def over_tokens(
+        a: Any, b: Any, d: torch.Tensor, sizes: list[int], on_device: torch.Tensor, c: torch.Tensor
+    ) -> None:
+        assert on_device.tolist() == sizes
+        starts = [0, *itertools.accumulate(sizes)]
+        for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+            x, y = (
+                dequantized(data[start * rows : end * rows].view(rows, -1), scales[:, start // 128 : end // 128])
+                for (data, scales), rows in ((a, d.shape[1]), (b, d.shape[2]))
+            )
+            d[expert] = c[expert] + x @ y.T
+
     layout = types.SimpleNamespace(get_mn_major_tma_aligned_tensor=lambda x: x.mT.contiguous().mT)
     library = types.SimpleNamespace(fp8_gemm_nt=dense, m_grouped_fp8_gemm_nt_contiguous=by_expert)
+    library.k_grouped_fp8_gemm_nt_contiguous = over_tokens
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
     monkeypatch.setitem(sys.modules, "deep_gemm.utils.layout", layout)
     for name, shape, dtype in (
         ("gemm_swiglu", (256, 256, 256), "fp8_128"),
-        ("grouped_gemm_fp8", (256, 128, 256, 2), "fp8"),
+        ("grouped_gemm_fp8", (512, 128, 256, 2), "fp8"),
     ):
         benchmark = bench.find(name)
-        rows = timed(benchmark.problems(bench.Options(dtype, (shape,)))[0], benchmark.yardsticks)
-        (peer,) = (row for row in rows if row.name == gemm_peers.DEEP_GEMM)
-        assert (peer.refused, peer.package) == ("", "sgl-deep-gemm")
+        problems = [x for x in benchmark.problems(bench.Options(dtype, (shape,))) if x.flops]
+        for problem in problems:
+            rows = timed(problem, benchmark.yardsticks)
+            (peer,) = (row for row in rows if row.name == gemm_peers.DEEP_GEMM)
+            assert (peer.refused, peer.package) == ("", "sgl-deep-gemm"), problem.label
     inputs = {"padded_offsets": torch.tensor([100, 256]), "a": torch.zeros(256, 128, 1)}
     inputs |= {"b": torch.zeros(128, 128, 2), "sfa": torch.ones(256, 1, 1), "sfb": torch.ones(1, 1, 2)}
     with pytest.raises(ValueError, match="ends at no multiple of 128"):

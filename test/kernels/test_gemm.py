@@ -626,12 +626,6 @@ def test_factors_of_rows_of_b(arch: str, blocks: tuple[int, int]) -> None:
     check(arch, SUMS[0], 150, 212, 272, 2, tile=(128, 128), blocks=blocks)
 
 
-@pytest.mark.parametrize("types", [SUMS[0], PLAIN[3]])
-@pytest.mark.parametrize(("rows", "columns"), brief([(128, 256), (256, 128), (128, 128)], 0))
-def test_two_partial_accumulators(types: Types, rows: int, columns: int) -> None:
-    check(HOPPER, types, 136, 272, 400, tile=(rows, columns), num_partials=2)
-
-
 @pytest.mark.parametrize("arch", [HOPPER, pytest.param(BLACKWELL, marks=pytest.mark.full)])
 def test_factors_may_lie_in_any_order(arch: str) -> None:
     """Row after row, as existing code for training holds them, or column after column."""

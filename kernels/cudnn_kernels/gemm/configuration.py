@@ -136,10 +136,8 @@ class GemmConfiguration:
     ``pingpong``: each MMA warpgroup has its own tile, and the epilogue of one overlaps with the MMAs of the other; else
     both share a tile (cooperative). ``dynamic_scheduler``: clusters claim tiles from an atomic counter; else the
     schedule is static persistent. The epilogue processes subtiles of ``epi_tile_n`` accumulator columns, staged in
-    ``epi_stages`` stages of shared memory. ``num_partials``, 1 or 2: partial accumulators of a warpgroup whose k tiles
-    are promoted; with two, the MMAs of one overlap with the promotion of the other. ``concat_glu`` as in the problem.
-    ``prepared`` operands, by name, are written to the workspace by a preceding kernel of the same call: ``a`` and ``b``
-    are the results.
+    ``epi_stages`` stages of shared memory. ``concat_glu`` as in the problem. ``prepared`` operands, by name, are
+    written to the workspace by a preceding kernel of the same call: ``a`` and ``b`` are the results.
 
     Raises: ValueError: groups that may end inside an atom of scale factors, or a block of rows; a dynamic schedule that
         is not grouped; blocks of k other than k tiles of K-major operands; tiles of concatenated halves that the CTAs
@@ -160,7 +158,6 @@ class GemmConfiguration:
     epi_stages: int = 1
     concat_glu: bool = False
     dynamic_scheduler: bool = False
-    num_partials: int = 1
     prepared: tuple[tuple[str, OperandConfiguration], ...] = ()
 
     def __post_init__(self) -> None:

@@ -62,12 +62,12 @@ class Operand:
 class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
-    ``n`` and ``k`` are hints for the heuristics: every configuration computes all sizes. ``tile`` and ``cluster``, (m,
-    n), are the caller's choice, if any. ``accurate``: 8-bit operands are accumulated as exactly as 16-bit ones.
-    ``concat_glu``: B holds concatenated gate and up weights; blocks of 32 columns of the result alternate between the
-    halves. B is K-major then, with a multiple of 64 rows or, if the MMA is block-scaled, of 256; a ptr-array has
-    ``halves``. Halves of k are multiples of a k tile, 128 bytes. ``groups``: the number
-    of groups (experts) that share the rows, or k.
+    ``m``, ``n`` and ``k`` are hints for the heuristics: every configuration computes all sizes. m is 0 if it is not
+    known, as of dense projections inside other kernels. ``tile`` and ``cluster``, (m, n), are the caller's choice, if
+    any. ``accurate``: 8-bit operands are accumulated as exactly as 16-bit ones. ``concat_glu``: B holds concatenated
+    gate and up weights; blocks of 32 columns of the result alternate between the halves. B is K-major then, with a
+    multiple of 64 rows or, if the MMA is block-scaled, of 256; a ptr-array has ``halves``. Halves of k are multiples of
+    a k tile, 128 bytes. ``groups``: the number of groups (experts) that share the rows, or k.
     """
 
     a: Operand
@@ -81,3 +81,4 @@ class GemmProblem:
     accurate: bool = False
     concat_glu: bool = False
     groups: int = 1
+    m: int = 0

@@ -86,8 +86,7 @@ class Gemm(Mainloop):
         self.may_lack_rows = self.tile_map.ragged_m and self.tile_map.rows > self.wg_rows  # of a tail tile
         self.promotion = needs_promotion(c)
         self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
-        max_partial_n = MAX_PARTIAL_N // c.num_partials
-        self.partial_n = next(n for n in (self.tile_n // i for i in (1, 2, 4)) if n <= max_partial_n)
+        self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2
         # The sub-accumulators use one partial accumulator in sequence, so it cannot span several k tiles.
         if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:
             vector = c.a.scale.vector
@@ -337,10 +336,7 @@ class Gemm(Mainloop):
         """
         if const_expr(self.promotion):
             if has_rows:
-                if const_expr(self.c.num_partials == 2):
-                    self.mainloop_with_two_partials(acc, position, k_tiles, wg_in_tile, thread)
-                else:
-                    self.mainloop_with_promotion(acc, position, k_tiles, wg_in_tile, thread)
+                self.mainloop_with_promotion(acc, position, k_tiles, wg_in_tile, thread)
             else:
                 self.skip_tile(position, k_tiles)
             self.pingpong_barrier_arrive(wg_idx, cursor)
@@ -498,48 +494,6 @@ class Gemm(Mainloop):
             self.scale_pipeline.consumer_release(position + k)
 
     @cute.jit
-    def mainloop_with_two_partials(
-        self, acc: cute.Tensor, position: Int32, k_tiles: Int32, wg_in_tile: Any, thread: Int32
-    ) -> None:
-        """The same with two partial accumulators: the MMAs of a sub-accumulator are in flight while the one before it
-        is promoted. MMAs do not stay in flight from one k tile to the next, because ptxas would serialize all.
-        """
-        pipeline, mma = self.pipeline, self.tiled_mma(self.partial_n)
-        thr_mma, acc_tiles = mma.get_slice(thread), self.acc_tiles(wg_in_tile)
-        operands = [self.acc_tile_operands(mma, thr_mma, acc_tile) for acc_tile in acc_tiles]
-        partials = [self.fragment(Float32, self.partial_n, 64) for _ in range(2)]
-        stage, phase = position % pipeline.stages, position // pipeline.stages % 2
-        acc.fill(0.0)
-        for k in cutlass.range(k_tiles, unroll=1):
-            # (1) Wait for the operands of the k tile, issue the MMAs of the first sub-accumulator.
-            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
-            self.issue_partial(partials[0], operands[0], stage)
-            scales = self.acc_tile_scales(acc_tiles, position + k, thread)
-            last = const_expr(len(operands) - 1)
-            for i in cutlass.range_constexpr(last):
-                # (2) Issue those of the next one, then promote the one whose MMAs are complete.
-                self.issue_partial(partials[(i + 1) % 2], operands[i + 1], stage)
-                warpgroup.wait_group(1)
-                self.promote_acc(i, acc, partials[i % 2], scales[i])
-            # (3) Release the stage, promote the last one.
-            warpgroup.wait_group(0)
-            consumer_release(self.cluster, pipeline.empty + stage)
-            self.promote_acc(last, acc, partials[last % 2], scales[last])
-            if const_expr(self.operand_scales):
-                self.scale_pipeline.consumer_release(position + k)
-            stage, phase = advance(pipeline, stage, phase)
-
-    def issue_partial(self, partial: cute.Tensor, operands: tuple[Any, Any], stage: Int32) -> None:
-        """Issues partial = A B^T of a k tile and a sub-accumulator."""
-        mma, (tCrA, tCrB) = self.tiled_mma(self.partial_n), operands  # the accumulate flag is a value of this region
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        warpgroup.fence()
-        for block in range(cute.size(tCrA, mode=[2])):
-            cute.gemm(mma, partial, tCrA[None, None, block, stage], tCrB[None, None, block, stage], partial)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    @cute.jit
     def promote_at_interval_end(
         self,
         i: cutlass.Constexpr[int],
@@ -599,11 +553,9 @@ class Gemm(Mainloop):
                     return sfa[slot] * columns[first + position]
 
                 return scale
-            start = first // granule
-            blocks = range(start * granule, first + self.partial_n, granule)
-            per_row = [[row * columns[column] for column in blocks] for row in sfa]
+            per_row = [[row * columns[first + column] for column in range(0, self.partial_n, granule)] for row in sfa]
             return lambda slot, position: per_row[slot][
-                (first + position // layout.run * layout.run * layout.lanes_per_row) // granule - start
+                position // layout.run * layout.run * layout.lanes_per_row // granule
             ]
 
         return [scale_of(i) for i in range(len(acc_tiles))]

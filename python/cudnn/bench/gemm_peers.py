@@ -1,9 +1,14 @@
-"""GEMMs of other libraries: QuACK and DeepGEMM, if they are installed."""
+"""GEMMs of other libraries: QuACK and DeepGEMM, if they are installed.
+
+DeepGEMM's wheels are compiled against the C++ headers of one version of PyTorch, which they do not name: with another
+one, `import deep_gemm` works, but tensors arrive with wrong sizes (``dim == 2 or dim == 3``, ``is_contiguous()``).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +73,28 @@ def deep_grouped_gemm(a: Any, sfa: Any, b: Any, sfb: Any, offsets: Any, d: Any, 
     expert_of_row = torch.searchsorted(offsets.long(), rows, right=True).int()
     left, right = (a, aligned(sfa)), (b, sfb.contiguous())
     return returning(lambda: library.m_grouped_fp8_gemm_nt_contiguous(left, right, d, expert_of_row), {name: d})
+
+
+def deep_grouped_wgrad(a: Any, sfa: Any, b: Any, sfb: Any, blocks: Sequence[slice], d: Any, name: str) -> Call:
+    """DeepGEMM's grouped GEMM over contiguous k, added to float32 d (experts, m, n).
+
+    ``a`` (blocks, m, 128) and ``b`` (blocks, n, 128) are blocks of 128 tokens, with scale factors ``sfa`` (blocks, m)
+    and ``sfb`` (blocks, n); ``blocks`` are those of each expert. DeepGEMM reads a matrix (m, tokens) for each expert.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    library = importlib.import_module("deep_gemm")
+    sizes = [(each.stop - each.start) * BLOCK for each in blocks]
+    sizes_on_device = torch.tensor(sizes, dtype=torch.int32, device=a.device)
+
+    def operand(elements: Any, scales: Any) -> tuple[Any, Any]:
+        matrices = [elements[each].transpose(0, 1).flatten() for each in blocks]
+        return torch.cat(matrices), torch.cat([scales[each] for each in blocks]).T
+
+    run = library.k_grouped_fp8_gemm_nt_contiguous
+    left, right = operand(a, sfa), operand(b, sfb)
+    return returning(lambda: run(left, right, d, sizes, sizes_on_device, d), {name: d})
 
 
 def aligned(scales: Any) -> Any:

@@ -41,9 +41,13 @@ FAMILIES = (
     Family("host", 60),
     Family("moe_decode", 40),
     Family("nsa", 60),
+<<<<<<< HEAD
     Family("moe_fp8", 75),
+=======
+    Family("moe_fp8", 60),
+>>>>>>> k2
     Family("gated_mlp", 40),
-    Family("grouped_gemm_fp8", 40),
+    Family("grouped_gemm_fp8", 60),
     Family("gemm_swiglu", 25, "fp8_128"),
     Family("rmsnorm_rht_amax", 15),
     Family("gemm_swiglu", 20, "fp8"),

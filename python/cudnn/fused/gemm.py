@@ -298,6 +298,7 @@ class FusedGemm(FusedAPI):
             bool(self.accurate),
             self.interleaves_glu(),
             sizes.get("experts", 1),
+            sizes["m"],
         )
         chosen = ARCHITECTURES[arch].configure(problem)
         dequantized = any(step.source.scale for _, step in chosen.prepared)
