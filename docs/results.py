@@ -485,10 +485,10 @@ SECTIONS = {
         "Grouped GEMM, e4m3, gradients of weights",
         "experts, tokens x N x K",
         {
-            "GroupedGemmWgrad, fp8 per 128, added to float32": "cudnn-fused, fp8, added to float32",
+            "GroupedGemmWgrad, fp8 per 128, added to float32": "cudnn-fused, fp8, sums",
             "GroupedGemmWgrad, fp8 per 128": "cudnn-fused, fp8",
             "GroupedGemmWgrad, bf16": "cudnn-fused, bf16",
-            "DeepGEMM": "DeepGEMM, fp8, added to float32",
+            "DeepGEMM": "DeepGEMM, fp8, sums",
             "torch._grouped_mm, bf16": "torch._grouped_mm, bf16",
         },
         keep=lambda line: line.case == "gradient of weights",

@@ -136,8 +136,8 @@ def gradient_candidates(shape: tuple[int, ...]) -> list[Candidate]:
         return torch.zeros(experts, n, k, dtype=dtype, device=device)
 
     def deep() -> Call:
-        factors = (quantized[name] for name in ("a", "sfa", "b", "sfb"))
-        return gemm_peers.deep_grouped_wgrad(*factors, blocks, zeros(torch.float32), "wgrad")
+        a, sfa, b, sfb = (quantized[name] for name in ("a", "sfa", "b", "sfb"))
+        return gemm_peers.deep_grouped_wgrad(a, sfa, b, sfb, blocks, zeros(torch.float32), "wgrad")
 
     def gradient(inputs: Mapping[str, Any], dtype: Any, options: Mapping[str, Any]) -> Call:
         return ours(cudnn.GroupedGemmWgrad, inputs, {"wgrad": zeros(dtype)}, options)

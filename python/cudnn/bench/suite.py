@@ -41,11 +41,7 @@ FAMILIES = (
     Family("host", 60),
     Family("moe_decode", 40),
     Family("nsa", 60),
-<<<<<<< HEAD
     Family("moe_fp8", 75),
-=======
-    Family("moe_fp8", 60),
->>>>>>> k2
     Family("gated_mlp", 40),
     Family("grouped_gemm_fp8", 60),
     Family("gemm_swiglu", 25, "fp8_128"),
