@@ -96,4 +96,5 @@ def _cached_kernels() -> set[Path]:
 
 
 if __name__ == "__main__":
-    main(*(convert(text) for convert, text in zip((int, float), sys.argv[1:], strict=False)))
+    others, *wait = sys.argv[1:]
+    main(int(others), *map(float, wait))
