@@ -152,7 +152,7 @@ def run_ptx(
     options = _options(
         1,
         load_waits,
-        session and session.options,
+        session.options if session is not None else None,
         {
             "races": races,
             "scheduler": scheduler,
