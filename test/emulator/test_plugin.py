@@ -37,7 +37,8 @@ HEADER = "import cutlass\n" + RACE
 
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
-    pytester.makeini("[pytest]\naddopts = -p ptx_emulator.testing -p no:cacheprovider --strict-markers\n")
+    options = "-p ptx_emulator.testing -p no:cacheprovider --strict-markers"
+    pytester.makeini(f"[pytest]\npythonpath = {Path(__file__).parents[1]}\naddopts = {options}\n")
     return pytester
 
 
