@@ -3,7 +3,7 @@
     ncu --csv --page raw --print-units base -k regex:KERNELS --metrics METRICS \\
         python benchmarks/traffic.py run > ncu.csv                                     # on an H200
     python benchmarks/traffic.py emulate emulated.csv                                  # anywhere
-    python benchmarks/traffic.py compare ncu.csv emulated.csv docs/emulator-traffic.csv
+    python benchmarks/traffic.py compare ncu.csv emulated.csv docs/emulator-traffic.csv GPU
 
 `python benchmarks/traffic.py kernels` and `metrics` print what stands for KERNELS and METRICS. Programs run with the
 same random problems, and the n-th launch of a program here is compared with the n-th there. The programs of other
@@ -204,9 +204,9 @@ def main(arguments: list[str]) -> None:
     elif command == "emulate":
         emulate(Path(files[0]))
     elif command == "compare":
-        ncu, emulated, table = map(Path, files)
+        (ncu, emulated, table), hardware = map(Path, files[:3]), files[3]  # the GPU's name, as nvidia-smi prints it
         day = datetime.datetime.fromtimestamp(ncu.stat().st_mtime, datetime.timezone.utc).date().isoformat()
-        rows = [row | {"hardware": "NVIDIA H200", "date": day} for row in compare(ncu, emulated)]
+        rows = [row | {"hardware": hardware, "date": day} for row in compare(ncu, emulated)]
         with table.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
             writer.writeheader()

@@ -52,7 +52,7 @@ def test_counts_are_compared(traffic: dict[str, Any], tmp_path: Path, monkeypatc
     chip, ours, table = tmp_path / "ncu.csv", tmp_path / "emulated.csv", tmp_path / "traffic.csv"
     chip.write_text(ncu(traffic, LAUNCHES, OUTPUT))
     ours.write_text(emulated(traffic, OURS))
-    traffic["main"](["compare", str(chip), str(ours), str(table)])
+    traffic["main"](["compare", str(chip), str(ours), str(table), "NVIDIA H200"])
     rows = list(csv.DictReader(table.open()))
     assert [(row["program"], row["ncu"], row["emulator"]) for row in rows[:7:6]] == [
         ("gemm_amax", "8192.0", "8192.0"),
