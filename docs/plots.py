@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _OURS, _THEIRS = ("#2a9d8f", "#76c7bb", "#1d6f66"), ("#e9a23b", "#8d99ae", "#5b86c9", "#c98ba8")
 _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 62, 58, 210
-_LETTER, _WIDEST = 6.4, 7.4  # mean width of a letter, and of one in labels of digits and capitals
+_LETTER, _WIDEST = 6.4, 7.6  # mean width of a letter, and of one in labels of digits and capitals
 _STYLE = (
     'text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:#24292f;font-size:12px}'
     ".title{font-size:15px;font-weight:600}.value{font-size:11px}.tick{fill:#57606a}.grid{stroke:#d0d7de}"
@@ -38,7 +38,8 @@ def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, S
     width = min(46.0, step * 0.84 / len(series))
     limit, ticks = axis(max(value for values in groups.values() for value in values if value is not None))
     colors = _colors(series)
-    body = [_text(_LEFT, 18, title, "title"), *_legend(series, colors), *_grid(ticks, limit, unit)]
+    legend, below = _legend(series, colors)
+    body = _grid(ticks, limit, unit)
     rows = 1
     for index, (label, values) in enumerate(groups.items()):
         middle = _LEFT + step * (index + 0.5)
@@ -51,9 +52,7 @@ def bars(title: str, unit: str, series: Sequence[Series], groups: Mapping[str, S
         rows = max(rows, len(lines))
         body += [_text(middle, _TOP + _HEIGHT + 18 + 14 * row, text, "", "middle") for row, text in enumerate(lines)]
     body.append(_text((_LEFT + _WIDTH) / 2, _TOP + _HEIGHT + 24 + 14 * rows, caption, "tick", "middle"))
-    height = _TOP + _HEIGHT + 32 + 14 * rows
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
-    return "\n".join([opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", *body, "</svg>", ""])
+    return _figure(title, legend, below, body, _TOP + _HEIGHT + 32 + 14 * rows)
 
 
 def curves(title: str, unit: str, steps: str, series: Sequence[Series], curves: Sequence[Sequence[Curve]]) -> str:
@@ -62,7 +61,8 @@ def curves(title: str, unit: str, steps: str, series: Sequence[Series], curves: 
     last, high = max(x for x, _ in points), max(y for _, y in points)
     limit, ticks = axis(high)
     colors = _colors(series)
-    body = [_text(_LEFT, 18, title, "title"), *_legend(series, colors), *_grid(ticks, limit, unit)]
+    legend, below = _legend(series, colors)
+    body = _grid(ticks, limit, unit)
     for several, color in zip(curves, colors, strict=True):
         for curve in several:
             path = " L".join(
@@ -75,8 +75,7 @@ def curves(title: str, unit: str, steps: str, series: Sequence[Series], curves: 
         _text(_WIDTH - 12, _TOP + _HEIGHT + 18, f"{last:g}", "tick", "end"),
     ]
     body.append(_text((_LEFT + _WIDTH) / 2, _TOP + _HEIGHT + 18, steps, "tick", "middle"))
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_TOP + _HEIGHT + 32}" role="img">'
-    return "\n".join([opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", *body, "</svg>", ""])
+    return _figure(title, legend, below, body, _TOP + _HEIGHT + 32)
 
 
 def axis(highest: float) -> tuple[float, list[float]]:
@@ -103,13 +102,26 @@ def _colors(series: Sequence[Series]) -> list[str]:
     return [next(palettes[ours]) for _, ours in series]
 
 
-def _legend(series: Sequence[Series], colors: Sequence[str]) -> list[str]:
-    body, x = [], float(_LEFT)
+def _figure(title: str, legend: Sequence[str], below: int, body: Sequence[str], height: int) -> str:
+    """The SVG file: title, legend, and the plot, moved down by what the legend takes more than a line."""
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height + below}" role="img">'
+    head = [opening, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", _text(_LEFT, 18, title, "title")]
+    if below:
+        body = [f'<g transform="translate(0 {below})">', *body, "</g>"]
+    return "\n".join([*head, *legend, *body, "</svg>", ""])
+
+
+def _legend(series: Sequence[Series], colors: Sequence[str]) -> tuple[list[str], int]:
+    """The names of the series, and the height of all lines but the first."""
+    body, x, line = [], float(_LEFT), 0
     for (name, _), color in zip(series, colors, strict=True):
-        body.append(f'<rect fill="{color}" x="{x:.0f}" y="29" width="12" height="12"/>')
-        body.append(_text(x + 17, 40, name, ""))
+        if x > _LEFT and x + 17 + _WIDEST * len(name) > _WIDTH:
+            x, line = float(_LEFT), line + 1
+        y = 29 + 18 * line
+        body.append(f'<rect fill="{color}" x="{x:.0f}" y="{y}" width="12" height="12"/>')
+        body.append(_text(x + 17, y + 11, name, ""))
         x += 34 + _LETTER * len(name)
-    return body
+    return body, 18 * line
 
 
 def _grid(ticks: Sequence[float], limit: float, unit: str) -> list[str]:
