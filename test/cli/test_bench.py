@@ -196,15 +196,21 @@ def test_results_are_judged_by_their_size() -> None:
 
 
 def test_host_time_counts_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    """Neither the GPU's time nor interruptions of single calls."""
     now = 0.0
+    seconds = iter([4.0, 0.25, 0.25, 9.0, 0.25])
+
+    def synchronize() -> None:
+        nonlocal now
+        now += 100.0
 
     def work() -> None:
         nonlocal now
-        now += 0.25
+        now += next(seconds)
 
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    assert bench.host_seconds(work, 2) == 0.5
+    assert bench.host_seconds(work, 5) == 5 * 0.25
 
 
 def test_table() -> None:

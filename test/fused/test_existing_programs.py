@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -91,6 +92,23 @@ def test_the_older_order_of_a_call_of_dsrelu(monkeypatch: pytest.MonkeyPatch) ->
     operation.execute(a, c, d, None, sfa, *rest, b, sfb, None, None, None, None, None, amax, None, None)
     assert torch.equal(d, p.results["d_row_tensor"])
     assert torch.equal(amax, p.results["amax_tensor"])
+
+
+@pytest.mark.parametrize("name", ["GroupedGemmGlu", "GroupedGemmDsrelu", "GroupedGemmGluHadamard"])
+def test_a_call_that_fits_no_order(name: str) -> None:
+    """What Python says of a function with this signature, also where a required tensor may come in two places."""
+    execute = getattr(cudnn, name).execute
+    required = [p.name for p in inspect.signature(execute).parameters.values() if p.default is p.empty]
+    right = dict.fromkeys(required)
+    for call, words in (
+        (lambda: execute(**dict.fromkeys(required[:-1])), rf"missing 1 required .*'{required[-1]}'"),
+        (lambda: execute(None, 1), "missing .* required"),
+        (lambda: execute(None, **right), "multiple values for argument 'self'"),
+        (lambda: execute(*[None] * len(required), **{required[-1]: 1}), "multiple values|pass arguments by name"),
+        (lambda: execute(**right, alhpa=1.0), "unexpected keyword argument 'alhpa'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
 
 
 def test_positional_arguments_that_fit_two_versions(monkeypatch: pytest.MonkeyPatch) -> None:

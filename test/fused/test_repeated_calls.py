@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.fused import repeated, wrapper
+from cudnn.fused import registry, repeated, wrapper
 from cudnn.gemm_amax.api import GemmAmaxSm100
 from cudnn.gemm_swiglu.api import GemmSwigluSm100
 from support import oracle
@@ -135,6 +136,42 @@ def test_wrong_arguments_after_right_ones(counted: list[str]) -> None:
             cudnn.gemm_swiglu_wrapper(**{"a_tensor": a, "b_tensor": b, **change})
 
 
+def test_arguments_by_position_by_name_and_left_out(counted: list[str]) -> None:
+    """Calls that pass other arguments are other calls; each is repeated, and gives the same."""
+    a, b = operands()
+    first = cudnn.gemm_swiglu_wrapper(a, b)
+    calls: list[Callable[[], Any]] = [
+        lambda: cudnn.gemm_swiglu_wrapper(a, b, 1.0),
+        lambda: cudnn.gemm_swiglu_wrapper(b_tensor=b, a_tensor=a),
+        lambda: cudnn.gemm_swiglu_wrapper(a, b_tensor=b, alpha=1.0, c_major="n", stream=None),
+    ]
+    for call in calls:
+        warm(call)
+        before = len(counted)
+        same(call(), first)
+        assert len(counted) == before
+
+
+def test_a_call_that_does_not_fit_the_signature(counted: list[str]) -> None:
+    a, b = operands()
+    warm(lambda: cudnn.gemm_swiglu_wrapper(a, b))
+    wrapper: Any = cudnn.gemm_swiglu_wrapper
+    for call, words in (
+        (lambda: wrapper(a), "missing 1 required positional argument: 'b_tensor'"),
+        (lambda: wrapper(a, b, a_tensor=a), "multiple values for argument 'a_tensor'"),
+        (lambda: wrapper(a, b, alhpa=1.0), "unexpected keyword argument 'alhpa'"),
+        (lambda: wrapper(a, alhpa=b), "unexpected keyword argument 'alhpa'"),
+        (lambda: wrapper(*[a] * 99), "positional arguments but 99 were given"),
+    ):
+        with pytest.raises(TypeError, match=rf"gemm_swiglu_wrapper\(\) .*{words}"):
+            call()
+    for name in registry.packages():  # parameters behind a star have no position
+        wrapper = registry.wrapper(name)
+        positions = [p for p in inspect.signature(wrapper).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        with pytest.raises(TypeError, match=r"positional arguments"):
+            wrapper(*[a] * (len(positions) + 1))
+
+
 def test_a_cleared_cache_is_filled_again(counted: list[str]) -> None:
     a, b = operands()
     warm(lambda: cudnn.gemm_swiglu_wrapper(a, b))
@@ -161,7 +198,7 @@ def test_fills_are_on_the_stream_of_the_call(
     a, b = operands()
     call = lambda **stream: cudnn.gemm_amax_wrapper(a, b, None, None, c_dtype=BF16, **stream)  # noqa: E731
     if repeats:
-        warm(call)
+        warm(lambda: call(stream=None))
     current: list[Any] = [None]
     seen: list[Any] = []
 

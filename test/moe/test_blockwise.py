@@ -406,15 +406,24 @@ def test_a_change_is_reported_though_weights_were_quantized_again() -> None:
 @pytest.mark.gpu
 def test_a_change_is_reported_to_a_host_that_is_ahead() -> None:
     weight = torch.randn(2, 128, 128, device="cuda").to(BF16)
-    for _ in range(2):
+
+    def train(factor: float) -> None:
+        """A change that is not counted, then optimizer's steps and micro-batches."""
+        weight.data.mul_(factor)
         quantized_both_ways([weight])
-    torch.cuda._sleep(200_000_000)
-    weight.data.mul_(1.5)
+        for _ in range(3):
+            quantizing.weights_changed(weight)
+            quantized_both_ways([weight])
+            quantized_both_ways([weight])
+
     quantized_both_ways([weight])
-    for _ in range(3):  # an optimizer's step, and micro-batches
-        quantizing.weights_changed(weight)
-        quantized_both_ways([weight])
-        quantized_both_ways([weight])
+    train(1.0)  # compiles and loads all kernels, for which the host would wait
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about 1 s
+    awake = torch.cuda.Event()
+    awake.record()
+    train(1.5)
+    assert not awake.query(), "the GPU was as fast as the host: this run tests nothing"
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"weights_changed"):
         quantized_both_ways([weight])

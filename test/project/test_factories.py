@@ -63,7 +63,9 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of what makes a tensor, or may make one, whose type or device the program leaves out."""
     tree = ast.parse(source)
     scopes = _scopes(tree)
-    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    partial = [node for node in calls if ast.unparse(node.func) == "functools.partial"]
+    called = {id(node.func): node for node in calls} | {id(node.args[0]): node for node in partial}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             if any(_needed(f"{node.module}.{alias.name}") for alias in node.names):
@@ -113,6 +115,8 @@ def test_every_tensor_is_made_with_a_type_and_a_device() -> None:
         "torch.frombuffer(memory)",
         "torch.nn.Linear(2, 2, dtype=dtype)",
         "make = torch.empty",
+        "functools.partial(torch.empty, 2, dtype=kind)",
+        "functools.partial(make, torch.empty, dtype=kind, device=here)",
         "list(map(torch.ones, sizes))",
         "torch.zeros(2, **options)",
         "options = {'dtype': kind}\ntorch.zeros(2, **options)",
@@ -130,6 +134,7 @@ def test_what_is_a_fault(line: str) -> None:
     [
         "torch.zeros(2, dtype=torch.float32, device=x.device)",
         "options = {'dtype': kind, 'device': here}\ntorch.zeros(2, **options)",
+        "functools.partial(torch.empty, 2, dtype=kind, device=here)",
         "x.new_zeros(2), torch.zeros_like(x)",
         "torch.Generator('cpu'), torch.Generator(device=x.device)",
         "torch.frombuffer(memory, dtype=torch.uint8)",

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from cudnn.bench import CUDNN, HOST, Benchmark, Candidate, Options, Problem, first_step, operands
+from cudnn.bench import CUDNN, HOST, Benchmark, Candidate, Options, Problem, first_step, operands, returning
 from cudnn.lazy import torch
 
 NAME = "host"
@@ -48,26 +48,24 @@ def candidates(case: str, size: int) -> list[Candidate]:
 
 def timed(name: str, prepare: Callable[[], Callable[[], Any]], ours: bool = True, package: str = "torch") -> Candidate:
     """A candidate that is not checked: other benchmarks check the same calls."""
-    return Candidate(name, lambda: _without_gradients(prepare()), ours=ours, package=package)
+    return Candidate(name, lambda: returning(prepare(), {}), ours=ours, package=package)
 
 
-def _without_gradients(call: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> dict[str, Any]:
-        with torch.no_grad():
-            call()
-        return {}
-
-    return run
+def inferred(name: str, layer: Callable[..., Any], *inputs: Any, ours: bool = True, **options: Any) -> Candidate:
+    """The forward pass of a layer without gradients."""
+    call = functools.partial(torch.no_grad()(layer), *inputs, **options)
+    return timed(name, lambda: call, ours)
 
 
 def trained(name: str, layer: Any, x: Any, **options: Any) -> Candidate:
     """Both passes of our layer. Gradients are not kept."""
     x = x.clone().requires_grad_()
+    needed = [x, *layer.parameters()]
 
     def run() -> dict[str, Any]:
         y = layer(x, **options)
         y = y[0] if options else y
-        torch.autograd.grad(y, [x, *layer.parameters()], y)
+        torch.autograd.grad(y, needed, y)
         return {}
 
     return Candidate(name, lambda: run, ours=True)
@@ -176,9 +174,9 @@ def moe(size: int) -> list[Candidate]:
     weights = (layer.up, layer.down, layer.router.weight)
     peer = functools.partial(moe_peers.plain, moe_peers.grouped, TOP_K)
     return [
-        timed("PyTorch, eager, torch._grouped_mm", lambda: lambda: peer(x, *weights), ours=False),
-        timed("cudnn.nn.MoE", lambda: lambda: layer(x)),
-        timed("cudnn.nn.MoE, return_routing", lambda: lambda: layer(x, return_routing=True)),
+        inferred("PyTorch, eager, torch._grouped_mm", peer, x, *weights, ours=False),
+        inferred("cudnn.nn.MoE", layer, x),
+        inferred("cudnn.nn.MoE, return_routing", layer, x, return_routing=True),
         trained("cudnn.nn.MoE, both passes", layer, x),
         trained("cudnn.nn.MoE, both passes, return_routing", layer, x, return_routing=True),
     ]
@@ -193,8 +191,8 @@ def one_token(size: int) -> list[Candidate]:
     mlp = GatedMLP(hidden, 3 * hidden, device=device)
     x = operands.normal(1, hidden).bfloat16()
     return [
-        timed("cudnn.nn.MoE", lambda: lambda: moe_layer(x)),
-        timed("cudnn.nn.GatedMLP", lambda: lambda: mlp(x)),
+        inferred("cudnn.nn.MoE", moe_layer, x),
+        inferred("cudnn.nn.GatedMLP", mlp, x),
         trained("cudnn.nn.MoE, both passes", moe_layer, x),
         trained("cudnn.nn.GatedMLP, both passes", mlp, x),
     ]

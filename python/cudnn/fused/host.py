@@ -15,12 +15,11 @@ from cudnn.errors import checked_number, make_error
 from cudnn.full_precision import full_precision
 from cudnn.fused import argument_types
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.fused.positional import older_order
+from cudnn.fused.positional import with_body
 from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
 from cudnn.runtime import launch, recording
 from cudnn.runtime.call import Call, KernelPlan, on_stream
-from cudnn.runtime.codegen import define
 from cudnn.strided import check_output, check_resolved, resolved
 from cudnn_kernels.architecture import ARCHITECTURES
 
@@ -138,18 +137,11 @@ class FusedAPI(APIBase):
     @classmethod
     def _passing_on(cls, declared: Callable[..., None], called: Mapping[str, inspect.Parameter]) -> Callable[..., None]:
         """``execute`` as declared, with a body: a call of :attr:`run`. Written out, it costs what one by hand costs."""
-        named = [name for name, parameter in called.items() if parameter.kind is parameter.KEYWORD_ONLY]
-        order = [name for name in called if name not in named] + ["*"] * bool(named) + named
         tensors = "".join(f"{name}, " for name in cls.parameters.values())
         scalars = "".join(f"{name if name in cls.run_time else None}, " for name in cls.scalars)
         workspace = next((name for name in called if name.startswith("workspace")), None)
         body = f"self.run(({tensors}), ({scalars}), current_stream, {workspace})"
-        function = define("execute", f"def execute({', '.join(order)}):\n    {body}\n", {})
-        plain: Any = inspect.unwrap(declared)
-        function.__defaults__, function.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
-        older = getattr(declared, "older_order", None)
-        function = functools.update_wrapper(function, plain)
-        return derived(older_order(older)(function) if older else function)
+        return derived(with_body(declared, body))
 
     @classmethod
     def _table(cls) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cudnn import settings
 from cudnn.errors import make_error
 from cudnn.lazy import torch
+from cudnn.runtime.codegen import define, with_parameters_of
 
 
 def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -44,10 +45,52 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             hint = "pass arguments by name"
             raise make_error(TypeError, function.__qualname__, "positional arguments", got, ", ".join(newer), hint)
 
-        call.older_order = names  # pyright: ignore[reportAttributeAccessIssue]
-        return call
+        declared: Any = call
+        declared.older_order, declared.agreed = names, tuple(newer[:same])
+        return declared
 
     return decorate
+
+
+def with_body(declared: Callable[..., Any], body: str) -> Callable[..., Any]:
+    """A function with the name, parameters and defaults of another one, and its ``older_order`` if it has one.
+
+    A call that names its arguments, but for those that both orders agree on, passes no dictionary of them on.
+    """
+    function, names = with_parameters_of(declared, body), getattr(declared, "older_order", None)
+    if names is None:
+        return function
+    ordered: Any = older_order(names)(function)
+    parameters = inspect.signature(declared).parameters
+    defaults = {name: _MISSING if p.default is p.empty else p.default for name, p in parameters.items()}
+    rest = {name: default for name, default in defaults.items() if name not in ordered.agreed}
+
+    def call(positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        return ordered(*positional, **{name: x for name, x in named.items() if x is not defaults[name]})
+
+    agreed = ", ".join(ordered.agreed)
+    source = _WITH_BODY.format(
+        name=function.__name__,
+        agreed=agreed,
+        rest=", ".join(rest),
+        differs=" or ".join(["positional", *(f"{name} is _MISSING" for name, x in rest.items() if x is _MISSING)]),
+        named=", ".join(f"{name!r}: {name}" for name in rest),
+        body=body,
+    )
+    result = define(function.__name__, source, {"call": call, "_MISSING": _MISSING})
+    result.__defaults__ = tuple(defaults[name] for name in ordered.agreed if defaults[name] is not _MISSING)
+    result.__kwdefaults__ = rest
+    return functools.update_wrapper(result, ordered)
+
+
+_MISSING = object()
+"""The default of a parameter that has none."""
+_WITH_BODY = """
+def {name}({agreed}, *positional, {rest}):
+    if {differs}:
+        return call(({agreed}, *positional), {{{named}}})
+    {body}
+"""
 
 
 def _fit(positional: Sequence[Any], names: Sequence[str], annotations: dict[str, str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,15 @@ _IMMUTABLE = (type(None), bool, int, float, str, Enum)
 _TEMPLATE = '''
 def repeat(arguments):
     """The wrapper's results, or None for arguments that differ from those of the earlier call."""
-    if not ({same}) or settings() != known_settings:
+    if len(arguments) != {count}:
         return None
-    {tensors}
-    {numbers}
+    try:
+        if not ({same}) or settings() != known_settings:
+            return None
+        {tensors}
+        {numbers}
+    except KeyError:
+        return None
     if not ({strided}) or not matches({given}):
         return None
     if objects.get(key) is not operation or api.execute is not execute:
@@ -78,6 +84,7 @@ def repeat(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict | Non
 def remember(
     api: type[FusedAPI],
     arguments: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     parameters: Mapping[str, str],
     inputs: Mapping[str, Any],
     allocated: Mapping[str, Any],
@@ -91,6 +98,7 @@ def remember(
 
     Args:
         arguments: of the wrapper, as they were passed.
+        defaults: The arguments that were not passed.
         parameters: of tensors, by name of tensor.
         inputs: tensors by name: a call with views or copies of the arguments is not remembered.
         allocated: results by name.
@@ -108,7 +116,7 @@ def remember(
         return
     fixed = [name for name in arguments if name not in (*tensors, *scalars, *STREAMS)]
     derived = getattr(api.execute, "is_derived", False)  # others do more than ``run``
-    unchanged = all(inputs[name] is arguments[parameter] for name, parameter in parameters.items())
+    unchanged = all(inputs[name] is arguments.get(parameter) for name, parameter in parameters.items())
     dense = all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in allocated.values())
     if not (derived and unchanged and dense and all(_is_immutable(arguments[name]) for name in fixed)):
         return
@@ -116,6 +124,8 @@ def remember(
     local = {parameter: f"t{i}" for i, parameter in enumerate(tensors)}
     values = {name: local.get(parameter, "None") for name, parameter in parameters.items()}
     values |= {name: f"r{i}" for i, name in enumerate(allocated)}
+    values_of_scalars = {name: f"default_{name}" for name in api.run_time if name in defaults}
+    values_of_scalars |= {name: f"s{i}" for i, name in enumerate(scalars)}
     allocations, scope = [], {f"e{i}": arguments[name] for i, name in enumerate(fixed)}
     for i, (name, x) in enumerate(allocated.items()):
         scope[f"empty{i}"] = _empty_like(x)
@@ -126,9 +136,10 @@ def remember(
             allocations.append(f"r{i}.fill_(fill{i})")
     allocations = allocations or ["pass"]
     source = _TEMPLATE.format(
-        same=" and ".join(f"arguments[{name!r}] is e{i}" for i, name in enumerate(fixed)),
+        count=len(arguments),
+        same=" and ".join(f"arguments[{name!r}] is e{i}" for i, name in enumerate(fixed)) or "True",
         tensors="; ".join(f"{name} = arguments[{parameter!r}]" for parameter, name in local.items()),
-        numbers="\n    ".join(_NUMBER.format(i=i, name=name) for i, name in enumerate(scalars)),
+        numbers="\n        ".join(_NUMBER.format(i=i, name=name) for i, name in enumerate(scalars)),
         strided=" and ".join(
             f"type({t}) in plain and {t}.layout is strided and not {t}.is_nested" for t in local.values()
         ),
@@ -138,7 +149,7 @@ def remember(
         allocated="\n        ".join(allocations),
         allocated_on_stream="\n            ".join(allocations),
         ordered="".join(f"{values.get(name, 'None')}, " for name in api.names),
-        scalars="".join(f"{f's{scalars.index(name)}' if name in scalars else None}, " for name in api.scalars),
+        scalars="".join(f"{values_of_scalars.get(name)}, " for name in api.scalars),
         returned=", ".join(f"'{name}_tensor': {values.get(name, 'None')}" for name in api.returns),
     )
     scope |= {
@@ -148,20 +159,20 @@ def remember(
     }
     scope |= {"objects": api.objects, "key": key, "operation": operation, "api": api, "execute": api.execute}
     scope |= {"on_stream": on_stream, "TupleDict": TupleDict}
+    scope |= {f"default_{name}": value for name, value in defaults.items()}
     scope |= {"plain": plain, "strided": torch.strided}  # PyTorch's guard ends the process for tensors without strides
     scope["numbers"] = frozenset((float, int, type(None)))
     _calls[api] = [define("repeat", source, scope), *_calls.get(api, ())][:MAX_CALLS]
 
 
 _NUMBER = """s{i} = arguments[{name!r}]
-    if type(s{i}) not in numbers:
-        return None"""
+        if type(s{i}) not in numbers:
+            return None"""
 
 
 def _empty_like(x: Any) -> Callable[[], Any]:
     """A function that allocates tensors with the metadata of x, which it does not keep."""
-    shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
-    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _is_immutable(value: Any) -> bool:

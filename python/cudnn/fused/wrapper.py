@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
@@ -13,7 +14,11 @@ from cudnn.errors import make_error
 from cudnn.fused import argument_types, registry, repeated
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.object_cache import cache_object, options_of
+from cudnn.fused.positional import older_order
 from cudnn.runtime.call import on_stream
+from cudnn.runtime.codegen import with_parameters_of
+
+Signature = TypeVar("Signature", bound=Callable[..., TupleDict])
 
 
 @dataclass(frozen=True)
@@ -30,15 +35,43 @@ class Arguments:
     empty: bool
 
 
-def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
-    """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name.
+def wrapper(api: type[FusedAPI]) -> Callable[[Signature], Signature]:
+    """Makes a function that is only a signature, below its ``older_order`` if it has one, the wrapper of an API.
 
-    A call like an earlier one, in the metadata of its tensors and in all else, skips what follows from these.
+    The warm path looks only at the arguments that a call passes: wrappers have up to 44.
     """
+
+    def decorate(declared: Signature) -> Signature:
+        older, complete = getattr(declared, "older_order", None), with_parameters_of(declared, "return locals()")
+        complete = older_order(older)(complete) if older else complete
+        parameters = inspect.signature(declared).parameters.values()
+        ordered = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+        agreed = getattr(complete, "agreed", ordered)
+
+        @functools.wraps(declared)
+        def run(*positional: Any, **named: Any) -> TupleDict:
+            passed = named
+            if positional:
+                passed = dict(zip(agreed, positional, strict=False), **named)
+                if len(passed) < len(positional) + len(named):  # in one of two orders; or one is passed twice
+                    passed = complete(*positional, **named)
+            results = repeated.repeat(api, passed)
+            return _run(api, complete(**passed), passed) if results is None else results
+
+        return run  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
+    """Runs an API on the arguments, ``locals()``, of a wrapper that does more, and returns the results by name."""
     results = repeated.repeat(api, arguments)
-    if results is not None:
-        return results
-    passed, arguments = arguments, api.normalize_arguments(argument_types.checked(*_function(api), arguments))
+    return _run(api, arguments, arguments) if results is None else results
+
+
+def _run(api: type[FusedAPI], arguments: Mapping[str, Any], passed: Mapping[str, Any]) -> TupleDict:
+    """Derives what a call needs from its arguments, of which the caller ``passed`` some, and runs it."""
+    complete, arguments = arguments, api.normalize_arguments(argument_types.checked(*_function(api), arguments))
     prepared = prepare(api, arguments)
     tensors = {**prepared.inputs, **prepared.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
@@ -58,7 +91,9 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)
     parameters = _tensors(api, tuple(arguments))
-    repeated.remember(api, passed, parameters, prepared.inputs, prepared.allocated, prepared.key, operation)
+    defaults = {name: value for name, value in complete.items() if name not in passed}
+    inputs, allocated = prepared.inputs, prepared.allocated
+    repeated.remember(api, passed, defaults, parameters, inputs, allocated, prepared.key, operation)
     return returned
 
 

@@ -10,7 +10,7 @@ from cudnn.fused.dense import DenseGemm, amax, operands
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 
@@ -121,6 +121,7 @@ class GemmAmaxSm100(GemmAmax):
     """:class:`GemmAmax` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmAmaxSm100)
 def gemm_amax_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -141,7 +142,7 @@ def gemm_amax_wrapper(
     class's alone. Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_amax`` is the
     operator for ``torch.compile``.
     """
-    return call(GemmAmaxSm100, locals())
+    ...
 
 
 gemm_amax_wrapper_sm100 = gemm_amax_wrapper

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Matrix, TensorSpec
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm_srelu.api import SquaredReluGemm
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -109,6 +109,7 @@ class GemmDsreluSm100(GemmDsrelu):
     """:class:`GemmDsrelu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmDsreluSm100)
 def gemm_dsrelu_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -138,7 +139,7 @@ def gemm_dsrelu_wrapper(
     Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_dsrelu`` is the operator for
     ``torch.compile``.
     """
-    return call(GemmDsreluSm100, locals())
+    ...
 
 
 gemm_dsrelu_wrapper_sm100 = gemm_dsrelu_wrapper

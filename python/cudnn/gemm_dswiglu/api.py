@@ -12,7 +12,7 @@ from cudnn.fused.gated import GluLayout
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Contiguous, Matrix, Sizes, TensorSpec
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -165,6 +165,7 @@ class GemmDswigluSm100(GemmDswiglu):
     """:class:`GemmDswiglu` by the name that programs for Blackwell use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmDswigluSm100)
 def gemm_dswiglu_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -192,7 +193,7 @@ def gemm_dswiglu_wrapper(
     ``prob_tensor``; amax with four-bit operands; sfd with a d_ab12 of 8 bits, which needs ``norm_const_tensor``. Other
     arguments and errors as those of :class:`GemmDswiglu`. Nothing is recorded for autograd.
     """
-    return call(GemmDswigluSm100, locals())
+    ...
 
 
 gemm_dswiglu_wrapper_sm100 = gemm_dswiglu_wrapper

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated import GatedGemm
 from cudnn.fused.host import derived
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -98,6 +98,7 @@ class GemmGegluSm100(GemmGeglu):
     """:class:`GemmGeglu` by the name that programs for Blackwell use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmGegluSm100)
 def gemm_geglu_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -129,7 +130,7 @@ def gemm_geglu_wrapper(
     a bfloat16 result. Other arguments and errors as those of :class:`GemmGeglu`. Nothing is recorded for autograd: the
     results have no ``grad_fn``. ``cudnn.ops.gemm_geglu`` is the operator for ``torch.compile``.
     """
-    return call(GemmGegluSm100, locals())
+    ...
 
 
 gemm_geglu_wrapper_sm100 = gemm_geglu_wrapper

@@ -9,7 +9,7 @@ from cudnn.fused.dense import DenseGemm, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes, TensorSpec
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm.formats import BLOCKWISE_SIZE, FLOAT8, name_of
 from cudnn.gemm_rope import gradients
 from cudnn.lazy import torch
@@ -165,6 +165,7 @@ class GemmRopeSm100(GemmRope):
     """:class:`GemmRope` by the name that programs for Blackwell use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmRopeSm100)
 def gemm_rope_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -195,7 +196,7 @@ def gemm_rope_wrapper(
     c is of ``c_dtype``, by default the type of ``a`` if that has 16 bits, else bfloat16; sfc comes with 8 bits. Nothing
     is recorded for autograd: gradients flow through ``cudnn.ops.gemm_rope``. See :class:`GemmRope` for the rest.
     """
-    return call(GemmRopeSm100, locals())
+    ...
 
 
 gemm_rope_wrapper_sm100 = gemm_rope_wrapper

@@ -9,7 +9,7 @@ from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Column, Matrix, Sizes, TensorSpec
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -141,6 +141,7 @@ class GemmSreluSm100(GemmSrelu):
     """:class:`GemmSrelu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmSreluSm100)
 def gemm_srelu_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -169,7 +170,7 @@ def gemm_srelu_wrapper(
     Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_srelu`` is the operator for
     ``torch.compile``.
     """
-    return call(GemmSreluSm100, locals())
+    ...
 
 
 gemm_srelu_wrapper_sm100 = gemm_srelu_wrapper

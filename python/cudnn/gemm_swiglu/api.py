@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated import GatedGemm
 from cudnn.fused.host import derived
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm_swiglu import gradients
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -108,6 +108,7 @@ class GemmSwigluSm100(GemmSwiglu):
     """:class:`GemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GemmSwigluSm100)
 def gemm_swiglu_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -140,7 +141,7 @@ def gemm_swiglu_wrapper(
 
     Nothing is recorded for autograd: the results have no ``grad_fn``. Gradients flow through ``cudnn.ops.gemm_swiglu``.
     """
-    return call(GemmSwigluSm100, locals())
+    ...
 
 
 gemm_swiglu_wrapper_sm100 = gemm_swiglu_wrapper

@@ -70,9 +70,9 @@ class _Router(torch.nn.Linear):
 
     def check(self, tokens: Tensor) -> None:
         """Raises a ValueError for tokens of another dtype or size, a RuntimeError for a weight that FSDP2 sharded."""
-        local_shard("router.weight", None if isinstance(tokens, DTensor) else self.weight, None)
-        weight, types = self.weight, [self.weight.dtype]
-        types += [torch.bfloat16, torch.float16] * (weight.dtype is torch.float32)
+        weight = self.weight
+        local_shard("router.weight", None if isinstance(tokens, DTensor) else weight, None)
+        types = (torch.float32, torch.bfloat16, torch.float16) if weight.dtype is torch.float32 else (weight.dtype,)
         fits = tokens.dtype in types or autocast_type(tokens) is not None
         if not fits or tokens.shape[-1] != weight.shape[1]:
             got = f"{tokens.dtype} [..., {tokens.shape[-1]}]"
@@ -536,8 +536,9 @@ class MoE(_QuantizedModule):
                 ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", hint
             )
         parameters = [local_shard(name, getattr(self, name), self._expert_mesh) for name in _EXPERT_PARAMETERS]
-        if routing is None and self._is_one_node(tokens, parameters):
-            y, output = self._one_node(tokens, parameters, return_routing)
+        inputs = self._inputs_of_one_node(tokens, parameters) if routing is None else None
+        if inputs is not None:
+            y, output = self._one_node(inputs, return_routing)
         else:
             logits: Any = None
             if routing is None:
@@ -549,17 +550,13 @@ class MoE(_QuantizedModule):
         y = in_shape_of(x, y)
         return (y, output) if return_routing else y
 
-    def _one_node(
-        self, tokens: Tensor, parameters: Sequence[Tensor | None], return_routing: bool
-    ) -> tuple[Tensor, RouterOutput | None]:
+    def _one_node(self, inputs: Sequence[Any], return_routing: bool) -> tuple[Tensor, RouterOutput | None]:
         """y (T, hidden), by one autograd node, and the router's output if wanted."""
-        self.router.check(tokens)
-        shared, weight = self._shared(tokens) if self._shared_rows else None, self.router.weight
-        inputs = (tokens, shared, weight, *parameters)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
             result = LayerFunction.apply(self, return_routing, *inputs)
             return (result[0], RouterOutput(*result[1:])) if return_routing else (result, None)
-        y, _, output = forward(self, tokens, shared, weight, parameters, False, return_routing)
+        tokens, shared, router, *parameters = inputs
+        y, _, output = forward(self, tokens, shared, router, parameters, False, return_routing)
         return y, output
 
     def _run_experts(self, tokens: Tensor, routing: Routing, parameters: Sequence[Tensor | None]) -> Tensor:
@@ -591,17 +588,22 @@ class MoE(_QuantizedModule):
         ranks = self._expert_mesh
         return None if ranks is None or (ranks.ep == 1 and not isinstance(ranks.group, Exchange)) else ranks.group
 
-    def _is_one_node(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
-        """Whether the call can be one autograd node: no tracing, dispatch mode, hook or override sees it."""
+    def _inputs_of_one_node(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> Sequence[Any] | None:
+        """The tensors of a call that can be one autograd node; None if tracing, a dispatch mode, a hook or an override
+        has to see the call: tokens, shared experts' weights, the router's weight, parameters.
+        """
         router, ranks, overrides_route = self.router, self._expert_mesh, type(self).route is not MoE.route
         if overrides_route or not tokens.shape[0]:
-            return False
+            return None
         if ranks is not None and (self._exchange_group() is not None or ranks.etp > 1):
-            return False
+            return None
         dtype = parameters[0].dtype  # pyright: ignore[reportOptionalMemberAccess]
-        if type(router) is not _Router or router.is_customized or router.weight.dtype is not dtype:
-            return False
-        return not needs_dispatch([t for t in (tokens, router.weight, *parameters) if t is not None], True)
+        if type(router) is not _Router or router.is_customized or (weight := router.weight).dtype is not dtype:
+            return None
+        if needs_dispatch([t for t in (tokens, weight, *parameters) if t is not None], True):
+            return None
+        router.check(tokens)
+        return tokens, self._shared(tokens) if self._shared_rows else None, weight, *parameters
 
     def _padded_router(self, router: Tensor) -> Tensor:
         """The router's weight, contiguous, with rows of zeros for shared experts."""

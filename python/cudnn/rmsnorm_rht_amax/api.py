@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.errors import make_error
 from cudnn.fused.host import FusedAPI, derived
 from cudnn.fused.layouts import Contiguous, Rows, Sizes, TensorSpec
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.rmsnorm_rht_amax import reference
@@ -172,6 +172,7 @@ class RmsNormRhtAmaxSm100(RmsNormRhtAmax):
     """:class:`RmsNormRhtAmax` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(RmsNormRhtAmaxSm100)
 def rmsnorm_rht_amax_wrapper(
     x_tensor: Tensor,
     w_tensor: Tensor,
@@ -185,7 +186,7 @@ def rmsnorm_rht_amax_wrapper(
     Arguments and errors as those of :class:`RmsNormRhtAmax`. Nothing is recorded for autograd: the results have no
     ``grad_fn``. ``cudnn.ops.rmsnorm_rht_amax`` is the operator for ``torch.compile``.
     """
-    return call(RmsNormRhtAmaxSm100, locals())
+    ...
 
 
 rmsnorm_rht_amax_wrapper_sm100 = rmsnorm_rht_amax_wrapper

@@ -432,13 +432,12 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 def _allocation(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that allocates tensors with the metadata of x."""
-    shape, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _workspace(size: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """A function that allocates bytes."""
-    return lambda: torch.empty(size, dtype=torch.uint8, device=device)
+    return functools.partial(torch.empty, size, dtype=torch.uint8, device=device)
 
 
 def _handle(function: Any) -> int:

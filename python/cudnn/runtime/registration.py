@@ -285,13 +285,12 @@ def needs_dispatch(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
         or (has_autocast and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
     ):
         return True
-    return any(
-        type(x) not in _PLAIN
-        or not torch._C._has_storage(x)
-        or (x.is_meta and recording.current() is None)
-        or x.is_neg()
-        for x in tensors
-    )
+    for x in tensors:
+        if type(x) not in _PLAIN or not torch._C._has_storage(x) or x.is_neg():
+            return True
+        if x.is_meta and recording.current() is None:
+            return True
+    return False
 
 
 def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., Any]) -> Any:

@@ -8,7 +8,7 @@ from cudnn.fused.gated_experts import GatedExpertsBackward
 from cudnn.fused.grouped import ExpertsGemm, bias_gradient, with_pointers
 from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -118,6 +118,7 @@ class DiscreteGroupedGemmDswigluSm100(DiscreteGroupedGemmDswiglu):
     """:class:`DiscreteGroupedGemmDswiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(DiscreteGroupedGemmDswigluSm100)
 @older_order(
     "a_tensor b_ptrs c_tensor sfa_tensor sfb_ptrs padded_offsets alpha_tensor beta_tensor prob_tensor "
     "dprob_tensor n b_dtype generate_dbias norm_const_tensor acc_dtype d_dtype cd_major mma_tiler_mn "
@@ -165,7 +166,7 @@ def discrete_grouped_gemm_dswiglu_wrapper(
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``n``: columns of the GEMM; k is that of a.
     """
-    return call(DiscreteGroupedGemmDswigluSm100, locals())
+    ...
 
 
 discrete_grouped_gemm_dswiglu_wrapper_sm100 = discrete_grouped_gemm_dswiglu_wrapper

@@ -8,7 +8,7 @@ from cudnn.fused.gated_experts import GatedExperts
 from cudnn.fused.grouped import ExpertsGemm, with_pointers
 from cudnn.fused.host import derived
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -111,6 +111,7 @@ class DiscreteGroupedGemmSwigluSm100(DiscreteGroupedGemmSwiglu):
     """:class:`DiscreteGroupedGemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(DiscreteGroupedGemmSwigluSm100)
 @older_order(
     "a_tensor b_ptrs sfa_tensor sfb_ptrs padded_offsets alpha_tensor n b_dtype bias_tensor norm_const_tensor "
     "prob_tensor acc_dtype c_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 "
@@ -154,7 +155,7 @@ def discrete_grouped_gemm_swiglu_wrapper(
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always. ``n``: columns of the GEMM; k is that of a.
     """
-    return call(DiscreteGroupedGemmSwigluSm100, locals())
+    ...
 
 
 discrete_grouped_gemm_swiglu_wrapper_sm100 = discrete_grouped_gemm_swiglu_wrapper

@@ -9,7 +9,7 @@ from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes
-from cudnn.fused.wrapper import call, supports
+from cudnn.fused.wrapper import supports, wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -133,6 +133,7 @@ class GroupedGemmSm100(GroupedGemm):
 
 
 @supports("bf16_canonical_layouts")
+@wrapper(GroupedGemmSm100)
 def grouped_gemm_wrapper(
     a_tensor: Tensor,
     padded_offsets: Tensor,
@@ -166,7 +167,7 @@ def grouped_gemm_wrapper(
     c is None without ``generate_c``. ``c_tensor``, ``d_tensor``: written and returned, where they are given. Other
     arguments and errors as those of :class:`GroupedGemm`.
     """
-    return call(GroupedGemmSm100, locals())
+    ...
 
 
 grouped_gemm_wrapper_sm100 = grouped_gemm_wrapper

@@ -9,7 +9,7 @@ from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import BlockScales, TensorSpec
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call, supports
+from cudnn.fused.wrapper import supports, wrapper
 from cudnn.gemm.formats import BLOCKWISE_DTYPE
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ class GroupedGemmGluSm100(GroupedGemmGlu):
 
 
 @supports("canonical_layouts", "bf16_canonical_layouts", "external_scheduler_counter")
+@wrapper(GroupedGemmGluSm100)
 @older_order(
     "a_tensor sfa_tensor padded_offsets alpha_tensor b_tensor sfb_tensor bias_tensor b_ptrs sfb_ptrs n b_dtype b_major "
     "norm_const_tensor prob_tensor acc_dtype c_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size "
@@ -228,7 +229,7 @@ def grouped_gemm_glu_wrapper(
     scale factors: c with ``generate_c`` only, and d. For others: c, d, d_col; amax for a d of 16 bits; scale factors
     for operands of 8 bits, which need ``norm_const_tensor``. Other arguments and errors as those of the class.
     """
-    return call(GroupedGemmGluSm100, locals())
+    ...
 
 
 grouped_gemm_glu_wrapper_sm100 = grouped_gemm_glu_wrapper

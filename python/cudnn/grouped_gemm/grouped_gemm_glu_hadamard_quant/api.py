@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.host import derived
 from cudnn.fused.transformed_experts import TransformedExperts
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -121,6 +121,7 @@ class GroupedGemmGluHadamardQuantSm100(GroupedGemmGluHadamardQuant):
     """:class:`GroupedGemmGluHadamardQuant` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GroupedGemmGluHadamardQuantSm100)
 def grouped_gemm_glu_hadamard_quant_wrapper(
     a_tensor: Tensor,
     sfa_tensor: Tensor | None,
@@ -162,7 +163,7 @@ def grouped_gemm_glu_hadamard_quant_wrapper(
     float4_e2m1fn_x2 with scale factors. ``rht_colwise_dtype``: None or float4_e2m1fn_x2. Other arguments and errors as
     those of :class:`GroupedGemmGluHadamardQuant`.
     """
-    return call(GroupedGemmGluHadamardQuantSm100, locals())
+    ...
 
 
 grouped_gemm_glu_hadamard_quant_wrapper_sm100 = grouped_gemm_glu_hadamard_quant_wrapper

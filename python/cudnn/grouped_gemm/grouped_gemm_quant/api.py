@@ -9,7 +9,7 @@ from cudnn.fused.grouped import BIAS, COUNTER, PROB, ExpertsGemm, operands, quan
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes, TensorSpec, TokenColumn
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call, supports
+from cudnn.fused.wrapper import supports, wrapper
 from cudnn.gemm.formats import FLOAT8, name_of
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class GroupedGemmQuantSm100(GroupedGemmQuant):
 
 
 @supports("canonical_layouts", "optional_amax", "external_scheduler_counter")
+@wrapper(GroupedGemmQuantSm100)
 @older_order(
     "a_tensor sfa_tensor padded_offsets alpha_tensor b_tensor sfb_tensor bias_tensor b_ptrs sfb_ptrs n b_dtype b_major "
     "norm_const_tensor prob_tensor acc_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 "
@@ -204,7 +205,7 @@ def grouped_gemm_quant_wrapper(
     with 16 bits. ``d_tensor``: written and returned, where it is given. Other arguments and errors as those of the
     class.
     """
-    return call(GroupedGemmQuantSm100, locals())
+    ...
 
 
 grouped_gemm_quant_wrapper_sm100 = grouped_gemm_quant_wrapper

@@ -9,7 +9,7 @@ from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, outp
 from cudnn.fused.host import derived
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 from cudnn.gemm.formats import FLOAT8, name_of
 from cudnn_kernels import epilogue
 
@@ -137,6 +137,7 @@ class GroupedGemmSreluSm100(GroupedGemmSrelu):
     """:class:`GroupedGemmSrelu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GroupedGemmSreluSm100)
 @older_order(
     "a_tensor b_tensor sfa_tensor sfb_tensor padded_offsets alpha_tensor bias_tensor b_ptrs sfb_ptrs n b_dtype "
     "b_major norm_const_tensor prob_tensor acc_dtype c_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn "
@@ -179,7 +180,7 @@ def grouped_gemm_srelu_wrapper(
     d_col, for 8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax for a d of 16 bits. Other arguments
     and errors as those of :class:`GroupedGemmSrelu`.
     """
-    return call(GroupedGemmSreluSm100, locals())
+    ...
 
 
 grouped_gemm_srelu_wrapper_sm100 = grouped_gemm_srelu_wrapper

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.fused.gated_experts import GatedExperts
 from cudnn.fused.grouped import indexed
 from cudnn.fused.host import derived
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -98,6 +98,7 @@ class GroupedGemmSwigluSm100(GroupedGemmSwiglu):
     """:class:`GroupedGemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@wrapper(GroupedGemmSwigluSm100)
 def grouped_gemm_swiglu_wrapper(
     a_tensor: Tensor,
     b_tensor: Tensor,
@@ -126,7 +127,7 @@ def grouped_gemm_swiglu_wrapper(
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always.
     """
-    return call(GroupedGemmSwigluSm100, locals())
+    ...
 
 
 grouped_gemm_swiglu_wrapper_sm100 = grouped_gemm_swiglu_wrapper
