@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import cutlass.cute as cute
+
+from cudnn_kernels import fakes
 
 ENTRY = "kernel"  # the object's function is __tvm_ffi_kernel
 
@@ -15,7 +18,12 @@ def preload() -> None:
     """Imports what the first compilation would import."""
     from cutlass.cutlass_dsl import tvm_ffi_provider  # noqa: F401
 
-    from cudnn_kernels import fakes  # noqa: F401
+
+def compile_kernel(source: str, configuration: Any, arch: str, exports: bool = False) -> Any:
+    """The kernel ``module:class`` for a configuration, compiled for fake arguments: see :func:`compile_for`."""
+    module_name, _, class_name = source.partition(":")
+    kernel = getattr(importlib.import_module(module_name), class_name)(configuration)
+    return compile_for(arch, kernel, *fakes.arguments(configuration), exports=exports)
 
 
 def compile_for(arch: str, function: Any, *arguments: Any, options: str = "", exports: bool = False) -> Any:

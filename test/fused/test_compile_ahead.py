@@ -267,10 +267,26 @@ def test_where_construction_compiles_nothing(early: Built, monkeypatch: pytest.M
     assert not kernels.pool()._idle
 
 
+def test_a_construction_that_fails_ends_its_workers(early: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one on a machine without a GPU: workers start before CUDA is initialized."""
+
+    def fail(module: MoE) -> None:
+        assert kernels.pool()._idle
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(MoE, "reset_parameters", fail)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        MoE(64, 64, 4, 2)
+    assert early.killed
+    assert not early.keys
+    assert not kernels.pool()._idle
+
+
 def test_devices_and_modes_that_compile_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     compiles = functools.partial(compile_ahead._compiles_early, dtype=torch.bfloat16)
-    assert compiles(torch.device("cuda", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: pytest.fail("initializes CUDA"))
+        assert compiles(torch.device("cuda", 1))
     assert not compiles(torch.device("cpu"))
     assert not compiles(torch.device("meta"))
     assert not compile_ahead._compiles_early(torch.device("cuda"), torch.float32)

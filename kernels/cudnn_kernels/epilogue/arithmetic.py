@@ -166,7 +166,7 @@ class GatedBackwardImpl(EpiOpImpl):
     def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         rows = self.params.layout
         self.outputs = {
-            name: Fragment(self.params.fragment(Float32, width), width, rows)
+            name: Fragment.empty(width, rows)
             for name, width in (("x", 2 * self.width), ("activation", self.width), ("prob_gradient", self.width))
         }
 

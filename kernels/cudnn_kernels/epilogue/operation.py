@@ -322,7 +322,7 @@ class Epilogue:
         values_per_row = self.params.width // layout.lanes_per_row
         for operation in operations:
             operation.begin_subtile(tile, subtile, values)
-        inputs = dict(values)
+        inputs = {name: fragment.in_registers() for name, fragment in values.items()}
         for slot in range(layout.slots):
             for first in range(0, values_per_row, layout.stream_width):
                 positions = range(first, first + layout.stream_width)

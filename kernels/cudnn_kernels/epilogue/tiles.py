@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cudnn_kernels.epilogue.operation import EpilogueParams, EpiOpImpl, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS, GLU_BLOCK
-from cudnn_kernels.pipeline.fragment import Fragment, ValueSubset, indices
+from cudnn_kernels.pipeline.fragment import Fragment, Registers, ValueSubset, elements, indices
 from cudnn_kernels.pipeline.tma import ptr_array_coord, ptr_array_view, ragged_coord, ragged_view
 
 
@@ -169,11 +169,8 @@ class StoreTileImpl(StagedTile):
         for _, positions in indices(x, subset):
             # One instruction rounds two adjacent columns.
             for left, right in zip(positions[::2], positions[1::2], strict=True):
-                pair = cute.make_rmem_tensor(2, Float32)
-                pair[0], pair[1] = x.values[left], x.values[right]
-                rounded_pair = cute.make_rmem_tensor(2, self.element)
-                rounded_pair.store(pair.load().to(self.element))
-                self.rounded[left], self.rounded[right] = rounded_pair[0], rounded_pair[1]
+                pair = Registers([x.values[left], x.values[right]]).load()
+                self.rounded[left], self.rounded[right] = elements(pair.to(self.element))
 
     def end_subtile(self, tile: Tile, subtile: int) -> None:
         if not self.params.overlaps_stores:
@@ -260,7 +257,7 @@ class LoadTileImpl(StagedTile):
 
     def begin_subtile(self, tile: Tile, subtile: int, values: dict[str, Fragment]) -> None:
         self.loaded = self.load(tile, subtile)
-        values[self.op.value] = Fragment(self.params.fragment(Float32, self.width), self.width, self.params.layout)
+        values[self.op.value] = Fragment.empty(self.width, self.params.layout)
         if self.element.width == 8:  # four values per conversion
             values[self.op.value].values.store(self.loaded.load().to(Float32))
 

@@ -6,13 +6,14 @@ and the softmax of attention are written against this interface. Warp-level redu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
+from cutlass._mlir_helpers.vector import Vector
 
 from cudnn_kernels.formats import GLU_BLOCK
 
@@ -39,6 +40,10 @@ class RowLayout:
     chains: int = 1
     stream_width: int = STREAM_WIDTH
 
+    def values(self, width: int) -> int:
+        """How many values a thread holds of ``width`` columns."""
+        return self.slots * width // self.lanes_per_row
+
     def order(self, width: int, slot: int) -> Sequence[int]:
         """Register indices of the values of a row slot, by position, in a fragment of ``width`` columns."""
         raise NotImplementedError
@@ -47,7 +52,7 @@ class RowLayout:
         """The row of a slot, counted from the warpgroup's first row."""
         raise NotImplementedError
 
-    def column(self, thread: Int32, position: Any) -> Int32:
+    def column(self, thread: Any, position: Any) -> Any:
         """The column of a position."""
         run, offset = position // self.run, position % self.run
         return (run * self.lanes_per_row + thread % self.lanes_per_row) * self.run + offset
@@ -60,8 +65,8 @@ class RowLayout:
 
     def in_bounds(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
         """A predicate of a position: whether it is in the first ``rows`` rows and ``columns`` columns."""
-        row_exists = self.row(thread, slot) < rows
-        return lambda position: row_exists & (self.column(thread, position) < columns)
+        row_exists, first = self.row(thread, slot) < rows, self.column(thread, 0)
+        return lambda position: row_exists & (first + self.column(0, position) < columns)
 
     def all_reduce_row(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """All-reduces a value over the lanes that share a row, by butterfly shuffles."""
@@ -72,13 +77,56 @@ class RowLayout:
         return value
 
 
+class Registers:
+    """A thread's values by index, as the SSA values that tracing yields.
+
+    An element access of a register tensor is a memory operation, and the compiler spends more time on its removal than
+    on the arithmetic. Only copies, MMAs and values that dynamic control flow writes need a register tensor.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = list(values)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._values[i]
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        self._values[i] = value
+
+    def load(self) -> cute.TensorSSA:
+        """All values as a vector."""
+        dtype = type(self._values[0])
+        vector = Vector.from_elements(tuple(self._values), dtype)
+        return cute.TensorSSA(vector, (len(self._values),), dtype)
+
+    def store(self, vector: cute.TensorSSA) -> None:
+        """Takes all values from a vector."""
+        self._values = elements(vector)
+
+
+def elements(vector: cute.TensorSSA) -> list[Any]:
+    """The elements of a vector."""
+    return [Vector.__getitem__(vector, i) for i in range(vector.type.shape[0])]
+
+
 @dataclass
 class Fragment:
     """float32 values of one thread, of ``width`` columns of the warpgroup's rows."""
 
-    values: cute.Tensor
+    values: cute.Tensor | Registers
     width: int
     layout: RowLayout
+
+    @classmethod
+    def empty(cls, width: int, layout: RowLayout) -> Fragment:
+        """A fragment whose values are assigned later."""
+        return cls(Registers([None] * layout.values(width)), width, layout)
+
+    def in_registers(self) -> Fragment:
+        """The same values, not as a register tensor."""
+        if isinstance(self.values, Registers):
+            return self
+        return replace(self, values=Registers(self.values[i] for i in range(self.layout.values(self.width))))
 
     def row_values(self, slot: int) -> list[Float32]:
         """The values of a row slot, by position."""

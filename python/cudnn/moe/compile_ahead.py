@@ -47,8 +47,11 @@ def at_construction(module: Any, device: Any, dtype: torch.dtype, kind: Hashable
 
 
 def _compiles_early(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether construction compiles. Does not initialize CUDA, so that workers start before it, or are killed where
+    there is no GPU and construction fails.
+    """
     needs_cast = dtype not in (torch.bfloat16, torch.float16)  # to the dtype of torch.autocast at the call
-    if device.type != "cuda" or needs_cast or torch.compiler.is_compiling() or not torch.cuda.is_available():
+    if device.type != "cuda" or needs_cast or torch.compiler.is_compiling():
         return False
     return not _get_current_dispatch_mode_stack()
 

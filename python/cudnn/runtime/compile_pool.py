@@ -81,7 +81,7 @@ def start_workers(count: int) -> list[Worker]:
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     # Without an architecture the DSL asks the CUDA driver, whose initialization takes seconds a process.
     variables = {"CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "cudnn.runtime.compile_worker", *map(str, descriptors)]
+    command = [sys.executable, "-m", "cudnn_kernels.compile_worker", *map(str, descriptors)]
     options: dict[str, Any] = {"pass_fds": descriptors, "stdin": subprocess.DEVNULL, "start_new_session": True}
     try:
         group = subprocess.Popen(command, env=settings.environment_of_child(**variables), stdout=2, **options)
@@ -208,7 +208,13 @@ class Pool:
     def _compile(self, key: Key, worker: Worker | None) -> bytes:
         if worker is None:
             raise WorkerError("no process")
-        return cache.fetch(self._entry_of(*key), lambda: worker.build(key)[0], wait=key in self._busy)
+
+        def build() -> bytes:
+            content, seconds = worker.build(key)
+            log_compilation(key, seconds)
+            return content
+
+        return cache.fetch(self._entry_of(*key), build, wait=key in self._busy)
 
     def close(self) -> None:
         """Drops the queue and ends the workers."""
@@ -216,6 +222,12 @@ class Pool:
             self._queue.clear()
         for worker in list(self._workers):
             worker.kill()
+
+
+def log_compilation(key: Key, seconds: float) -> None:
+    """Logs that this process, or a worker, has compiled a kernel."""
+    source, configuration, arch = key
+    _logger.info("compiled %s for %s in %.2f s: %r", source.rpartition(":")[2], arch, seconds, configuration)
 
 
 def jobs() -> int:

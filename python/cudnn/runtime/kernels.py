@@ -7,7 +7,6 @@ import contextlib
 import contextvars
 import functools
 import hashlib
-import importlib
 import importlib.util
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from cudnn.errors import make_error
 from cudnn.lazy import torch
 from cudnn.runtime import cache, loader
-from cudnn.runtime.compile_pool import Pool, jobs
+from cudnn.runtime.compile_pool import Pool, jobs, log_compilation
 from cudnn.runtime.recording import Key
 
 _logger = logging.getLogger("cudnn.launch")
@@ -208,14 +207,11 @@ def entry(source: str, configuration: Any, arch: str) -> cache.Entry:
 
 def compile_kernel(source: str, configuration: Any, arch: str, exports: bool = False) -> Any:
     """Compiles with the CuTe DSL, now and for this process, to be called or, with ``exports``, to be exported."""
-    from cudnn_kernels import compiler, fakes
+    from cudnn_kernels import compiler
 
-    module_name, _, class_name = source.partition(":")
-    module = importlib.import_module(module_name)
     start = time.perf_counter()
-    kernel = getattr(module, class_name)(configuration)
-    compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration), exports=exports)
-    _logger.info("compiled %s for %s in %.2f s: %r", class_name, arch, time.perf_counter() - start, configuration)
+    compiled = compiler.compile_kernel(source, configuration, arch, exports)
+    log_compilation((source, configuration, arch), time.perf_counter() - start)
     return compiled
 
 
