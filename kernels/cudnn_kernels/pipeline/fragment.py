@@ -105,8 +105,10 @@ class Registers:
 
 
 def elements(vector: cute.TensorSSA) -> list[Any]:
-    """The elements of a vector."""
-    return [Vector.__getitem__(vector, i) for i in range(vector.type.shape[0])]
+    """The elements of a vector of any shape, in the order of its registers."""
+    count = vector.type.shape[0]
+    flat = cute.TensorSSA(vector, (count,), vector.dtype)
+    return [Vector.__getitem__(flat, i) for i in range(count)]
 
 
 @dataclass
