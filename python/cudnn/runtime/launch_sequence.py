@@ -3,8 +3,9 @@
 A function that only allocates memory, takes views and launches kernels does the same at every call with tensors of the
 same metadata, but for addresses. :class:`LaunchSequences` runs it, from the second such call on records it, and later
 writes the new addresses into the recorded arguments and launches the kernels: one allocation holds all temporary
-tensors, no view is made, and nothing is derived again. A sequence is used where host time matters, so for small tensors
-alone: temporary tensors do not share memory.
+tensors, no view is made, and nothing is derived again. What depends on more than the tensors, such as cached copies of
+weights, the function gets by :func:`cudnn.runtime.launch_capture.outside`, which is called each time. A sequence is
+used where host time matters, so for small tensors alone: temporary tensors do not share memory.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _DTYPES = {  # DLDataTypeCode and bits
     torch.float16: (2, 16),
     torch.float32: (2, 32),
     torch.bfloat16: (4, 16),
+    torch.float8_e4m3fn: (10, 8),
+    torch.float8_e5m2: (12, 8),
+    torch.float8_e8m0fnu: (14, 8),
 }
 
 Tensors = tuple[Any, ...]
@@ -166,12 +170,21 @@ class GraphLaunch(NamedTuple):
     workspace: Any
 
 
+class OutsideCall(NamedTuple):
+    """A call of :func:`cudnn.runtime.launch_capture.outside`: its arguments and results, tensors."""
+
+    function: Callable[..., Tensors]
+    tensors: Tensors
+    results: Tensors
+
+
 class Capture(TorchDispatchMode):
     """Records the allocations, views and launches of this thread within its block.
 
     Attributes:
         origins: By the ``id`` of a tensor that was allocated or is a view: it, and the tensor that it is a view of.
         launches: Kernels or graphs and their arguments, in order.
+        outside: Calls of which nothing else is recorded, in order.
     """
 
     def __init__(self) -> None:
@@ -179,6 +192,8 @@ class Capture(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.launches: list[KernelLaunch | GraphLaunch] = []
+        self.outside: list[OutsideCall] = []
+        self._is_outside = False
         self._computes = False  # outside of kernels that are recorded
 
     def __enter__(self) -> Any:
@@ -191,6 +206,8 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._is_outside:
+            return result
         if func._schema.name in _ALLOCATIONS:
             self.origins[id(result)] = result, result
         elif func.is_view:
@@ -206,10 +223,21 @@ class Capture(TorchDispatchMode):
         return self.origins.get(id(x), (x, x))[1]
 
     def record(self, function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
-        self.launches.append(KernelLaunch(function, slots, tuple(arguments)))
+        if not self._is_outside:
+            self.launches.append(KernelLaunch(function, slots, tuple(arguments)))
 
     def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
-        self.launches.append(GraphLaunch(graph, dict(data), workspace))
+        if not self._is_outside:
+            self.launches.append(GraphLaunch(graph, dict(data), workspace))
+
+    def call_outside(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+        self._is_outside = True
+        try:
+            results = function(*tensors)
+        finally:
+            self._is_outside = False
+        self.outside.append(OutsideCall(function, tuple(tensors), results))
+        return results
 
     def sequence(self, tensors: Tensors, results: Tensors, adds: bool = False) -> Callable[..., Tensors | None]:
         """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
@@ -229,6 +257,7 @@ _TEMPLATE = """
 def run({tensors}):
     if {conditions} or not matches({present}):
         return None
+    {outside}
     {pointers}
     if ({all_pointers}) & 15:
         return None
@@ -268,9 +297,11 @@ class LaunchSequence:
         self._device = device = present[0][1].device
         current_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream
         self._stream = current_stream(device.index)
+        scope: dict[str, Any] = {}
+        self._outside_names: list[str] = []  # of results of outside calls
+        calls = [self._add_outside_call(i, call, scope) for i, call in enumerate(capture.outside)]
         returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
         self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
-        scope: dict[str, Any] = {}
         steps = [self._add_launch(i, launch, scope) for i, launch in enumerate(capture.launches)]
         if self._size > MAX_TEMPORARY_BYTES:  # the workspaces of graphs are allocated one by one
             raise _NotRepeatableError
@@ -286,16 +317,25 @@ class LaunchSequence:
             "current_stream": current_stream,
             "current_device": torch._C._cuda_getDevice if device.type == "cuda" else _no_device,
         }
-        self.run = define("run", self._source(tensors, [name for name, _ in present], returned, steps), scope)
+        source = self._source(tensors, [name for name, _ in present], calls, returned, steps)
+        self.run = define("run", source, scope)
         del self._capture  # and its tensors
 
-    def _source(self, tensors: Tensors, present: Sequence[str], returned: Sequence[str], steps: Sequence[str]) -> str:
+    def _source(
+        self,
+        tensors: Tensors,
+        present: Sequence[str],
+        calls: Sequence[str],
+        returned: Sequence[str],
+        steps: Sequence[str],
+    ) -> str:
         """The code of ``run``, which is the same for tensors of other sizes."""
         conditions = []
         for i, x in enumerate(tensors):
             same = self._arguments.get(id(x), "None")
             conditions.append(f"t{i} is None" if same == f"t{i}" else f"t{i} is not {same}")
-        addresses = {name: f"p_{name}" for name in present}
+        read = [*present, *self._outside_names]
+        addresses = {name: f"p_{name}" for name in read}
         addresses |= {name: f"{name}.data_ptr()" for name in (*self._allocated, "workspace")}
         addresses["stream"] = "current_stream(index)"
         writes = [
@@ -309,14 +349,27 @@ class LaunchSequence:
             tensors=", ".join(f"t{i}" for i in range(len(tensors))),
             conditions=" or ".join(conditions),
             present=", ".join(present),
-            pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in present),
-            all_pointers=" | ".join(f"p_{name}" for name in present),
+            outside="\n    ".join(calls),
+            pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in read),
+            all_pointers=" | ".join(f"p_{name}" for name in read),
             allocations="\n    ".join(allocations or ["pass"]),
             frame=", ".join(["words", "result", *(f"a{i}" for i in range(1, len(self._frame_words)))]),
             writes="\n    ".join(writes),
             launches="\n    ".join(steps),
             returned="".join(f"{name}, " for name in returned),
         )
+
+    def _add_outside_call(self, i: int, call: OutsideCall, scope: dict[str, Any]) -> str:
+        """The code of a call outside, whose results get names, and whose function is put into ``scope``."""
+        arguments = [self._arguments.get(id(x)) for x in call.tensors]
+        if None in arguments or any(id(x) in self._arguments for x in call.results):
+            raise _NotRepeatableError
+        names = [f"o{i}_{j}" for j in range(len(call.results))]
+        self._arguments |= {id(x): name for name, x in zip(names, call.results, strict=True)}
+        self._outside_names += names
+        scope |= {f"outside{i}": call.function, f"matches{i}": guard(call.results)}
+        listed = ", ".join(names)
+        return f"{listed}, = outside{i}({', '.join(arguments)})\n    if not matches{i}({listed}): return None"
 
     def _name_result(self, name: str, x: torch.Tensor | None) -> str:
         """The variable of a result: an argument, or a tensor that each call allocates."""
