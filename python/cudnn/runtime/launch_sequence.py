@@ -132,8 +132,6 @@ def repeated(
             if type(x) is not tuple:
                 tensors.append(x)
                 arguments[place] = None if x is None else x.shape
-            elif len(x) > 1:  # passed as addresses, which are not an argument of a launch
-                return function(*args)
             else:
                 tensors += x
                 arguments[place] = (len(x), *[each.shape for each in x])
