@@ -50,7 +50,8 @@ def record_graph(graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
 def outside(function: Callable[..., T], *tensors: Any) -> T:
     """``function(*tensors)``, a tuple of tensors that depend on more than tensors, such as a cache.
 
-    Captures of this thread do not record what it does: repeated launches call it again and read its new results.
+    Captures of this thread do not record what it does: a repeated sequence calls it again, before all launches, and
+    reads the new results.
     """
     for capture in tuple(captures):
         if capture.thread == threading.get_ident():

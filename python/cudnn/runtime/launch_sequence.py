@@ -5,7 +5,7 @@ same metadata, but for addresses. :class:`LaunchSequences` runs it, from the sec
 writes the new addresses into the recorded arguments and launches the kernels: one allocation holds all temporary
 tensors, no view is made, and nothing is derived again. What depends on more than the tensors, such as cached copies of
 weights, the function gets by :func:`cudnn.runtime.launch_capture.outside`, which is called each time. A sequence is
-used where host time matters, so for small tensors alone: temporary tensors do not share memory.
+used where host time matters, so for small tensors alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_SEQUENCES = 256
 MAX_VARIANTS = 4
 """Recorded sequences of a key, for tensors of different metadata."""
 MAX_TEMPORARY_BYTES = 2**25
-"""Of temporary tensors in a sequence."""
+"""Of a sequence's temporary tensors, of which those that are not in use at the same time share memory."""
 _ALIGNMENT = 256
 _ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
 _NONE, _INT, _FLOAT, _DL_TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
@@ -229,6 +229,8 @@ class Capture(TorchDispatchMode):
             self.launches.append(GraphLaunch(graph, dict(data), workspace))
 
     def call_outside(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+        if self._is_outside:
+            return function(*tensors)
         self._is_outside = True
         try:
             results = function(*tensors)
@@ -289,8 +291,6 @@ class LaunchSequence:
         self._dl_tensors: dict[Any, int] = {}
         self._arguments = {id(x): f"t{i}" for i, x in reversed([*enumerate(tensors)]) if x is not None}
         self._allocated: dict[str, torch.Tensor] = {}  # results
-        self._temporaries: dict[int, int] = {}  # byte offsets in the workspace, by the id of the tensor
-        self._size = 0
         present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
         self._device = device = present[0][1].device
         current_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream
@@ -299,6 +299,7 @@ class LaunchSequence:
         self._outside_names: list[str] = []  # of results of outside calls
         calls = [self._add_outside_call(i, call, scope) for i, call in enumerate(capture.outside)]
         returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
+        self._temporaries, self._size = self._place_temporaries()
         self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
         steps = [self._add_launch(i, launch, scope) for i, launch in enumerate(capture.launches)]
         if self._size > MAX_TEMPORARY_BYTES:  # the workspaces of graphs are allocated one by one
@@ -359,9 +360,10 @@ class LaunchSequence:
 
     def _add_outside_call(self, i: int, call: OutsideCall, scope: dict[str, Any]) -> str:
         """The code of a call outside, whose results get names, and whose function is put into ``scope``."""
-        arguments = [self._arguments.get(id(x)) for x in call.tensors]
-        if None in arguments or any(id(x) in self._arguments for x in call.results):
+        known = self._arguments
+        if any(id(x) not in known for x in call.tensors) or any(id(x) in known for x in call.results):
             raise _NotRepeatableError
+        arguments = [known[id(x)] for x in call.tensors]
         names = [f"o{i}_{j}" for j in range(len(call.results))]
         self._arguments |= {id(x): name for name, x in zip(names, call.results, strict=True)}
         self._outside_names += names
@@ -452,13 +454,36 @@ class LaunchSequence:
             return 0, name, offset
         if is_constant(origin):
             return x.data_ptr(), "", 0
-        if id(origin) not in self._capture.origins or origin.device != self._device:
-            raise _NotRepeatableError
         if id(origin) not in self._temporaries:
-            begin, end = _extent(origin)
-            self._temporaries[id(origin)] = self._size
-            self._size += (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            raise _NotRepeatableError
         return 0, "workspace", offset + self._temporaries[id(origin)]
+
+    def _place_temporaries(self) -> tuple[dict[int, int], int]:
+        """Byte offsets of temporary tensors in the workspace, by their ``id``, and its size.
+
+        Tensors share memory if all launches that use one come before those that use the other. The largest are placed
+        first, each at the lowest free offset.
+        """
+        uses: dict[int, tuple[int, int, int]] = {}  # bytes, first and last launch
+        for i, launch in enumerate(self._capture.launches):
+            for x in launch.arguments if isinstance(launch, KernelLaunch) else ():
+                origin = self._capture.origin(x)
+                is_temporary = id(origin) in self._capture.origins and id(origin) not in self._arguments
+                if is_temporary and origin.device == self._device:
+                    begin, end = _extent(origin)
+                    size = (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+                    uses[id(origin)] = size, uses.get(id(origin), (size, i, i))[1], i
+        offsets: dict[int, int] = {}
+        for tensor, (size, first, last) in sorted(uses.items(), key=lambda use: -use[1][0]):
+            offset = 0
+            for other in sorted(offsets, key=offsets.__getitem__):
+                other_size, other_first, other_last = uses[other]
+                if other_first <= last and first <= other_last:
+                    if offset + size <= offsets[other]:
+                        break
+                    offset = max(offset, offsets[other] + other_size)
+            offsets[tensor] = offset
+        return offsets, max((offset + uses[tensor][0] for tensor, offset in offsets.items()), default=0)
 
     def _append(self, *words: int) -> int:
         """Appends words to the frame; the index of the first."""
