@@ -243,7 +243,7 @@ class Cache:
 def test_what_is_outside_is_called_each_time() -> None:
     """Its results may be the same memory with other values, or other memory, but not of other metadata."""
     cache, sequences = Cache(), LaunchSequences()
-    function = Counted(cache.run)
+    function, (a, b) = Counted(cache.run), inputs()
     for call in range(8):
         a, b = inputs()
         cache.reuses = call % 3 != 0
