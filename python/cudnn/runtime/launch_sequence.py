@@ -34,7 +34,7 @@ MAX_SEQUENCES = 256
 """Keys of one :class:`LaunchSequences`, the oldest of which are dropped."""
 MAX_VARIANTS = 4
 """Recorded sequences of a key, for tensors of different metadata."""
-MAX_TEMPORARY_BYTES = 2**25
+MAX_TEMPORARY_BYTES = 2**27
 """Of a sequence's temporary tensors, of which those that are not in use at the same time share memory."""
 _ALIGNMENT = 256
 _ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
