@@ -261,9 +261,19 @@ def test_what_is_outside_is_called_each_time() -> None:
         sequences("key", function, (a, b))
 
 
-def test_what_is_outside_of_tensors_that_are_no_arguments_is_not_repeated() -> None:
+@pytest.mark.parametrize(
+    ("outside", "expected"),
+    [
+        (lambda a: launch_capture.outside(lambda x: (x + 1.0,), a[:2])[0], lambda a: 2 * a[:2] + 2.0),
+        (lambda a: launch_capture.outside(lambda x: (x,), a)[0], lambda a: 2 * a),
+    ],
+    ids=["of a tensor that is no argument", "which gives an argument"],
+)
+def test_what_is_outside_but_not_of_arguments_alone_is_not_repeated(
+    outside: Callable[..., Any], expected: Callable[..., Any]
+) -> None:
     def run(a: torch.Tensor) -> tuple[torch.Tensor]:
-        (first,) = launch_capture.outside(lambda x: (x + 1.0,), a[:2])
+        first = outside(a)
         out = torch.empty_like(first)
         launch(first, first, out, 1.0)
         return (out,)
@@ -272,7 +282,7 @@ def test_what_is_outside_of_tensors_that_are_no_arguments_is_not_repeated() -> N
     for _ in range(4):
         a, _ = inputs()
         (out,) = sequences("key", function, (a,))
-        assert torch.equal(out, 2 * a[:2] + 2.0)
+        assert torch.equal(out, expected(a))
     assert function.calls == 4
 
 
