@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from cudnn.fused.plain_gemm import gemm_add
 from cudnn.moe import autograd, route
 from cudnn.nn import MoE
-from cudnn.ops import flash_attn_func, flash_attn_varlen_func, moe_mlp, scaled_dot_product_attention
+from cudnn.ops import flash_attn_func, flash_attn_varlen_func, moe_experts, moe_mlp, scaled_dot_product_attention
 from cudnn.runtime.launch_sequence import LaunchSequences
 
 CALLS = 5
@@ -23,9 +24,13 @@ LAYERS: list[dict[str, Any]] = [
     {},
     {"renormalize": True, "into_main_grad": True},
     {"score": "sigmoid", "correction_bias": True, "bias": True},
-    {"renormalize": True, "activation": "srelu", "shared_experts": 1},
     {"renormalize": True, "fp8": True},
+    {"renormalize": True, "fp8": "blockwise"},
+    {"fp8": "blockwise", "into_main_grad": True},
+    {"score": "sigmoid", "correction_bias": True, "bias": True, "fp8": "blockwise_save16"},
+    {"renormalize": True, "activation": "srelu", "shared_experts": 1},
 ]
+RECIPES = (False, True, "blockwise")
 
 
 def passes(layer: MoE, x: torch.Tensor, dy: torch.Tensor, routing: bool) -> list[torch.Tensor]:
@@ -67,12 +72,13 @@ def test_layers(options: dict[str, Any], routing: bool, monkeypatch: pytest.Monk
                 expected = passes(layer, x, dy, routing)
             assert len(actual) == len(expected)
             assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-    if options in LAYERS[:4]:
+    if "shared_experts" not in options:
         assert repeats(layer._sequences._sequences) >= 4
 
 
-def test_graphs_and_streams_take_repeated_launches() -> None:
-    layer = MoE(256, 128, 8, 2, renormalize=True, device="cuda")
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_graphs_and_streams_take_repeated_launches(fp8: bool | str) -> None:
+    layer = MoE(256, 128, 8, 2, renormalize=True, fp8=fp8, device="cuda")
     x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         for _ in range(3):
@@ -95,6 +101,87 @@ def test_graphs_and_streams_take_repeated_launches() -> None:
         assert torch.equal(later, expected)
 
 
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_graphs_that_train_take_repeated_launches(fp8: bool | str) -> None:
+    """A replay reads weights that have changed since the capture: of fp8, it quantizes them."""
+    torch.manual_seed(0)
+    layer = MoE(256, 128, 8, 2, renormalize=True, fp8=fp8, device="cuda")
+    x, dy = (torch.randn(16, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    inputs = [x.requires_grad_(), *layer.parameters()]
+
+    def both() -> list[torch.Tensor]:
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            both()
+        assert repeats(layer._sequences._sequences) == 2
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(3):
+        layer.up.data.mul_(-1.5)
+        layer.weights_changed()
+        graph.replay()
+        assert all(map(torch.equal, captured, both()))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_in_e4m3_follow_an_optimizer(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of micro-batches with a fused optimizer, also with activation checkpointing, and evaluations: the bits of
+    passes that are not repeated.
+    """
+    x, dy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = MoE(256, 128, 8, 2, renormalize=True, fp8="blockwise", device="cuda")
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01, fused=True)
+        outputs = []
+        for _ in range(4):
+            for _ in range(3):
+                leaf = x.clone().requires_grad_()
+                y = checkpoint(layer, leaf, use_reentrant=False) if recompute else layer(leaf)
+                y.backward(dy)
+                outputs += [y.detach(), leaf.grad]
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode():
+                outputs.append(layer(x).clone())
+        is_repeated = autograd._sequence_key(layer, x) is not None
+        assert (repeats(layer._sequences._sequences) >= 3) == is_repeated
+        return outputs
+
+    actual = train()
+    monkeypatch.setattr(autograd, "_sequence_key", lambda *_: None)
+    expected = train()
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_repeated_passes_report_changed_weights() -> None:
+    """A change of ``data`` that nothing announced, within a few passes."""
+    layer = MoE(256, 128, 8, 2, renormalize=True, fp8="blockwise", device="cuda")
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            layer(x).backward(x)
+            torch.cuda.synchronize()
+
+    passes(4)
+    assert repeats(layer._sequences._sequences) == 2
+    layer.up.data.mul_(1.5)
+    with pytest.raises(RuntimeError, match=r"weights_changed"):
+        passes(3)
+    layer.weights_changed()
+    passes(3)
+
+
 def run_function(
     self: LaunchSequences, key: Any, function: Callable[..., Any], tensors: Any, adds: bool = False
 ) -> Any:
@@ -103,16 +190,23 @@ def run_function(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_experts(bias: bool, lists: bool, fp8: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = MoE(256, 128, 8, 2, renormalize=True, bias=bias, device="cuda")
-    weights = (layer.up, layer.down, layer.up_bias, layer.down_bias)
+    matrices: Any = [layer.up, layer.down]
+    if lists:
+        matrices = [[w.detach().clone().requires_grad_() for w in each] for each in matrices]
+    flat = [w for each in matrices for w in each] if lists else matrices
+    inputs = [*flat, *(bias for bias in (layer.up_bias, layer.down_bias) if bias is not None)]
 
     def both(x: torch.Tensor, logits: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         x, logits = x.clone().requires_grad_(), logits.clone().requires_grad_()
-        y = moe_mlp(x, route(logits, 2, renormalize=True), *weights)
-        inputs = [x, logits, *(weight for weight in weights if weight is not None)]
-        return [y, *torch.autograd.grad(y, inputs, dy)]
+        routing = route(logits, 2, renormalize=True)
+        y = moe_mlp(x, routing, *matrices, layer.up_bias, layer.down_bias, fp8=fp8)
+        sorted_y = moe_experts(x, [8] * 8, *matrices, up_bias=layer.up_bias, down_bias=layer.down_bias, fp8=fp8)
+        return [y, sorted_y, *torch.autograd.grad([y, sorted_y], [x, logits, *inputs], [dy, dy])]
 
     for _ in range(CALLS):
         x, dy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -140,10 +234,11 @@ def test_a_plain_gemm_is_among_the_launches() -> None:
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_no_function_runs_from_the_third_call_on(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_no_function_runs_from_the_third_call_on(adds: bool, fp8: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that fail would go unnoticed: the function runs then. ``main_grad`` gets each gradient once."""
     torch.manual_seed(0)
-    layer = MoE(256, 128, 8, 2, renormalize=True, into_main_grad=adds, device="cuda")
+    layer = MoE(256, 128, 8, 2, renormalize=True, into_main_grad=adds, fp8=fp8, device="cuda")
     counts = {"_forward": 0, "_backward": 0}
     for name in counts:
 
@@ -162,9 +257,10 @@ def test_no_function_runs_from_the_third_call_on(adds: bool, monkeypatch: pytest
         assert counts == {"_forward": 4, "_backward": 2}  # of forward, two that save and two that do not
 
 
-def test_no_memory_is_kept() -> None:
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_no_memory_is_kept(fp8: bool | str) -> None:
     def train() -> None:
-        layer = MoE(256, 128, 8, 2, renormalize=True, device="cuda")
+        layer = MoE(256, 128, 8, 2, renormalize=True, fp8=fp8, device="cuda")
         for tokens in (8, 16):
             for _ in range(4):
                 x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
@@ -180,9 +276,10 @@ def test_no_memory_is_kept() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_graphs_that_are_captured_before_launches_are_recorded() -> None:
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_graphs_that_are_captured_before_launches_are_recorded(fp8: bool | str) -> None:
     """The second call, which is recorded, is in the capture; later ones are outside of it, and in another one."""
-    layer = MoE(256, 128, 8, 2, renormalize=True, device="cuda")
+    layer = MoE(256, 128, 8, 2, renormalize=True, fp8=fp8, device="cuda")
     x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         layer(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16))  # compiles

@@ -132,9 +132,10 @@ def test_one_thread_at_a_time_makes_weights_in_e4m3(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-def test_threads_share_a_layer_of_e4m3() -> None:
+@pytest.mark.parametrize("fp8", [True, "blockwise"])
+def test_threads_share_a_layer_of_e4m3(fp8: bool | str) -> None:
     """Threads on separate streams, alternately with and without gradients: bitwise equal to one thread."""
-    layer = MoE(256, 128, 8, 2, fp8=True, device="cuda")
+    layer = MoE(256, 128, 8, 2, fp8=fp8, device="cuda")
     every = [torch.randn(tokens, 256, device="cuda").bfloat16() for tokens in (300, 1, 777, 64)]
 
     def passes_of(x: torch.Tensor) -> list[torch.Tensor]:

@@ -216,6 +216,115 @@ def test_constants_are_read_where_they_are() -> None:
     assert function.calls == 2
 
 
+class Cache:
+    """2 a in memory that stays, as copies of weights do, or in other memory each time, as in a CUDA graph's capture."""
+
+    def __init__(self) -> None:
+        self.cached, self.calls, self.reuses = torch.empty(3, 8), 0, True
+
+    def doubled(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        if self.calls > 50:
+            raise OverflowError("calls")
+        out = self.cached if self.reuses else torch.empty(3, 8)
+        out[: len(a)] = 2.0 * a  # in PyTorch, which cannot be recorded
+        launch(a, a, torch.empty_like(a), 1.0)
+        return out, a.new_zeros(2)
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = torch.empty_like(a)
+        launch(a, b, first, 1.0)
+        doubled, zeros = launch_capture.outside(self.doubled, a)
+        out = torch.empty(2, 8)
+        launch(doubled[1:3], first[:2], out, 1.0)
+        return out, zeros
+
+
+def test_what_is_outside_is_called_each_time() -> None:
+    """Its results may be the same memory with other values, or other memory, but not of other metadata."""
+    cache, sequences = Cache(), LaunchSequences()
+    function, (a, b) = Counted(cache.run), inputs()
+    for call in range(8):
+        a, b = inputs()
+        cache.reuses = call % 3 != 0
+        out, zeros = sequences("key", function, (a, b))
+        assert torch.equal(out, 2 * a[1:] + (a + b)[:2])
+        assert not zeros.any()
+        assert cache.calls == call + 1
+    assert function.calls == 2
+    cache.cached, cache.reuses = torch.empty(4, 8), True
+    out, _ = sequences("key", function, (a, b))
+    assert function.calls == 3
+    assert torch.equal(out, 2 * a[1:] + (a + b)[:2])
+    cache.calls = 50
+    with pytest.raises(OverflowError, match="calls"):
+        sequences("key", function, (a, b))
+
+
+@pytest.mark.parametrize(
+    ("outside", "expected"),
+    [
+        (lambda a: launch_capture.outside(lambda x: (x + 1.0,), a[:2])[0], lambda a: 2 * a[:2] + 2.0),
+        (lambda a: launch_capture.outside(lambda x: (x,), a)[0], lambda a: 2 * a),
+    ],
+    ids=["of a tensor that is no argument", "which gives an argument"],
+)
+def test_what_is_outside_but_not_of_arguments_alone_is_not_repeated(
+    outside: Callable[..., Any], expected: Callable[..., Any]
+) -> None:
+    def run(a: torch.Tensor) -> tuple[torch.Tensor]:
+        first = outside(a)
+        out = torch.empty_like(first)
+        launch(first, first, out, 1.0)
+        return (out,)
+
+    sequences, function = LaunchSequences(), Counted(run)
+    for _ in range(4):
+        a, _ = inputs()
+        (out,) = sequences("key", function, (a,))
+        assert torch.equal(out, expected(a))
+    assert function.calls == 4
+
+
+def test_temporaries_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are in use at the same time do not: of a chain, two at a time beside one that is read at the end."""
+    sizes: list[int] = []
+    workspace = launch_sequence._workspace
+    monkeypatch.setattr(
+        launch_sequence, "_workspace", lambda size, device: (sizes.append(size), workspace(size, device))[1]
+    )
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        large, small = a.new_empty(2 * len(a), *a.shape[1:]), torch.empty_like(a)
+        launch(a, b, small, 2.0)
+        chain = a
+        for _ in range(4):
+            out = torch.empty_like(a)
+            launch(chain, b, out, 2.0)
+            chain = out
+        launch(chain, small, large[: len(a)], 1.0)
+        launch(chain, b, large[len(a) :], 1.0)
+        result = torch.empty_like(large)
+        launch(large, large, result, 1.0)
+        return (result,)
+
+    sequences, function = LaunchSequences(), Counted(run)
+    for _ in range(4):
+        a, b = inputs(8, 8)  # of 256 bytes
+        (out,) = sequences("key", function, (a, b))
+        chain = 16 * a + 15 * b
+        expected = torch.cat([chain + 2 * a + b, chain + b])
+        assert torch.allclose(out, 2 * expected, rtol=1e-5, atol=1e-4)
+    assert function.calls == 2
+    assert sizes == [4 * 256]  # at the end of the chain: it, the small and the large one
+
+
+def test_types_are_those_of_the_launches_interface() -> None:
+    for dtype, code_and_bits in launch_sequence._DTYPES.items():
+        x = tvm_ffi.from_dlpack(torch.empty(16, dtype=dtype))
+        assert (x.dtype.type_code, x.dtype.bits) == code_and_bits
+
+
 def test_a_launch_that_fails_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences, function = LaunchSequences(), Counted(of_views)
     for _ in range(3):
@@ -370,6 +479,27 @@ def test_operators_depend_on_their_numbers_and_on_settings(monkeypatch: pytest.M
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
+
+
+def test_operators_that_take_lists_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_sequence, "are_repeated", lambda x: True)
+
+    def run(a: torch.Tensor, others: list[torch.Tensor], factor: float) -> torch.Tensor:
+        for b in others:
+            out = torch.empty_like(a)
+            launch(a, b, out, factor)
+            a = out
+        return a
+
+    function = Counted(run)
+    operator = repeated(function, [0, 1], 2**10)
+    for count in (1, 2, 3) * 3:
+        a, *others = (torch.randn(3, 8) for _ in range(1 + count))
+        assert torch.allclose(operator(a, others, 1.0), a + sum(others), atol=1e-5)
+    assert function.calls == 6
+    b = torch.randn(3, 8)
+    assert torch.allclose(operator(a, [b, b], 1.0), a + 2 * b, atol=1e-5)
+    assert function.calls == 7
 
 
 @pytest.mark.parametrize("block", [True, False])

@@ -75,15 +75,12 @@ def forward(
 
 
 def _sequence_key(layer: MoE, tokens: Tensor) -> tuple[Any, ...] | None:
-    """What a pass depends on besides its tensors; None if its launches are not repeated.
-
-    The e4m3 copies of weights change with the weights, outside of a pass.
-    """
+    """What a pass depends on besides its tensors; None if its launches are not repeated."""
     count, hidden = tokens.shape
-    if count * layer.top_k * hidden > REPEATED_ELEMENTS or layer.fp8 or not are_repeated(tokens):
+    if count * layer.top_k * hidden > REPEATED_ELEMENTS or not are_repeated(tokens):
         return None
     rule = (layer.top_k, *layer._rule, layer._scaling_factor)
-    experts = (layer.activation, layer.glu_layout, layer.batch_invariant, *layer._act_params.values())
+    experts = (layer.activation, layer.glu_layout, layer.fp8, layer.batch_invariant, *layer._act_params.values())
     return (count, tokens.dtype, *rule, *experts, *environment())
 
 

@@ -243,13 +243,15 @@ def up_operand(e: Experts, transpose: bool = False) -> tuple[dict[str, Tensor], 
         return weight_operand(weights, transpose)
     experts, rows, columns = e.up_shape
     half = rows // 2 * columns * weights[0].element_size()  # bytes of a matrix of gates
-    addresses: list[Any] = [w.data_ptr() for w in weights]
-    if e.glu_layout != SEPARATE:
-        addresses += [first + half for first in addresses]
-    elif not are_listed:
-        addresses = [range(first, first + experts * half, half) for first in addresses]
+
+    def spread(firsts: Sequence[int]) -> Sequence[int | range]:
+        """The addresses of all gates, then those of all up projections, each of an expert."""
+        if e.glu_layout != SEPARATE:
+            return [*firsts, *(first + half for first in firsts)]
+        return firsts if are_listed else [range(first, first + experts * half, half) for first in firsts]
+
     options = _pointer_options(weights, e.up_shape, transpose)
-    return {"b_ptrs": pointers(weights, addresses)}, {**options, "b_halves": True} if transpose else options
+    return {"b_ptrs": pointers(weights, spread)}, {**options, "b_halves": True} if transpose else options
 
 
 _ONES: dict[Any, Tensor] = {}

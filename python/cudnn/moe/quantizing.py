@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from cudnn.errors import make_error
 from cudnn.gemm.scales import quantize_token_blocks, token_block_count
 from cudnn.moe import reference
 from cudnn.runtime import launch
+from cudnn.runtime.launch_capture import outside
 from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, persistent
 from cudnn_kernels.moe.configuration import (
     BLOCK,
@@ -281,6 +283,10 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     optimizer, or when a version has changed. Tensors of ``torch.inference_mode``, which have no version, are not
     cached; a CUDA graph capture reads the cache and does not write it.
     """
+    return outside(functools.partial(_one_way, trains), *weights)
+
+
+def _one_way(trains: bool, *weights: torch.Tensor) -> Pair:
     with _LOCK:
         copies = _quantized_weights(weights, trains, False)
     return copies if len(copies) == 2 else copies[:2]  # pyright: ignore[reportReturnType]
@@ -292,8 +298,12 @@ def quantized_both_ways(weights: Sequence[torch.Tensor]) -> TwoWays:
     The copies are cached until a step of any ``torch.optim.Optimizer``, a new version of a weight, or
     :func:`weights_changed`. A CUDA graph capture quantizes, in each replay.
     """
+    return TwoWays(*outside(_both_ways, *weights))
+
+
+def _both_ways(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with _LOCK:
-        return TwoWays(*_quantized_weights(weights, True, True))
+        return _quantized_weights(weights, True, True)
 
 
 def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: bool) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class LaunchCapture(Protocol):
@@ -18,6 +20,10 @@ class LaunchCapture(Protocol):
 
     def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
         """Takes a graph of cuDNN and the arguments of its ``execute``."""
+        ...
+
+    def call_outside(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+        """The result of ``function(*tensors)``, of which nothing else is recorded than that it was called."""
         ...
 
 
@@ -39,3 +45,15 @@ def record_graph(graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
     for capture in tuple(captures):
         if capture.thread == threading.get_ident():
             capture.record_graph(graph, data, workspace)
+
+
+def outside(function: Callable[..., T], *tensors: Any) -> T:
+    """``function(*tensors)``, a tuple of tensors that depend on more than tensors, such as a cache.
+
+    Captures of this thread do not record what it does: a repeated sequence calls it again, before all launches, and
+    reads the new results.
+    """
+    for capture in tuple(captures):
+        if capture.thread == threading.get_ident():
+            return capture.call_outside(function, tensors)
+    return function(*tensors)

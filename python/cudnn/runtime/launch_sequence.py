@@ -3,8 +3,9 @@
 A function that only allocates memory, takes views and launches kernels does the same at every call with tensors of the
 same metadata, but for addresses. :class:`LaunchSequences` runs it, from the second such call on records it, and later
 writes the new addresses into the recorded arguments and launches the kernels: one allocation holds all temporary
-tensors, no view is made, and nothing is derived again. A sequence is used where host time matters, so for small tensors
-alone: temporary tensors do not share memory.
+tensors, no view is made, and nothing is derived again. What depends on more than the tensors, such as cached copies of
+weights, the function gets by :func:`cudnn.runtime.launch_capture.outside`, which is called each time. A sequence is
+used where host time matters, so for small tensors alone.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MAX_SEQUENCES = 256
 """Keys of one :class:`LaunchSequences`, the oldest of which are dropped."""
 MAX_VARIANTS = 4
 """Recorded sequences of a key, for tensors of different metadata."""
-MAX_TEMPORARY_BYTES = 2**25
-"""Of temporary tensors in a sequence."""
+MAX_TEMPORARY_BYTES = 2**27
+"""Of a sequence's temporary tensors, of which those that are not in use at the same time share memory."""
 _ALIGNMENT = 256
 _ALLOCATIONS = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
 _NONE, _INT, _FLOAT, _DL_TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
@@ -46,6 +47,9 @@ _DTYPES = {  # DLDataTypeCode and bits
     torch.float16: (2, 16),
     torch.float32: (2, 32),
     torch.bfloat16: (4, 16),
+    torch.float8_e4m3fn: (10, 8),
+    torch.float8_e5m2: (12, 8),
+    torch.float8_e8m0fnu: (14, 8),
 }
 
 Tensors = tuple[Any, ...]
@@ -128,8 +132,6 @@ def repeated(
             if type(x) is not tuple:
                 tensors.append(x)
                 arguments[place] = None if x is None else x.shape
-            elif len(x) > 1:  # passed as addresses, which are not an argument of a launch
-                return function(*args)
             else:
                 tensors += x
                 arguments[place] = (len(x), *[each.shape for each in x])
@@ -166,12 +168,21 @@ class GraphLaunch(NamedTuple):
     workspace: Any
 
 
+class OutsideCall(NamedTuple):
+    """A call of :func:`cudnn.runtime.launch_capture.outside`: its arguments and results, tensors."""
+
+    function: Callable[..., Tensors]
+    tensors: Tensors
+    results: Tensors
+
+
 class Capture(TorchDispatchMode):
     """Records the allocations, views and launches of this thread within its block.
 
     Attributes:
         origins: By the ``id`` of a tensor that was allocated or is a view: it, and the tensor that it is a view of.
         launches: Kernels or graphs and their arguments, in order.
+        outside: Calls of which nothing else is recorded, in order.
     """
 
     def __init__(self) -> None:
@@ -179,6 +190,8 @@ class Capture(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.launches: list[KernelLaunch | GraphLaunch] = []
+        self.outside: list[OutsideCall] = []
+        self._is_outside = False
         self._computes = False  # outside of kernels that are recorded
 
     def __enter__(self) -> Any:
@@ -191,6 +204,8 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._is_outside:
+            return result
         if func._schema.name in _ALLOCATIONS:
             self.origins[id(result)] = result, result
         elif func.is_view:
@@ -206,10 +221,23 @@ class Capture(TorchDispatchMode):
         return self.origins.get(id(x), (x, x))[1]
 
     def record(self, function: Callable[..., None], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
-        self.launches.append(KernelLaunch(function, slots, tuple(arguments)))
+        if not self._is_outside:
+            self.launches.append(KernelLaunch(function, slots, tuple(arguments)))
 
     def record_graph(self, graph: Any, data: Mapping[Any, Any], workspace: Any) -> None:
-        self.launches.append(GraphLaunch(graph, dict(data), workspace))
+        if not self._is_outside:
+            self.launches.append(GraphLaunch(graph, dict(data), workspace))
+
+    def call_outside(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+        if self._is_outside:
+            return function(*tensors)
+        self._is_outside = True
+        try:
+            results = function(*tensors)
+        finally:
+            self._is_outside = False
+        self.outside.append(OutsideCall(function, tuple(tensors), results))
+        return results
 
     def sequence(self, tensors: Tensors, results: Tensors, adds: bool = False) -> Callable[..., Tensors | None]:
         """What was recorded, as a function of ``tensors``; if that cannot be repeated, a function that gives None."""
@@ -229,6 +257,7 @@ _TEMPLATE = """
 def run({tensors}):
     if {conditions} or not matches({present}):
         return None
+    {outside}
     {pointers}
     if ({all_pointers}) & 15:
         return None
@@ -262,15 +291,16 @@ class LaunchSequence:
         self._dl_tensors: dict[Any, int] = {}
         self._arguments = {id(x): f"t{i}" for i, x in reversed([*enumerate(tensors)]) if x is not None}
         self._allocated: dict[str, torch.Tensor] = {}  # results
-        self._temporaries: dict[int, int] = {}  # byte offsets in the workspace, by the id of the tensor
-        self._size = 0
         present = [(f"t{i}", x) for i, x in enumerate(tensors) if self._arguments.get(id(x)) == f"t{i}"]
         self._device = device = present[0][1].device
         current_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else _null_stream
         self._stream = current_stream(device.index)
-        returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
-        self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
         scope: dict[str, Any] = {}
+        self._outside_names: list[str] = []  # of results of outside calls
+        calls = [self._add_outside_call(i, call, scope) for i, call in enumerate(capture.outside)]
+        returned = [self._name_result(f"r{i}", x) for i, x in enumerate(results)]
+        self._temporaries, self._size = self._place_temporaries()
+        self._frame_words = [self._append(_NONE, 0)]  # of the result and of the arguments of each kernel
         steps = [self._add_launch(i, launch, scope) for i, launch in enumerate(capture.launches)]
         if self._size > MAX_TEMPORARY_BYTES:  # the workspaces of graphs are allocated one by one
             raise _NotRepeatableError
@@ -286,16 +316,25 @@ class LaunchSequence:
             "current_stream": current_stream,
             "current_device": torch._C._cuda_getDevice if device.type == "cuda" else _no_device,
         }
-        self.run = define("run", self._source(tensors, [name for name, _ in present], returned, steps), scope)
+        source = self._source(tensors, [name for name, _ in present], calls, returned, steps)
+        self.run = define("run", source, scope)
         del self._capture  # and its tensors
 
-    def _source(self, tensors: Tensors, present: Sequence[str], returned: Sequence[str], steps: Sequence[str]) -> str:
+    def _source(
+        self,
+        tensors: Tensors,
+        present: Sequence[str],
+        calls: Sequence[str],
+        returned: Sequence[str],
+        steps: Sequence[str],
+    ) -> str:
         """The code of ``run``, which is the same for tensors of other sizes."""
         conditions = []
         for i, x in enumerate(tensors):
             same = self._arguments.get(id(x), "None")
             conditions.append(f"t{i} is None" if same == f"t{i}" else f"t{i} is not {same}")
-        addresses = {name: f"p_{name}" for name in present}
+        read = [*present, *self._outside_names]
+        addresses = {name: f"p_{name}" for name in read}
         addresses |= {name: f"{name}.data_ptr()" for name in (*self._allocated, "workspace")}
         addresses["stream"] = "current_stream(index)"
         writes = [
@@ -309,14 +348,28 @@ class LaunchSequence:
             tensors=", ".join(f"t{i}" for i in range(len(tensors))),
             conditions=" or ".join(conditions),
             present=", ".join(present),
-            pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in present),
-            all_pointers=" | ".join(f"p_{name}" for name in present),
+            outside="\n    ".join(calls),
+            pointers="; ".join(f"p_{name} = {name}.data_ptr()" for name in read),
+            all_pointers=" | ".join(f"p_{name}" for name in read),
             allocations="\n    ".join(allocations or ["pass"]),
             frame=", ".join(["words", "result", *(f"a{i}" for i in range(1, len(self._frame_words)))]),
             writes="\n    ".join(writes),
             launches="\n    ".join(steps),
             returned="".join(f"{name}, " for name in returned),
         )
+
+    def _add_outside_call(self, i: int, call: OutsideCall, scope: dict[str, Any]) -> str:
+        """The code of a call outside, whose results get names, and whose function is put into ``scope``."""
+        known = self._arguments
+        if any(id(x) not in known for x in call.tensors) or any(id(x) in known for x in call.results):
+            raise _NotRepeatableError
+        arguments = [known[id(x)] for x in call.tensors]
+        names = [f"o{i}_{j}" for j in range(len(call.results))]
+        self._arguments |= {id(x): name for name, x in zip(names, call.results, strict=True)}
+        self._outside_names += names
+        scope |= {f"outside{i}": call.function, f"matches{i}": guard(call.results)}
+        listed = ", ".join(names)
+        return f"{listed}, = outside{i}({', '.join(arguments)})\n    if not matches{i}({listed}): return None"
 
     def _name_result(self, name: str, x: torch.Tensor | None) -> str:
         """The variable of a result: an argument, or a tensor that each call allocates."""
@@ -401,13 +454,36 @@ class LaunchSequence:
             return 0, name, offset
         if is_constant(origin):
             return x.data_ptr(), "", 0
-        if id(origin) not in self._capture.origins or origin.device != self._device:
-            raise _NotRepeatableError
         if id(origin) not in self._temporaries:
-            begin, end = _extent(origin)
-            self._temporaries[id(origin)] = self._size
-            self._size += (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            raise _NotRepeatableError
         return 0, "workspace", offset + self._temporaries[id(origin)]
+
+    def _place_temporaries(self) -> tuple[dict[int, int], int]:
+        """Byte offsets of temporary tensors in the workspace, by their ``id``, and its size.
+
+        Tensors share memory if all launches that use one come before those that use the other. The largest are placed
+        first, each at the lowest free offset.
+        """
+        uses: dict[int, tuple[int, int, int]] = {}  # bytes, first and last launch
+        for i, launch in enumerate(self._capture.launches):
+            for x in launch.arguments if isinstance(launch, KernelLaunch) else ():
+                origin = self._capture.origin(x)
+                is_temporary = id(origin) in self._capture.origins and id(origin) not in self._arguments
+                if is_temporary and origin.device == self._device:
+                    begin, end = _extent(origin)
+                    size = (end - begin + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+                    uses[id(origin)] = size, uses.get(id(origin), (size, i, i))[1], i
+        offsets: dict[int, int] = {}
+        for tensor, (size, first, last) in sorted(uses.items(), key=lambda use: -use[1][0]):
+            offset = 0
+            for other in sorted(offsets, key=offsets.__getitem__):
+                other_size, other_first, other_last = uses[other]
+                if other_first <= last and first <= other_last:
+                    if offset + size <= offsets[other]:
+                        break
+                    offset = max(offset, offsets[other] + other_size)
+            offsets[tensor] = offset
+        return offsets, max((offset + uses[tensor][0] for tensor, offset in offsets.items()), default=0)
 
     def _append(self, *words: int) -> int:
         """Appends words to the frame; the index of the first."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnn.lazy import torch
 from cudnn.runtime import launch
+from cudnn.runtime.launch_capture import outside
 from cudnn.runtime.run import DEFAULT_STREAM, persistent
 
 if TYPE_CHECKING:
@@ -29,16 +31,24 @@ _TABLES: dict[Any, _PointerArray] = {}
 MOVES = 4  # tables kept of a storage that gets other memory, as one that is resized to 0 and back
 
 
-def pointers(tensors: Sequence[Tensor], addresses: Sequence[int | range] = ()) -> Tensor:
-    """The addresses of tensors, or ``addresses`` in their memory, on their device: as long as the first one's memory is
-    there, since a CUDA graph that reads them cannot make them. Where a storage gets other memory, they are kept for its
-    last four places. A range stands for all its addresses, and takes less time to look up.
+Spread = Callable[[Sequence[int]], Sequence[int | range]]
+"""Addresses in the memory of tensors, from the tensors' addresses. A range stands for all its addresses."""
+
+
+def pointers(tensors: Sequence[Tensor], spread: Spread = tuple) -> Tensor:
+    """The addresses of tensors, or those that ``spread`` makes of them, on their device: as long as the first one's
+    memory is there, since a CUDA graph that reads them cannot make them. Where a storage gets other memory, they are
+    kept for its last four places.
 
     PyTorch's allocator is told of other streams than the default one that read them, so that their memory is not used
     again too early.
     """
+    return outside(functools.partial(_pointers, spread), *tensors)[0]
+
+
+def _pointers(spread: Spread, *tensors: Tensor) -> tuple[Tensor]:
     first = tensors[0]
-    key = (first.device, *(addresses or (tensor.data_ptr() for tensor in tensors)))
+    key = (first.device, *spread([tensor.data_ptr() for tensor in tensors]))
     table = _TABLES.get(key)
     if table is None:
         values = [value for each in key[1:] for value in (each if isinstance(each, range) else (each,))]
@@ -53,4 +63,4 @@ def pointers(tensors: Sequence[Tensor], addresses: Sequence[int | range] = ()) -
         table.memory = StorageWeakRef(first.untyped_storage())
     if first.is_cuda and launch.raw_stream(None, first.get_device()) != DEFAULT_STREAM:
         table.addresses.record_stream(torch.cuda.current_stream(first.device))
-    return table.addresses
+    return (table.addresses,)
