@@ -36,7 +36,14 @@ from cudnn.moe.experts import (
     up_shape,
 )
 from cudnn.moe.main_grads import dummy_grads
-from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
+from cudnn.moe.parallel import (
+    exchange_of,
+    expert_parallel,
+    gradient_shapes,
+    needs_backward,
+    ranks_of,
+    unbind_experts,
+)
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import FEW, autocast_type, custom_op, in_type
@@ -186,6 +193,7 @@ def _expert_parallel(
         activation=e.activation,
         glu_layout=e.glu_layout,
         fp8=e.fp8,
+        dispatch="e4m3" if e.receives_fp8(needs_backward(x, weights, e)) else "16 bits",
         batch_invariant=e.batch_invariant,
         **dict(zip(ACT_PARAMS, e.act_params, strict=True)),
     )

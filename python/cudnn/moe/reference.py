@@ -143,6 +143,11 @@ def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales
 
 
+def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows in e4m3 (R, n) times their scales (R, n / 128), in float32."""
+    return (values.float().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
+
+
 def differ(x: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, row: int) -> bool:
     """Whether ``row`` of any 128 rows of x (R, n) is not rounded to its e4m3 copy, by the copy's scales. A copy that is
     NaN says nothing.
