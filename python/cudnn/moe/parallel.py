@@ -162,7 +162,7 @@ class _OverRanks(torch.autograd.Function):
         transport, e = exchange.transport, local_experts.experts(up_bias, down_bias, matrices)
         # (1) Dispatch.
         fp8 = e.receives_fp8(local_experts.save_preact)
-        tokens, local, weights, sent = transport.dispatch(_sent_rows(x, fp8), indices, weights)
+        tokens, local, weights, sent = transport.dispatch(sent_rows(x, fp8), indices, weights)
         # (2) Sort the received slots by expert.
         permutation = permutation_of(local, exchange, sent)
         permutation.batch_invariant = e.batch_invariant
@@ -170,7 +170,7 @@ class _OverRanks(torch.autograd.Function):
         rows, preact = x.new_empty(0, x.shape[1]), x.new_empty(0)
         if permutation.rows:
             ops = layer_ops(x, e, bool(local_experts.main_grad[0]), indices.shape[1], True)
-            arguments = (_rows(tokens, fp8), weights, permutation, e, local_experts.save_preact)
+            arguments = (received_rows(tokens, fp8), weights, permutation, e, local_experts.save_preact)
             rows, preact = layer.forward(ops, *arguments, combine=False)
         if local_experts.save_preact:
             tokens = tokens.clone() if transport.reuses_buffers else tokens
@@ -189,7 +189,7 @@ class _OverRanks(torch.autograd.Function):
         e = local_experts.experts(up_bias, down_bias, matrices)
         permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=e.batch_invariant)
         like = gradients[0]
-        dy = transport.scatter(_sent_rows(like, e.receives_fp8_gradients), sent)
+        dy = transport.scatter(sent_rows(like, e.receives_fp8_gradients), sent)
         if down_bias is not None:  # its gradient is a GEMM over all rows, including those that were not received
             dy = dy.where((local >= 0).any(1, keepdim=True), 0.0)
         num_tensors, needs_matrices = local_experts.num_tensors, ctx.needs_input_grad[7:]
@@ -197,8 +197,17 @@ class _OverRanks(torch.autograd.Function):
         needs_grad = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
         main_grad = local_experts.main_grad
         if permutation.rows:
-            rows = (_rows(dy, e.receives_fp8_gradients), _rows(tokens, e.receives_fp8(True)))
-            arguments = (*rows, preact, local, weights, permutation, e, needs_grad, main_grad)
+            rows = ((dy, e.receives_fp8_gradients), (tokens, e.receives_fp8(True)))
+            arguments = (
+                *(received_rows(*each) for each in rows),
+                preact,
+                local,
+                weights,
+                permutation,
+                e,
+                needs_grad,
+                main_grad,
+            )
             grads = layer.backward(grouped_gemm_ops(like, e), *arguments, combine=False)
         else:
             grads = _zero_gradients(like, weights, e, needs_grad, main_grad)
@@ -211,13 +220,13 @@ class _OverRanks(torch.autograd.Function):
         return dx, dweights, None, None, None, grads.up_bias, grads.down_bias, *dw_up, *dw_down
 
 
-def _sent_rows(x: Tensor, fp8: bool) -> Tensor:
-    """The rows of x as they are sent."""
+def sent_rows(x: Tensor, fp8: bool) -> Tensor:
+    """The rows of x as they are sent, with ``fp8`` in e4m3."""
     return quantized_rows(aligned(x)).words if fp8 else x.contiguous()
 
 
-def _rows(received: Tensor, fp8: bool) -> Rows:
-    """Rows that were sent by :func:`_sent_rows`."""
+def received_rows(received: Tensor, fp8: bool) -> Rows:
+    """Received rows of :func:`sent_rows`."""
     return QuantizedRows(received) if fp8 else received
 
 
