@@ -164,8 +164,14 @@ def test_the_recipe_over_ranks(where: str, omits: str) -> None:
     assert {name for name, each in actual.items() if not torch.equal(each, alone[name])} == twice
     exact_grads = c.run(False, omits=omits)
     for name in ("up", "down"):
-        pair = (exact_grads[name].double().flatten(), actual[name].double().flatten())
-        assert float(torch.nn.functional.cosine_similarity(*pair, dim=0)) > COSINE, name
+        once, again = (
+            float(
+                torch.nn.functional.cosine_similarity(*(t[name].double().flatten() for t in (exact_grads, each)), dim=0)
+            )
+            for each in (alone, actual)
+        )
+        assert once - 0.0005 < again  # as docs/fp8_training.md says
+        assert again > COSINE
 
 
 def test_main_gradients_are_added_to() -> None:

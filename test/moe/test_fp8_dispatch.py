@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ import cudnn
 from cudnn import moe
 from cudnn.gemm.scales import token_block_ranges
 from cudnn.moe import Exchange, exchange, experts
+from cudnn.moe.compile_ahead import expert_kernels
 from cudnn.moe.quantizing import quantized, quantized_rows, quantized_tokens
+from cudnn.runtime import emulation
 from support.expert_parallel import EXPERTS, TOP_K, Case, check_rank, over_gpus
-from support.ranks import Rank, Threads, run_processes
+from support.ranks import Rank, Threads, one_rank, run_processes
 
 ARCHS = ("sm_90a", "sm_100a")
 
@@ -164,6 +166,29 @@ def test_by_kernels_on_shared_memory(
     Threads(len(counts), monkeypatch).run(rank)
     assert set(sent_bytes) == {WIDE, NARROW}
     assert sent_bytes.count(WIDE) < sent_bytes.count(NARROW)
+
+
+@pytest.mark.parametrize("fp8", [True, "blockwise"])
+def test_kernels_of_a_layer_over_ranks_are_compiled_ahead(fp8: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that multiply and quantize tokens which come in e4m3."""
+    launched, emulated_kernel = set[Any](), emulation.emulated_kernel
+
+    def recorded(*args: Any) -> Callable[..., None]:
+        launched.add(args)
+        return emulated_kernel(*args) if ":Route" in args[0] else lambda *_: None  # GEMMs check the offsets
+
+    monkeypatch.setattr(emulation, "emulated_kernel", recorded)
+    case = Case((40,), "together")
+    with one_rank(), cudnn.emulation("sm_90a"):
+        for grad in (False, True):
+            case.run(fp8, 0, dist.group.WORLD, grad=grad)
+    weights = [[case.tensors[name].to("meta")] for name in ("up", "down")]
+    recipe = "forward" if fp8 is True else fp8
+    layer = experts.Experts(*weights, None, None, "swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved", recipe, True)
+    known = set(expert_kernels(layer, False, TOP_K, 64, "sm_90a", 132, over_ranks=True))
+    multiply = {key for key in launched if "quantize" in key[0] or ".gemm:" in key[0]}
+    assert len(multiply) > 4
+    assert multiply <= known
 
 
 @pytest.mark.gpu

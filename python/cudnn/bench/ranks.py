@@ -304,7 +304,6 @@ class Measurement:
 
         def dispatch() -> Any:
             rows = parallel.sent_rows(x, fp8)
-            self.row_bytes = rows.shape[1] * rows.element_size()
             return transport.dispatch(rows, self.routing.indices, self.routing.weights.detach())
 
         def compute() -> Any:
@@ -316,7 +315,7 @@ class Measurement:
         with torch.no_grad():
             tokens, local, weights, sent = dispatch()
             permutation, rows = compute()
-            self.rows = int(permutation.offsets[-1])
+            self.rows, self.row_bytes = int(permutation.offsets[-1]), tokens.shape[1] * tokens.element_size()
             return (
                 self._median(dispatch),
                 self._median(compute),

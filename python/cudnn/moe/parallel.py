@@ -188,8 +188,8 @@ class _OverRanks(torch.autograd.Function):
         transport, local_experts, sent = ctx.exchange.transport, ctx.local_experts, ctx.sent
         e = local_experts.experts(up_bias, down_bias, matrices)
         permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=e.batch_invariant)
-        like = gradients[0]
-        dy = transport.scatter(sent_rows(like, e.receives_fp8_gradients), sent)
+        (d_out,) = gradients
+        dy = transport.scatter(sent_rows(d_out, e.receives_fp8_gradients), sent)
         if down_bias is not None:  # its gradient is a GEMM over all rows, including those that were not received
             dy = dy.where((local >= 0).any(1, keepdim=True), 0.0)
         num_tensors, needs_matrices = local_experts.num_tensors, ctx.needs_input_grad[7:]
@@ -197,20 +197,11 @@ class _OverRanks(torch.autograd.Function):
         needs_grad = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
         main_grad = local_experts.main_grad
         if permutation.rows:
-            rows = ((dy, e.receives_fp8_gradients), (tokens, e.receives_fp8(True)))
-            arguments = (
-                *(received_rows(*each) for each in rows),
-                preact,
-                local,
-                weights,
-                permutation,
-                e,
-                needs_grad,
-                main_grad,
-            )
-            grads = layer.backward(grouped_gemm_ops(like, e), *arguments, combine=False)
+            rows = received_rows(dy, e.receives_fp8_gradients), received_rows(tokens, e.receives_fp8(True))
+            arguments = (*rows, preact, local, weights, permutation, e, needs_grad, main_grad)
+            grads = layer.backward(grouped_gemm_ops(d_out, e), *arguments, combine=False)
         else:
-            grads = _zero_gradients(like, weights, e, needs_grad, main_grad)
+            grads = _zero_gradients(d_out, weights, e, needs_grad, main_grad)
         dx, dweights = transport.combine(grads.x, scatter_idx, None, sent, grads.weights)
         needed = (needs_matrices[:num_tensors], needs_matrices[num_tensors:])
         matrices = zip((grads.up, grads.down), (e.up, e.down), main_grad, needed, strict=True)
