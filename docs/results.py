@@ -20,7 +20,7 @@ from cudnn.bench.results import Result, read
 _DOCS = Path(__file__).parent
 RESULTS = _DOCS.parent / "benchmarks" / "results"
 FIGURES = _DOCS / "figures" / "results"
-_SIGN = {"": 4, "%": 2, "s": 1, "nats": 4, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "GB/s": 0, "x": 2, "tokens/s": 0}
+_SIGN = {"": 4, "%": 2, "s": 1, "nats": 4, "TFLOP/s": 0, "TB/s": 2, "GB": 1, "MB": 0, "GB/s": 0, "x": 2, "tokens/s": 0}
 
 
 def shown(value: float, unit: str) -> str:
@@ -344,14 +344,27 @@ SECTIONS = {
     ),
     "moe_ranks": Section(
         "moe_ranks",
-        "MoE layer with expert parallelism, bf16, TFLOP/s of one GPU",
+        "MoE layer with expert parallelism, TFLOP/s of one GPU",
         "model, routing, pass",
         {
             **{f"MoE, {count} GPUs": f"{count} GPUs" for count in (2, 4, 8)},
+            **{f"MoE fp8, {count} GPUs": f"{count} GPUs, fp8" for count in (2, 4, 8)},
             "MoE, 1 GPU": "1 GPU",
+            "MoE fp8, 1 GPU": "1 GPU, fp8",
             **{f"all_to_all_single, {count} GPUs": f"{count} GPUs, all_to_all_single" for count in (2, 4, 8)},
         },
         keep=_of("forward|backward"),
+        label=lambda shape, case: f"{case}, {int(shape.split('x')[0]):,} tokens a rank",
+        ratio=False,
+        command="cudnn bench moe --ranks 2 --save benchmarks/results",
+    ),
+    "moe_ranks_steps": Section(
+        "moe_ranks",
+        "Dispatch and combine of the MoE layer: time, and bytes on the busiest link",
+        "model, routing, step",
+        {"MoE, exchange": "bf16", "MoE fp8, exchange": "fp8"},
+        ("time", "bytes"),
+        keep=_of("dispatch|combine"),
         label=lambda shape, case: f"{case}, {int(shape.split('x')[0]):,} tokens a rank",
         ratio=False,
         command="cudnn bench moe --ranks 2 --save benchmarks/results",

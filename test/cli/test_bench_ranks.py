@@ -26,6 +26,7 @@ from support.selection import brief
 LINE = ranks.Line(
     "Qwen3-30B-A3B",
     "uniform",
+    False,
     8192,
     2,
     100.0,
@@ -35,6 +36,7 @@ LINE = ranks.Line(
     3000.0,
     1200.0,
     2700.0,
+    33e6,
     33e6,
     366e3,
     99.0,
@@ -53,17 +55,18 @@ def test_the_busiest_link_decides() -> None:
 
 
 def test_cases() -> None:
-    assert len(ranks.cases(quick=False)) == len(set(ranks.cases(quick=False))) == 16
-    assert ranks.cases(quick=True) == ranks.cases(quick=False)[:2]
+    assert len(ranks.cases(quick=False)) == len(set(ranks.cases(quick=False))) == 32
+    assert ranks.cases(quick=True) == ranks.cases(quick=False)[:3]
     assert {case.routing for case in ranks.cases(quick=True)} == {"uniform", "zipf"}
+    assert [case.recipe for case in ranks.cases(quick=True)] == ["", "", "blockwise"]
 
 
 def test_table_and_csv(tmp_path: Path) -> None:
     console = Console(width=80, record=True)
-    console.print(table([LINE, dataclasses.replace(LINE, routing="zipf")]))
+    console.print(table([LINE, dataclasses.replace(LINE, routing="zipf", fp8=True, dispatch_bytes=17e6)]))
     text = console.export_text()
     assert all(len(line) <= 80 for line in text.splitlines())
-    for words in ("8192 uniform  ", "0.90", "412 TF", "x 0.80", "x 0.90", "366 to 366 GB/s"):
+    for words in ("8192 uniform  ", "8192 zipf fp8  ", "17", "0.90", "412 TF", "x 0.80", "x 0.90", "366 to 366 GB/s"):
         assert words in text
     ranks.write_csv([LINE], tmp_path / "ranks.csv")
     names, values = (line.split(",") for line in (tmp_path / "ranks.csv").read_text().splitlines())
@@ -103,8 +106,8 @@ def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(exchange.AllToAll, "tokens", memory, raising=False)
     barrier = exchange.SymmetricMemory.barrier.__name__
     monkeypatch.setattr(exchange.AllToAll, barrier, lambda _: dist.barrier(), raising=False)
-    monkeypatch.setattr(ranks, "MODELS", dict.fromkeys(ranks.NAMES, (16, 4, 64, 32)))
-    cases = [ranks.Case(ranks.NAMES[1], 16, routing) for routing in ("uniform", "zipf")]
+    monkeypatch.setattr(ranks, "MODELS", dict.fromkeys(ranks.NAMES, (16, 4, 128, 128)))
+    cases = [ranks.Case(ranks.NAMES[1], 16, *each) for each in (("uniform",), ("zipf",), ("uniform", True))]
 
     def rank(number: int) -> None:
         found: Any = queue.SimpleQueue()
@@ -115,8 +118,9 @@ def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: 
             lines = [found.get() for _ in cases]
             ranks.write_csv(lines, tmp_path / "ranks.csv")
             for line in lines:
-                assert (line.ranks, line.flops) == (count, 6 * 16 * 64 * 32 * 4)
-                assert line.bytes >= line.tokens * 64 * 2  # a token has four experts
+                assert (line.ranks, line.flops) == (count, 6 * 16 * 128 * 128 * 4)
+                assert line.combine_bytes >= line.tokens * 128 * 2  # a token has four experts
+                assert line.dispatch_bytes == line.combine_bytes * (144 / 256 if line.fp8 else 1)
                 assert min(line.fraction_of_copy("combine"), line.teraflops("backward"), line.modelled_dispatch) > 0
         assert found.get() is None
 
@@ -126,7 +130,8 @@ def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: 
 
 def test_result_file(tmp_path: Path) -> None:
     run = results.Run("NVIDIA Fake", "580.1", "13.0", "2.11.0", "abc", "2026-11-29")
-    results.write(tmp_path / "moe_ranks.csv", list(ranks.results(run, [LINE])))
+    narrow = dataclasses.replace(LINE, fp8=True, backward=2500.0, dispatch_bytes=17e6)
+    results.write(tmp_path / "moe_ranks.csv", list(ranks.results(run, [LINE, narrow])))
     lines = {(line.case, line.peer, line.metric): line for line in results.read(tmp_path / "moe_ranks.csv")}
     assert {line.shape for line in lines.values()} == {"8192x2048x768x128x8x2"}
     case = "Qwen3-30B-A3B uniform backward"
@@ -134,7 +139,10 @@ def test_result_file(tmp_path: Path) -> None:
     assert lines[case, "MoE, 1 GPU", "time"].value == 2700
     assert lines[case, "all_to_all_single, 2 GPUs", "time"].value == 4000
     assert lines[case, "MoE, 1 GPU", "rate"].value == pytest.approx(LINE.teraflops("one_backward"), rel=1e-3)
-    assert lines["Qwen3-30B-A3B uniform dispatch", "MoE, exchange", "rate"].value == 330  # 33 MB in 100 us
+    assert lines[case, "MoE fp8, 2 GPUs", "time"].value == 2500
+    case = "Qwen3-30B-A3B uniform dispatch"
+    assert lines[case, "MoE, exchange", "rate"].value == 330  # 33 MB in 100 us
+    assert [lines[case, f"MoE{name}, exchange", "bytes"].value for name in ("", " fp8")] == [33, 17]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs")

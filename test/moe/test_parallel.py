@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import pathlib
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ import cudnn
 from cudnn.moe import Exchange, parallel, quantizing
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
-from support.ranks import Rank, Threads, run_processes
+from support.ranks import Rank, Threads, one_rank, run_processes
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 64, 32
 
@@ -165,16 +163,6 @@ def absent(rank: int) -> None:
     dist.distributed_c10d._get_default_store().set("rank 0 has waited", "")
 
 
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def test_one_rank() -> None:
     """The whole way of tokens, to itself. Its exchange goes with a group, or when the next one needs one."""
     groups, left = list[Any](), list[Any]()
@@ -239,7 +227,8 @@ def test_e4m3_on_one_rank(fp8: bool | str) -> None:
 
     with one_rank():
         actual = results(fp8, group=dist.group.WORLD)
-    assert all(map(torch.equal, actual, results(fp8)))
+    same = 5 if fp8 is True else 3  # the gradients of weights are of tokens that were rounded twice: test_blockwise.py
+    assert list(map(torch.equal, actual, results(fp8))) == [True] * same + [False] * (5 - same)
     assert not any(map(torch.equal, actual, results(False)))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,16 @@ def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> No
         process.kill()
     assert failures.empty(), failures.get()
     assert [process.exitcode for process in processes] == [0] * ranks
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(eq=False)

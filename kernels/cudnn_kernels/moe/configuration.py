@@ -252,7 +252,7 @@ class QuantizeConfiguration:
             Tensor("x", self.dtype, ("tokens", self.columns), (None, 1)),
             *((per_slot("scatter_idx", self.top_k, at_once=True),) if self.top_k else ()),
             Tensor("quantized", FP8_DTYPE, (rows, self.columns), (None, 1)),
-            Tensor("scales", "float32", ("blocks" if self.blocks else rows, across), (across, 1), align=4),
+            Tensor("scales", "float32", ("blocks" if self.blocks else rows, across), (None, 1), align=4),
         )
         if self.matrix_rows:
             height, down = self.matrix_rows, self.matrix_rows // BLOCK
@@ -284,7 +284,8 @@ class CheckQuantizedConfiguration:
 @dataclass(frozen=True)
 class QuantizeTokensConfiguration:
     """Quantizes tokens of ``columns`` elements, a multiple of BLOCK, to e4m3 by token columns, with ``by_rows`` by rows
-    too. ``gathers``: row r of the experts' is token ``gather_idx[r]``; else x is the rows.
+    too. ``gathers``: row r of the experts' is token ``gather_idx[r]``; else x is the rows. Tokens in e4m3 come with
+    their scale factors ``x_scales``; by rows they are copied.
 
     - ``offsets``: where the rows of each expert end.
     - ``rows`` (rows, columns) and ``row_scales`` (rows, columns / BLOCK), MN-major.
@@ -298,11 +299,17 @@ class QuantizeTokensConfiguration:
     gathers: bool
     by_rows: bool
 
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the tokens are in e4m3."""
+        return self.dtype == FP8_DTYPE
+
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        across = self.columns // BLOCK
+        across, sources = self.columns // BLOCK, "tokens" if self.gathers else "rows"
         slots: tuple[Slot, ...] = (
-            Tensor("x", self.dtype, ("tokens" if self.gathers else "rows", self.columns), (None, 1)),
+            Tensor("x", self.dtype, (sources, self.columns), (None, 1)),
+            *((Tensor("x_scales", "float32", (sources, across), (None, 1), align=4),) if self.dequantizes else ()),
             *((vector("gather_idx", "int32", "rows"),) if self.gathers else ()),
             Tensor("offsets", "int32", (self.experts,), (1,), align=4),
         )

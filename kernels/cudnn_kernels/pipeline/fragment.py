@@ -196,19 +196,28 @@ def reduce_scatter(
     ``end``.
 
     Returns the results that the lane keeps (half as many after each step, while the count is even), and the index of
-    the first one.
+    the first one, :func:`scattered_index`.
     """
-    results, start = list(values), Int32(0)
+    results, start = list(values), scattered_index(len(values), first, end)
     for distance, halved in butterfly_steps(len(results), first, end):
         if halved:
             half, upper = len(results) // 2, upper_lane(distance)
             sent = [pick(upper, results[i], results[half + i]) for i in range(half)]
             results = [pick(upper, results[half + i], results[i]) for i in range(half)]
-            start = start + Int32(select_(upper, Int32(half), Int32(0)))
         else:
             sent = results
         results = [combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(results, sent, strict=True)]
     return results, start
+
+
+def scattered_index(count: int, first: int, end: int) -> Int32:
+    """The index of the first of ``count`` results that ``reduce_scatter`` leaves to the lane."""
+    start = Int32(0)
+    for distance, halved in butterfly_steps(count, first, end):
+        if halved:
+            count //= 2
+            start = start + Int32(select_(upper_lane(distance), Int32(count), Int32(0)))
+    return start
 
 
 def all_gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:

@@ -126,7 +126,7 @@ def tma_load(atom: Any, tile: cute.Tensor, smem: cute.Tensor, full: Any) -> None
 
 
 def cp_async_zfill(target: Int32, source: Int64, zero_fill: cutlass.Boolean, size: int = TMA_ALIGNMENT) -> None:
-    """``cp.async`` of 4 or 16 bytes to shared memory; writes zeros where ``zero_fill``."""
+    """``cp.async`` of 4, 8 or 16 bytes to shared memory; writes zeros where ``zero_fill``."""
     cache = "cg" if size == TMA_ALIGNMENT else "ca"  # bypass L1, or not
     cute.arch.inline_ptx(
         f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",

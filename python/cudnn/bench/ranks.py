@@ -33,11 +33,17 @@ SETTINGS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "N
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` per rank, distributed over the experts by ``routing``."""
+    """``tokens`` per rank, distributed over the experts by ``routing``; all GEMMs with ``fp8`` in e4m3, else bf16."""
 
     model: str
     tokens: int
     routing: str
+    fp8: bool = False
+
+    @property
+    def recipe(self) -> str:
+        """The layer's argument ``fp8``."""
+        return "blockwise" if self.fp8 else ""
 
     @property
     def flops(self) -> float:
@@ -50,15 +56,17 @@ class Case:
 class Line:
     """A measurement; times in microseconds, of the slowest rank.
 
-    ``dispatch``, ``compute`` and ``combine`` are the steps of a forward pass. ``one_forward`` and ``one_backward`` are
-    the times of one GPU that has all experts, with one rank's tokens. ``bytes`` is what the busiest link carries one
-    transport in dispatch, and again in combine. ``copy`` is the rate of a copy to another GPU in bytes per microsecond.
+    ``dispatch``, ``compute`` and ``combine`` are the steps of a forward pass; with ``fp8`` dispatch quantizes first.
+    ``one_forward`` and ``one_backward`` are the times of one GPU that has all experts, with one rank's tokens.
+    ``dispatch_bytes`` and ``combine_bytes``: what the busiest link carries one way. ``copy`` is the rate of a copy to
+    another GPU in bytes per microsecond.
     ``modelled_dispatch`` and ``modelled_combine`` are the estimates of :func:`seconds`. ``a2a_forward`` and
     ``a2a_backward`` are the times of the same layer if ``all_to_all_single`` exchanges the tokens, over NCCL.
     """
 
     model: str
     routing: str
+    fp8: bool
     tokens: int
     ranks: int
     dispatch: float
@@ -68,7 +76,8 @@ class Line:
     backward: float
     one_forward: float
     one_backward: float
-    bytes: float
+    dispatch_bytes: float
+    combine_bytes: float
     copy: float
     modelled_dispatch: float
     modelled_combine: float
@@ -78,7 +87,11 @@ class Line:
 
     def fraction_of_copy(self, step: str) -> float:
         """The speed of an exchange, ``dispatch`` or ``combine``, as a fraction of the copy's."""
-        return self.bytes / getattr(self, step) / self.copy
+        return self.rate(step) / self.copy
+
+    def rate(self, step: str) -> float:
+        """Bytes per microsecond of an exchange on the busiest link."""
+        return getattr(self, f"{step}_bytes") / getattr(self, step)
 
     def teraflops(self, which: str) -> float:
         """TFLOP/s of one GPU in ``forward`` or ``backward``, also ``one_`` or ``a2a_``."""
@@ -101,7 +114,8 @@ class Link:
 def cases(quick: bool) -> list[Case]:
     """The cases, in order of priority."""
     sizes = [(model, tokens) for tokens in (QUICK, *(t for t in TOKENS if t != QUICK)) for model in NAMES]
-    return [Case(*size, routing) for size in (sizes[:1] if quick else sizes) for routing in ROUTINGS]
+    every = [Case(*size, routing, fp8) for size in sizes for fp8 in (False, True) for routing in ROUTINGS]
+    return every[:3] if quick else every  # of the first size: bf16 with each routing, and fp8
 
 
 def busiest(sent: Sequence[Sequence[float]]) -> float:
@@ -116,7 +130,7 @@ def seconds(sent: Sequence[Sequence[float]], moved: float = 0.0, link: Link | No
     """Models the time of an exchange: the busiest link at the write rate, and a barrier of the ranks.
 
     ``moved`` bytes move in a GPU's memory at the same time. Combine moves the experts' rows, the received sums and
-    the result; dispatch moves next to nothing.
+    the result; dispatch moves next to nothing. The kernel that quantizes tokens is not part of the model.
     """
     link = link or Link()
     return max(busiest(sent) / link.writes, moved / link.memory) + link.meeting
@@ -217,25 +231,25 @@ class Measurement:
         torch.cuda.empty_cache()
         all_gpus = self._pass_times(self.exchange)
         steps = self._steps()
-        sent = self._sent_bytes()
-        received = self.exchange.is_sent(self.routing.indices).sum().item() - sent[self.rank][self.rank] / (
-            2 * self.hidden
-        )
+        sent = self._sent_tokens()
+        received = self.exchange.is_sent(self.routing.indices).sum().item() - sent[self.rank][self.rank]
         moved_bytes = worst(self.rows + received + self.case.tokens) * 2 * self.hidden
-        modelled = seconds(sent), seconds(sent, moved_bytes)
+        to_experts, to_ranks = ([[n * size for n in row] for row in sent] for size in (self.row_bytes, 2 * self.hidden))
+        modelled = seconds(to_experts), seconds(to_ranks, moved_bytes)
         times = (
             *steps,
             *all_gpus,
             *single_gpu,
-            busiest(sent),
+            busiest(to_experts),
+            busiest(to_ranks),
             self._copy(),
             *(each * 1e6 for each in modelled),
             self.case.flops,
             *over_nccl,
         )
-        names = [field.name for field in fields(Line)][4:]
+        names = [field.name for field in fields(Line)][5:]
         case = self.case
-        return Line(case.model, case.routing, case.tokens, self.ranks, **dict(zip(names, times, strict=True)))
+        return Line(case.model, case.routing, case.fp8, case.tokens, self.ranks, **dict(zip(names, times, strict=True)))
 
     def _median(self, call: Callable[[], Any], repetitions: int = 9) -> float:
         """Median microseconds of a call that all ranks start together after a barrier."""
@@ -268,7 +282,7 @@ class Measurement:
         gradient = torch.randn_like(self.x)
 
         def forward() -> Any:
-            return moe_mlp(self.x, routing, up, down, group=group)
+            return moe_mlp(self.x, routing, up, down, group=group, fp8=self.case.recipe or False)
 
         def backward() -> None:
             torch.autograd.grad(output[0], [*inputs, weights], gradient, retain_graph=True)
@@ -284,38 +298,38 @@ class Measurement:
 
         transport = self.exchange.transport
         up, down = self._weights(self.exchange.local_experts)
-        experts = Experts([up], [down], None, None, "swiglu", [1.0, 1.702, 7.0, -7.0], "interleaved")
-        arguments = (self.x.detach(), self.routing.indices, self.routing.weights.detach())
+        act_params = [1.0, 1.702, 7.0, -7.0]
+        experts = Experts([up], [down], None, None, "swiglu", act_params, "interleaved", self.case.recipe)
+        x, fp8 = self.x.detach(), self.case.fp8
+
+        def dispatch() -> Any:
+            rows = parallel.sent_rows(x, fp8)
+            return transport.dispatch(rows, self.routing.indices, self.routing.weights.detach())
+
+        def compute() -> Any:
+            permutation = parallel.permutation_of(local, self.exchange, sent)
+            arguments = (parallel.received_rows(tokens, fp8), weights, permutation, experts, False)
+            rows, _ = layer.forward(grouped_gemm_ops(x, experts), *arguments, combine=False)
+            return permutation, rows
+
         with torch.no_grad():
-            tokens, local, weights, sent = transport.dispatch(*arguments)
-            rows = parallel.permutation_of(local, self.exchange, sent)
-            self.rows = int(rows.offsets[-1])
-            expert_rows, _ = layer.forward(
-                grouped_gemm_ops(tokens, experts), tokens, weights, rows, experts, False, combine=False
-            )
-            dispatch = self._median(lambda: transport.dispatch(*arguments))
-
-            def compute() -> None:
-                sorted_rows = parallel.permutation_of(local, self.exchange, sent)
-                layer.forward(
-                    grouped_gemm_ops(tokens, experts), tokens, weights, sorted_rows, experts, False, combine=False
-                )
-
-            compute_us = self._median(compute)
+            tokens, local, weights, sent = dispatch()
+            permutation, rows = compute()
+            self.rows, self.row_bytes = int(permutation.offsets[-1]), tokens.shape[1] * tokens.element_size()
             return (
-                dispatch,
-                compute_us,
-                self._median(lambda: transport.combine(expert_rows, rows.scatter_idx, weights, sent)),
+                self._median(dispatch),
+                self._median(compute),
+                self._median(lambda: transport.combine(rows, permutation.scatter_idx, weights, sent)),
             )
 
-    def _sent_bytes(self) -> list[list[float]]:
-        """Bytes that each rank sends to each rank."""
+    def _sent_tokens(self) -> list[list[float]]:
+        """Tokens that each rank sends to each rank."""
         from torch import distributed as dist
 
-        local = self.exchange.is_sent(self.routing.indices).sum(0) * (2 * self.hidden)
+        local = self.exchange.is_sent(self.routing.indices).sum(0)
         gathered = [torch.empty_like(local) for _ in range(self.ranks)]
         dist.all_gather(gathered, local)
-        return [[float(size) for size in sizes.tolist()] for sizes in gathered]
+        return [[float(count) for count in counts.tolist()] for counts in gathered]
 
     def _copy(self) -> float:
         """Bytes per microsecond of a copy to the next GPU; all GPUs copy at once."""
@@ -325,24 +339,29 @@ class Measurement:
 
 
 def results(run: Run, lines: Sequence[Line]) -> Iterator[Result]:
-    """The lines of a result file: a shape is tokens of a rank, hidden and intermediate size, experts, top-k, ranks."""
+    """The lines of a result file: a shape is tokens of a rank, hidden and intermediate size, experts, top-k, ranks.
+
+    Layers in bf16 and in fp8 are candidates for the same case.
+    """
     for line in lines:
         experts, chosen, hidden, inner = MODELS[line.model]
         shape = "x".join(map(str, (line.tokens, hidden, inner, experts, chosen, line.ranks)))
         start = (run.hardware, run.driver, run.cuda, run.torch, run.commit, run.date, "moe_ranks", "bf16", shape)
+        fp8 = " fp8" if line.fp8 else ""
         for which in ("forward", "backward"):
             case = f"{line.model} {line.routing} {which}"
-            candidates = {f"MoE, {line.ranks} GPUs": "", "MoE, 1 GPU": "one_"}
-            for name, prefix in (candidates | {f"all_to_all_single, {line.ranks} GPUs": "a2a_"}).items():
+            candidates = {f"MoE{fp8}, {line.ranks} GPUs": "", f"MoE{fp8}, 1 GPU": "one_"}
+            for name, prefix in (candidates | {f"all_to_all_single{fp8}, {line.ranks} GPUs": "a2a_"}).items():
                 time, rate = getattr(line, prefix + which), line.teraflops(prefix + which)
                 common = (*start, case, name, version_of(OURS_PACKAGE), 1)
                 yield Result(*common, "time", significant(time), "us", 0.0)
                 yield Result(*common, "rate", significant(rate), "TFLOP/s", 0.0)
         for which in ("dispatch", "combine"):
-            common = (*start, f"{line.model} {line.routing} {which}", "MoE, exchange", version_of(OURS_PACKAGE), 1)
+            case, name = f"{line.model} {line.routing} {which}", f"MoE{fp8}, exchange"
+            common = (*start, case, name, version_of(OURS_PACKAGE), 1)
             yield Result(*common, "time", significant(getattr(line, which)), "us", 0.0)
-            speed = line.bytes / getattr(line, which) * 1e-3
-            yield Result(*common, "rate", significant(speed), "GB/s", 0.0)
+            yield Result(*common, "rate", significant(line.rate(which) * 1e-3), "GB/s", 0.0)
+            yield Result(*common, "bytes", significant(getattr(line, f"{which}_bytes") * 1e-6), "MB", 0.0)
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:

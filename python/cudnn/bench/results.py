@@ -39,8 +39,8 @@ class Result:
 
     ``shape`` and ``case`` are the problem: its sizes, and its mask, pass or model. ``peer`` is the candidate and
     ``peer_version`` the version of its package; ``ours`` is 1 for this library and 0 for others. ``metric`` is
-    ``time``, ``rate``, ``memory``, ``loss``, ``difference``, or ``ratio to NAME``: the time of NAME divided by the
-    candidate's in the same rounds. ``spread`` is half the range over the rounds, in the unit of ``value``.
+    ``time``, ``rate``, ``memory``, ``bytes``, ``loss``, ``difference``, or ``ratio to NAME``: the time of NAME divided
+    by the candidate's in the same rounds. ``spread`` is half the range over the rounds, in the unit of ``value``.
     """
 
     hardware: str

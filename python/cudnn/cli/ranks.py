@@ -44,7 +44,7 @@ def run(ranks: int, quick: bool, csv: Path | None, of: results.Run | None = None
 
 
 def table(lines: Sequence[bench.Line]) -> Group:
-    """The table of measurements, three rows each, in 80 columns."""
+    """The table of measurements, five rows each, in 80 columns."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("tokens of a rank", no_wrap=True)
     for name in ("dispatch", "compute", "combine", "forward", "backward"):
@@ -57,10 +57,12 @@ def table(lines: Sequence[bench.Line]) -> Group:
             table.add_row(f"[bold]{line.model}, {line.ranks} GPUs[/bold]")
             model = line.model
         times = (line.dispatch, line.compute, line.combine, line.forward, line.backward)
-        table.add_row(f"{line.tokens} {line.routing}", *(f"{value:.0f}" for value in times))
+        table.add_row(f"{line.tokens} {line.routing}{' fp8' * line.fp8}", *(f"{value:.0f}" for value in times))
         fractions = [f"{line.fraction_of_copy(step):.2f}" for step in ("dispatch", "combine")]
         rates = [f"{line.teraflops(which):.0f} TF" for which in ("forward", "backward")]
         table.add_row("  of a copy; TFLOP/s", fractions[0], "", fractions[1], *rates, style="dim")
+        sizes = [f"{size * 1e-6:.0f}" for size in (line.dispatch_bytes, line.combine_bytes)]
+        table.add_row("  MB of a link", sizes[0], "", sizes[1], "", "", style="dim")
         over_nccl = (f"{value:.0f}" for value in (line.a2a_forward, line.a2a_backward))
         table.add_row("  all_to_all_single", "", "", "", *over_nccl, style="dim")
         speeds = [line.one_forward / line.forward, line.one_backward / line.backward]
@@ -70,4 +72,4 @@ def table(lines: Sequence[bench.Line]) -> Group:
     copies = sorted(line.copy * 1e-3 for line in lines)
     copied = f"a copy to the next GPU: {copies[0]:.0f} to {copies[-1]:.0f} GB/s; " if copies else ""
     note = f"microseconds, of the slowest rank; {copied}TFLOP/s of one GPU"
-    return Group("Layer of experts over GPUs of one host, bf16", "", table, "", note)
+    return Group("Layer of experts over GPUs of one host, bf16 and fp8", "", table, "", note)

@@ -10,6 +10,8 @@ tokens for the gradients of weights (:class:`cudnn.moe.quantizing.TokenColumns`)
     (4) up GEMM^T          rows of dh
     (5) up wgrad           token columns of dh, and of x, which are made here: in e4m3 they take K/2 times x's memory
     (6) combine            dx[t] = sum over k of dx_row[scatter_idx[t, k]]
+
+Over ranks, x and dy arrive in e4m3 by rows. The GEMMs of (2) read dy as it is; token columns are rounded twice.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from cudnn.moe.experts import (
     ones,
     shape_of,
 )
+from cudnn.moe.quantized_rows import Rows
 from cudnn.moe.quantizing import (
     Pair,
     TokenColumns,
@@ -70,7 +73,7 @@ def weight_operand(values: Tensor, scales: Tensor) -> tuple[dict[str, Tensor], d
 
 def backward_down(
     ops: GroupedGemmOps,
-    dy: Tensor,
+    dy: Rows,
     preact: Tensor,
     weights: Tensor | None,
     permutation: Permutation | SortedRows,
@@ -80,27 +83,28 @@ def backward_down(
 ) -> tuple[DPreact, Tensor | None, Tensor | None, Tensor | None]:
     """Steps (1) to (3): see :func:`cudnn.moe.layer._backward_down`."""
     (experts, _, intermediate), count, offsets = shape_of(e.down), permutation.rows, permutation.offsets
+    like = e.down[0]
     # (1) Quantize dy.
     (rows, scales), dy_columns = quantized_tokens(dy, permutation.gather_idx, offsets, count, True)
     # (2) Down GEMM^T, the activation's derivative, and the activation.
     prob, dprob = permutation.weights_of_rows(weights)
     n = 2 * intermediate
-    dup_bias = dy.new_empty(experts, n, dtype=torch.bfloat16) if needs_up_bias else None
+    dup_bias = like.new_empty(experts, n, dtype=torch.bfloat16) if needs_up_bias else None
     copies = quantized_both_ways(e.down)
     tensors, options = weight_operand(copies.transposed, copies.transposed_scales)
-    tensors |= {**rows_operand(rows, scales), "padded_offsets": offsets, "alpha": ones(experts, dy.device)}
+    tensors |= {**rows_operand(rows, scales), "padded_offsets": offsets, "alpha": ones(experts, like.device)}
     preact, preact_scales = preact_of(preact, count, n)
     tensors |= {"c": matrix(preact), "prob": prob, "dprob": dprob, "dbias": dup_bias}
     tensors["sfc"] = None if preact_scales is None else preact_scales.unsqueeze(2)
-    dh, act = dy.new_empty(0), dy.new_empty(0)
-    if fused := gemm_quantizes(dy):
-        dh_rows = empty_quantized(dy, count, n)
-        dh_columns, act_columns = (empty_columns(dy, count, experts, columns) for columns in (n, intermediate))
+    dh, act = like.new_empty(0), like.new_empty(0)
+    if fused := gemm_quantizes(like):
+        dh_rows = empty_quantized(like, count, n)
+        dh_columns, act_columns = (empty_columns(like, count, experts, columns) for columns in (n, intermediate))
         tensors |= {"d_row": matrix(dh_rows[0]), "sfd_row": dh_rows[1].unsqueeze(2)}
         tensors |= {"d_blocks": dh_columns.blocks, "sfd_blocks": dh_columns.scales}
         tensors |= {"activation_blocks": act_columns.blocks, "sfactivation_blocks": act_columns.scales}
     else:
-        dh, act = dy.new_empty(count, n), dy.new_empty(count, intermediate)
+        dh, act = like.new_empty(count, n), like.new_empty(count, intermediate)
         tensors |= {"d_row": matrix(dh), "activation": matrix(act)}
     key = ("fp8 dact", needs_up_bias, prob is None)
     ops.run(key, "grouped_gemm_dglu", tensors, options, ops.dact_options)
@@ -122,7 +126,7 @@ def dx_operands(up: Sequence[Tensor], dpreact: DPreact) -> tuple[dict[str, Tenso
     return {**tensors, **rows_operand(*dpreact.rows)}, options
 
 
-def wgrad_up_operands(x: Tensor, dpreact: DPreact, permutation: Permutation | SortedRows) -> dict[str, Tensor]:
+def wgrad_up_operands(x: Rows, dpreact: DPreact, permutation: Permutation | SortedRows) -> dict[str, Tensor]:
     """Step (5): the operands of the weight gradient of up."""
     _, x_columns = quantized_tokens(x, permutation.gather_idx, permutation.offsets, permutation.rows, False)
     return _wgrad_operands(dpreact.columns, x_columns, permutation.offsets)

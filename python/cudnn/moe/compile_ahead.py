@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from cudnn.fused.host import FusedAPI
 from cudnn.moe import layer
 from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, SortedRows, grouped_gemm_ops
+from cudnn.moe.quantized_rows import Rows
+from cudnn.moe.quantizing import quantized_rows
 from cudnn.runtime.architecture import device_architecture
 from cudnn.runtime.kernels import compile_in_background
 from cudnn.runtime.recording import MAX_TOKENS, Key, record
@@ -88,23 +90,27 @@ def module_kernels(module: Any, max_tokens: int, arch: str, num_sms: int, trains
     return record(forward, max_tokens, arch, num_sms, trains)
 
 
-def layer_ops(x: torch.Tensor, e: Experts, adds: bool, top_k: int | None) -> GroupedGemmOps:
+def layer_ops(x: torch.Tensor, e: Experts, adds: bool, top_k: int | None, over_ranks: bool = False) -> GroupedGemmOps:
     """The GEMMs of a layer on the device of x, of which the first missing one starts the compilation of all.
 
     Args:
         adds: Gradients of weights are accumulated into ``main_grad``.
         top_k: Experts of a token; None for rows that are sorted by expert.
+        over_ranks: Other ranks send the tokens.
     """
     ops = grouped_gemm_ops(x, e)
     if ops.layer_kernels is None and x.is_cuda:
         up, down = ([_meta(w) for w in weights] for weights in (e.up, e.down))
         e = e._replace(up=up, down=down, up_bias=_meta(e.up_bias), down_bias=_meta(e.down_bias))
         max_tokens, index = max(x.shape[0], MAX_TOKENS), x.get_device()
-        ops.layer_kernels = lambda arch: expert_kernels(e, adds, top_k, max_tokens, arch, FusedAPI.num_sms(index))
+        options = (adds, top_k, max_tokens)
+        ops.layer_kernels = lambda arch: expert_kernels(e, *options, arch, FusedAPI.num_sms(index), over_ranks)
     return ops
 
 
-def expert_kernels(e: Experts, adds: bool, top_k: int | None, max_tokens: int, arch: str, num_sms: int) -> list[Key]:
+def expert_kernels(
+    e: Experts, adds: bool, top_k: int | None, max_tokens: int, arch: str, num_sms: int, over_ranks: bool = False
+) -> list[Key]:
     """The kernels of :func:`cudnn.ops.moe_mlp` or, without ``top_k``, of :func:`cudnn.ops.moe_experts`, for weights on
     the meta device.
     """
@@ -117,16 +123,18 @@ def expert_kernels(e: Experts, adds: bool, top_k: int | None, max_tokens: int, a
     main_grad = (up_main_grad, down_main_grad)
 
     def forward(has_weights: bool, count: int, saves: bool) -> Callable[[], Any]:
-        x = torch.empty(count, h, dtype=up[0].dtype, device="meta")
+        x: Rows = torch.empty(count, h, dtype=up[0].dtype, device="meta")
         offsets = torch.empty(experts, dtype=torch.int32, device="meta")
         indices = None if top_k is None else offsets.new_empty(count, top_k)
         rows: Any = SortedRows(offsets, count)
         if indices is not None:
             rows = Permutation(offsets, offsets.new_empty(indices.numel()), indices)
         weights = torch.empty(count, top_k or 1, dtype=torch.float32, device="meta") if has_weights else None
+        x = quantized_rows(x) if over_ranks and e.receives_fp8(saves) else x
         y, preact = layer.forward(ops, x, weights, rows, e, saves)
         needs_grad = [True, has_weights, True, True, e.up_bias is not None, e.down_bias is not None]
-        return lambda: layer.backward(ops, y, x, preact, indices, weights, rows, e, needs_grad, main_grad)
+        dy = quantized_rows(y) if over_ranks and saves and e.receives_fp8_gradients else y
+        return lambda: layer.backward(ops, dy, x, preact, indices, weights, rows, e, needs_grad, main_grad)
 
     keys: dict[Key, None] = {}
     for has_weights in (True,) if top_k else (True, False):

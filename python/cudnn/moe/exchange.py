@@ -516,7 +516,11 @@ class SymmetricMemory:
         self.barrier()  # before other ranks write
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
-        """The fields of :class:`Received`; the next call overwrites the tokens."""
+        """The fields of :class:`Received`; the next call overwrites the tokens.
+
+        A token's row may have fewer bytes than ``hidden`` elements, a multiple of 16, and another dtype; the same on
+        all ranks.
+        """
         e, count = self.e, len(x)
         if count > e.max_tokens:
             hint = "make the Exchange, which a layer takes as its group, with a larger max_tokens"
@@ -526,27 +530,36 @@ class SymmetricMemory:
         x, sent = x.contiguous(), Sent(indices.contiguous(), row_of_rank[:count], e.max_rows)
         indices, bits = sent.indices, weights.contiguous().view(torch.int32)
         if not count:  # other ranks wait for a message also if this rank has no tokens
-            x, indices, bits = x.new_empty(1, e.hidden), indices.new_full((1, e.top_k), -1), bits.new_zeros(1, e.top_k)
+            x, indices, bits = (
+                x.new_empty(1, x.shape[1]),
+                indices.new_full((1, e.top_k), -1),
+                bits.new_zeros(1, e.top_k),
+            )
         routing = (bits, self.slots.addresses, row_of_rank)
         self._send(x, indices, *routing)
         self.barrier(self.slots, self.tokens)
         local, local_weights = self.slots.local.clone()
-        return self.tokens.local, local, local_weights.view(torch.float32), sent
+        return self._received(x), local, local_weights.view(torch.float32), sent
 
     def _send(self, x: Tensor, indices: Tensor, *routing: Tensor) -> None:
         e = self.e
         configuration = DispatchConfiguration(
-            name_of(e.dtype), e.hidden, e.top_k, e.ranks, e.local_experts, bool(routing)
+            name_of(x.dtype), x.shape[1], e.top_k, e.ranks, e.local_experts, bool(routing)
         )
         run(_DISPATCH, configuration, placed(x), indices, self.tokens.addresses, *routing, e.rank, e.max_tokens)
 
+    def _received(self, x: Tensor) -> Tensor:
+        """The rows (R, n) that ranks sent, of the dtype and width of x."""
+        rows, width = self.e.ranks * self.e.max_tokens, x.shape[1]
+        return self.tokens.local.view(-1).view(x.dtype)[: rows * width].view(rows, width)
+
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
-        """Sends values of tokens (T, hidden) as their tokens were sent: (R, hidden), which the next call overwrites."""
+        """Sends values of tokens (T, n) as :meth:`dispatch` sends tokens: (R, n), which the next call overwrites."""
         self._free(self.tokens)
         if len(values):
             self._send(values, sent.indices)
         self.barrier(self.tokens)
-        return self.tokens.local
+        return self._received(values)
 
     def combine(
         self, rows: Tensor, scatter_idx: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None

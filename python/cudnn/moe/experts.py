@@ -166,6 +166,17 @@ class Experts(NamedTuple):
         """Whether the backward GEMMs take e4m3 operands too."""
         return self.fp8.startswith("blockwise")
 
+    def receives_fp8(self, trains: bool) -> bool:
+        """Whether ranks send tokens in e4m3; ``trains``: a backward pass follows, which may need them in 16 bits."""
+        return self.trains_fp8 or (bool(self.fp8) and not trains)
+
+    @property
+    def receives_fp8_gradients(self) -> bool:
+        """Whether ranks send the outputs' gradients in e4m3. Those of ``down_bias``, and of the weights that multiply
+        it, need them in 16 bits.
+        """
+        return self.trains_fp8 and self.down_bias is None
+
     @property
     def up_shape(self) -> tuple[int, int, int]:
         """(E, N, H)."""

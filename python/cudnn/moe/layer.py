@@ -51,6 +51,7 @@ from cudnn.moe.experts import (
     up_operand,
     weight_operand,
 )
+from cudnn.moe.quantized_rows import QuantizedRows, Rows
 from cudnn.moe.quantizing import (
     empty_quantized,
     gemm_quantizes,
@@ -109,7 +110,7 @@ class RouterBackward(Protocol):
 
 def forward(
     ops: GroupedGemmOps,
-    x: Tensor,
+    x: Rows,
     weights: Tensor | None,
     permutation: Permutation | SortedRows,
     e: Experts,
@@ -121,7 +122,7 @@ def forward(
 
     Args:
         ops: :func:`cudnn.moe.experts.grouped_gemm_ops` for x and e.
-        x: (T, H).
+        x: (T, H); with ``e.fp8`` they may be quantized already.
         weights: The router's weights, float32 (T, K).
         permutation: The slots sorted by expert; or rows that are sorted already, which are not combined.
         save_preact: Whether the up GEMM stores its pre-activation for :func:`backward`.
@@ -132,25 +133,26 @@ def forward(
         y (T, H), and preact, of :func:`empty_preact`.
     """
     (experts, n, _), (_, h, intermediate), count = e.up_shape, shape_of(e.down), permutation.rows
-    gated = e.activation in GATED
-    saved = empty_preact(x, count, e, save_preact)
+    gated, like = e.activation in GATED, e.down[0]
+    saved = empty_preact(like, count, e, save_preact)
     preact, preact_scales = blockwise.preact_of(saved, count, n) if save_preact else (None, None)
-    preact = x.new_empty(count, n) if preact is None and not gated else preact
-    quantize_act = e.fp8 and gemm_quantizes(x)
+    preact = like.new_empty(count, n) if preact is None and not gated else preact
+    quantize_act = e.fp8 and gemm_quantizes(like)
     act, act_scales = (
-        empty_quantized(x, count, intermediate) if quantize_act else (x.new_empty(count, intermediate), None)
+        empty_quantized(like, count, intermediate) if quantize_act else (like.new_empty(count, intermediate), None)
     )
-    common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device)}
+    common: dict[str, Any] = {"padded_offsets": permutation.offsets, "alpha": ones(experts, like.device)}
     up = _fp8_weight(e.up, e, save_preact) if e.fp8 else up_operand(e)
     down = _fp8_weight(e.down, e, save_preact) if e.fp8 else weight_operand(e.down)
 
     # (1) Permute: the up GEMM gathers rows of x by ``a_index``, or reads a copy that is sorted by expert.
     tensors = {**common, **up[0], "bias": _bias(e.up_bias)}
     if e.fp8:
-        gathers = permutation.gathers(x)
+        gathers = permutation.gathers(like)
         tensors["a_index"] = permutation.gather_idx if gathers else None
         tensors |= blockwise.rows_operand(*(quantized(x) if gathers else quantized(x, permutation.scatter_idx, count)))
     else:
+        assert not isinstance(x, QuantizedRows)
         a, tensors["a_index"] = permutation.operand(x)
         tensors["a"] = matrix(a)
         del a
@@ -163,11 +165,12 @@ def forward(
     prob = permutation.gemm_weights(weights, not gated)
     tensors["prob"] = prob
     key = ("up", save_preact, tensors.get("a_index") is None, act_scales is None, prob is None, permutation.is_sorted)
+    key = (*key, isinstance(x, QuantizedRows))
     ops.run(key, "grouped_gemm_glu" if gated else "grouped_gemm_srelu", tensors, up[1], ops.act_options)
     del tensors  # and the permuted copy of x: the next output reuses its memory
 
     # (3) Down GEMM.
-    down_out = x.new_empty(count, h) if out is None else out
+    down_out = like.new_empty(count, h) if out is None else out
     tensors = {**common, **down[0], "a": matrix(act), "bias": _bias(e.down_bias), "d": matrix(down_out)}
     weighs_bias = permutation.is_sorted and prob is not None and e.down_bias is not None
     tensors["prob"] = prob if weighs_bias else None
@@ -190,8 +193,8 @@ def forward(
 
 def backward(
     ops: GroupedGemmOps,
-    dy: Tensor,
-    x: Tensor,
+    dy: Rows,
+    x: Rows,
     preact: Tensor,
     indices: Tensor | None,
     weights: Tensor | None,
@@ -206,7 +209,7 @@ def backward(
     """The gradients that ``needs_grad`` names, in the order of :class:`NeedsGrad`.
 
     Args:
-        dy: (T, H).
+        dy: (T, H); with ``e.trains_fp8`` it may be quantized already if there is no ``down_bias``, and x too.
         preact: of :func:`forward`.
         indices: Experts of each token, (T, K); None for sorted rows.
         weights: The router's weights (T, K); of sorted rows (R, 1) or None.
@@ -226,8 +229,8 @@ def backward(
 
 def backward_down(
     ops: GroupedGemmOps,
-    dy: Tensor,
-    x: Tensor,
+    dy: Rows,
+    x: Rows,
     preact: Tensor,
     indices: Tensor | None,
     weights: Tensor | None,
@@ -241,7 +244,7 @@ def backward_down(
 
     ``main_grad``: that of down. ``delayed`` as there.
     """
-    run = blockwise.backward_down if e.trains_fp8 else _backward_down
+    run: Callable[..., Any] = blockwise.backward_down if e.trains_fp8 else _backward_down
     shape, like = shape_of(e.down), e.down[0]
     wgrad = functools.partial(_wgrad, ops, "down", like=like, shape=shape, main_grad=main_grad, delayed=delayed)
     gemms = run(ops, dy, preact, weights, permutation, e, needs.up_bias, wgrad if needs.down else None)
@@ -249,11 +252,12 @@ def backward_down(
     dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
     ddown_bias = None
     if e.down_bias is not None:  # the router's weight multiplies down_bias too
+        assert not isinstance(dy, QuantizedRows)
         slots = _weighted_slots(indices, weights, permutation, shape_of(e.down)[0])
         ddown_bias, of_weights = _down_bias_gradients(dy, *slots, e.down_bias, needs)
         if dweights is not None and of_weights is not None:
             dweights = dweights + of_weights
-    dup_bias = None if dup_bias is None else dup_bias.to(x.dtype)
+    dup_bias = None if dup_bias is None else dup_bias.to(like.dtype)
     return Gradients(None, dweights, None, dw_down, dup_bias, ddown_bias), dpreact
 
 
@@ -325,7 +329,7 @@ def _down_bias_gradients(
 
 def backward_up(
     ops: GroupedGemmOps,
-    x: Tensor,
+    x: Rows,
     dpreact: Any,
     permutation: Permutation | SortedRows,
     e: Experts,
@@ -343,12 +347,13 @@ def backward_up(
     concurrently, on a second stream.
     """
     experts, n, h = e.up_shape
-    large = n >= PERMUTE_COLUMNS_DW_UP
+    large, like = n >= PERMUTE_COLUMNS_DW_UP, e.up[0]
 
     # (5) Weight gradient of up.
     def operands() -> dict[str, Any]:
         if e.trains_fp8:
             return blockwise.wgrad_up_operands(x, dpreact, permutation)
+        assert not isinstance(x, QuantizedRows)
         x_rows, gather_idx = permutation.operand(x, large)
         rows = {"a": transposed(dpreact), "b": transposed(x_rows), "b_index": gather_idx}
         return {"offsets": permutation.offsets, **rows}
@@ -361,26 +366,26 @@ def backward_up(
     if not needs.x:
         return None, wgrad_up()
     # (4) up GEMM^T.
-    dx_rows = x.new_empty(permutation.rows, h)
+    dx_rows = like.new_empty(permutation.rows, h)
     if e.trains_fp8:
         tensors, options = blockwise.dx_operands(e.up, dpreact)
     else:
         tensors, options = up_operand(e, transpose=True)
         tensors["a"] = matrix(dpreact)
-    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, x.device), "d": matrix(dx_rows)}
+    tensors |= {"padded_offsets": permutation.offsets, "alpha": ones(experts, like.device), "d": matrix(dx_rows)}
     if router_dx is not None:
         tensors |= {"prob": router_dx[0], "bias": _bias(router_dx[1])}
     ops.run(("dx", router_dx is None), _gemm_of(e.trains_fp8), tensors, options)
     if not combine or not isinstance(permutation, Permutation):
         return dx_rows, wgrad_up()
     # (6) Combine, before the weight gradient or concurrently.
-    overlaps = x.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS and not e.trains_fp8
-    if not (overlaps and permutation.gathers(x, large)):
+    overlaps = like.is_cuda and needs.up and dx_rows.numel() >= OVERLAP_ELEMENTS and not e.trains_fp8
+    if not (overlaps and permutation.gathers(like, large)):
         dx = combine_rows(dx_rows, permutation.scatter_idx)
         del dx_rows, tensors  # before x is permuted into a copy
         return dx, wgrad_up()
-    dx = torch.empty_like(x)
-    with forked(x.device) as second_stream:
+    dx = like.new_empty(len(permutation.scatter_idx), h)
+    with forked(like.device) as second_stream:
         dw_up = wgrad_up(OVERLAP_MARGIN)
         with second_stream:
             combine_into(dx, dx_rows, permutation.scatter_idx, None)

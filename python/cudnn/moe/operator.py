@@ -36,7 +36,14 @@ from cudnn.moe.experts import (
     up_shape,
 )
 from cudnn.moe.main_grads import dummy_grads
-from cudnn.moe.parallel import exchange_of, expert_parallel, gradient_shapes, ranks_of, unbind_experts
+from cudnn.moe.parallel import (
+    exchange_of,
+    expert_parallel,
+    gradient_shapes,
+    needs_backward,
+    ranks_of,
+    unbind_experts,
+)
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import FEW, autocast_type, custom_op, in_type
@@ -114,9 +121,11 @@ def moe_mlp(
             the gradients of up and down into; autograd then gets none. Of separate weights, a pair for up.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
             has the experts from r E on, E on each rank, and routing is over all experts. A token is sent once to each
-            rank that has one of its experts, and the sum over that rank's experts is sent back. Every rank calls, with
-            any number of tokens; with GPUs of one host at most the largest number of any rank at the first call
-            of a layer of these sizes, or the exchange's ``max_tokens``. Such layers share an exchange.
+            rank that has one of its experts, and the sum over that rank's experts is sent back. Tokens are sent in e4m3
+            with ``fp8``, unless a backward pass reads them in 16 bits; gradients of outputs too with "blockwise" and
+            without ``down_bias``. Every rank calls, with any number of tokens; with GPUs of one host at most the
+            largest number of any rank at the first call of a layer of these sizes, or the exchange's ``max_tokens``.
+            Such layers share an exchange.
         time_limit: Seconds to wait for all ranks of a process group.
 
     Returns:
@@ -186,6 +195,7 @@ def _expert_parallel(
         activation=e.activation,
         glu_layout=e.glu_layout,
         fp8=e.fp8,
+        dispatch="e4m3" if e.receives_fp8(needs_backward(x, weights, e)) else "16 bits",
         batch_invariant=e.batch_invariant,
         **dict(zip(ACT_PARAMS, e.act_params, strict=True)),
     )

@@ -2,7 +2,7 @@
 
 Forward on each rank, between the steps of :mod:`cudnn.moe.layer`:
 
-    (1) dispatch   each token is sent once to each rank that has one of its experts
+    (1) dispatch   each token is sent once to each rank that has one of its experts, in e4m3 if they read it so
     (2) sort       the received (token, k) slots of local experts, by expert
     (3) experts    up GEMM + GLU, down GEMM (``layer.forward`` without its combine)
     (4) combine    the weighted sum over a rank's experts is sent back, and summed over ranks
@@ -25,7 +25,10 @@ from cudnn.moe.compile_ahead import layer_ops
 from cudnn.moe.exchange import Exchange, Sent, check_all_ranks, size_of
 from cudnn.moe.experts import Experts, Permutation, grouped_gemm_ops, is_list, shape_of
 from cudnn.moe.main_grads import dummy_grads
+from cudnn.moe.quantized_rows import QuantizedRows, Rows
+from cudnn.moe.quantizing import quantized_rows
 from cudnn.moe.routing import sort
+from cudnn.runtime.memory import aligned
 from cudnn.runtime.registration import once_differentiable
 
 _WHERE = "moe_mlp"
@@ -121,6 +124,12 @@ class LocalExperts:
         return Experts(up, down, up_bias, down_bias, *options)
 
 
+def needs_backward(x: Tensor, weights: Tensor, e: Experts) -> bool:
+    """Whether autograd may call the backward pass."""
+    tensors = (x, weights, *e.up, *e.down, e.up_bias, e.down_bias)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def expert_parallel(
     x: Tensor,
     indices: Tensor,
@@ -130,8 +139,7 @@ def expert_parallel(
     exchange: Exchange,
 ) -> Tensor:
     """The layer's output (T, H); ``e`` are the experts of this rank."""
-    tensors = (x, weights, *e.up, *e.down, e.up_bias, e.down_bias)
-    save_preact = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save_preact = needs_backward(x, weights, e)
     local_experts = LocalExperts(
         len(e.up), main_grad, e.activation, list(e.act_params), e.glu_layout, e.fp8, save_preact, e.batch_invariant
     )
@@ -153,16 +161,17 @@ class _OverRanks(torch.autograd.Function):
     ) -> Tensor:
         transport, e = exchange.transport, local_experts.experts(up_bias, down_bias, matrices)
         # (1) Dispatch.
-        tokens, local, weights, sent = transport.dispatch(x.contiguous(), indices, weights)
+        fp8 = e.receives_fp8(local_experts.save_preact)
+        tokens, local, weights, sent = transport.dispatch(sent_rows(x, fp8), indices, weights)
         # (2) Sort the received slots by expert.
         permutation = permutation_of(local, exchange, sent)
         permutation.batch_invariant = e.batch_invariant
         # (3) Experts.
         rows, preact = x.new_empty(0, x.shape[1]), x.new_empty(0)
         if permutation.rows:
-            ops = layer_ops(x, e, bool(local_experts.main_grad[0]), indices.shape[1])
-            options = (e, local_experts.save_preact)
-            rows, preact = layer.forward(ops, tokens, weights, permutation, *options, combine=False)
+            ops = layer_ops(x, e, bool(local_experts.main_grad[0]), indices.shape[1], True)
+            arguments = (received_rows(tokens, fp8), weights, permutation, e, local_experts.save_preact)
+            rows, preact = layer.forward(ops, *arguments, combine=False)
         if local_experts.save_preact:
             tokens = tokens.clone() if transport.reuses_buffers else tokens
             permutation_tensors = (permutation.offsets, permutation.gather_idx, permutation.scatter_idx)
@@ -179,7 +188,8 @@ class _OverRanks(torch.autograd.Function):
         transport, local_experts, sent = ctx.exchange.transport, ctx.local_experts, ctx.sent
         e = local_experts.experts(up_bias, down_bias, matrices)
         permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=e.batch_invariant)
-        dy = transport.scatter(gradients[0].contiguous(), sent)
+        (d_out,) = gradients
+        dy = transport.scatter(sent_rows(d_out, e.receives_fp8_gradients), sent)
         if down_bias is not None:  # its gradient is a GEMM over all rows, including those that were not received
             dy = dy.where((local >= 0).any(1, keepdim=True), 0.0)
         num_tensors, needs_matrices = local_experts.num_tensors, ctx.needs_input_grad[7:]
@@ -187,10 +197,11 @@ class _OverRanks(torch.autograd.Function):
         needs_grad = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
         main_grad = local_experts.main_grad
         if permutation.rows:
-            arguments = (dy, tokens, preact, local, weights, permutation, e, needs_grad, main_grad)
-            grads = layer.backward(grouped_gemm_ops(tokens, e), *arguments, combine=False)
+            rows = received_rows(dy, e.receives_fp8_gradients), received_rows(tokens, e.receives_fp8(True))
+            arguments = (*rows, preact, local, weights, permutation, e, needs_grad, main_grad)
+            grads = layer.backward(grouped_gemm_ops(d_out, e), *arguments, combine=False)
         else:
-            grads = _zero_gradients(tokens, weights, e, needs_grad, main_grad)
+            grads = _zero_gradients(d_out, weights, e, needs_grad, main_grad)
         dx, dweights = transport.combine(grads.x, scatter_idx, None, sent, grads.weights)
         needed = (needs_matrices[:num_tensors], needs_matrices[num_tensors:])
         matrices = zip((grads.up, grads.down), (e.up, e.down), main_grad, needed, strict=True)
@@ -198,6 +209,16 @@ class _OverRanks(torch.autograd.Function):
             dummy_grads(like, needs) if buffers else unbind_experts(dw, like) for dw, like, buffers, needs in matrices
         )
         return dx, dweights, None, None, None, grads.up_bias, grads.down_bias, *dw_up, *dw_down
+
+
+def sent_rows(x: Tensor, fp8: bool) -> Tensor:
+    """The rows of x as they are sent, with ``fp8`` in e4m3."""
+    return quantized_rows(aligned(x)).words if fp8 else x.contiguous()
+
+
+def received_rows(received: Tensor, fp8: bool) -> Rows:
+    """Received rows of :func:`sent_rows`."""
+    return QuantizedRows(received) if fp8 else received
 
 
 def permutation_of(local: Tensor, exchange: Exchange, sent: Sent) -> Permutation:
@@ -212,10 +233,10 @@ def permutation_of(local: Tensor, exchange: Exchange, sent: Sent) -> Permutation
 
 
 def _zero_gradients(
-    tokens: Tensor, weights: Tensor, e: Experts, needs_grad: Any, main_grad: tuple[list[Tensor], list[Tensor]]
+    like: Tensor, weights: Tensor, e: Experts, needs_grad: Any, main_grad: tuple[list[Tensor], list[Tensor]]
 ) -> layer.Gradients:
     """The gradients if no slot has an expert of this rank."""
-    shapes, likes = gradient_shapes(tokens[:0], weights, e, needs_grad, main_grad), (tokens, weights, *[tokens] * 4)
+    shapes, likes = gradient_shapes(like[:0], weights, e, needs_grad, main_grad), (like, weights, *[like] * 4)
     return layer.Gradients(*(None if s is None else x.new_zeros(s) for s, x in zip(shapes, likes, strict=True)))
 
 

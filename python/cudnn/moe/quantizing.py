@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cudnn.errors import make_error
 from cudnn.gemm.scales import quantize_token_blocks, token_block_count
 from cudnn.moe import reference
+from cudnn.moe.quantized_rows import QuantizedRows, Rows
 from cudnn.runtime import launch
 from cudnn.runtime.launch_capture import outside
 from cudnn.runtime.run import DEFAULT_STREAM, architecture, has_kernel, kernel, persistent
@@ -44,12 +45,26 @@ class TwoWays(NamedTuple):
     transposed_scales: torch.Tensor
 
 
-def quantized(x: torch.Tensor, scatter_idx: torch.Tensor | None = None, rows: int = 0) -> Pair:
+def quantized_rows(x: torch.Tensor) -> QuantizedRows:
+    """Rows (R, n) in e4m3 with their scales, in one tensor."""
+    rows = QuantizedRows.empty(x)
+    if has_kernel(x, "quantize"):
+        if len(x):
+            kernel(_QUANTIZE, QuantizeConfiguration, x.dtype, x.shape[1], False, 0)(x, *rows.pair)
+        return rows
+    for target, source in zip(rows.pair, reference.quantize(x, 1), strict=True):
+        target.copy_(source)
+    return rows
+
+
+def quantized(x: Rows, scatter_idx: torch.Tensor | None = None, rows: int = 0) -> Pair:
     """Rows (R, n) in e4m3 and their scales (R, n / 128).
 
     With ``scatter_idx`` (T, K), x has T tokens, which are permuted to ``rows`` rows; rows without a slot are not
     initialized.
     """
+    if isinstance(x, QuantizedRows):
+        return (x if scatter_idx is None else x.permuted(scatter_idx, rows)).pair
     rows = rows or len(x)
     out, scales = empty_quantized(x, rows, x.shape[1])
     if has_kernel(x, "quantize"):
@@ -94,23 +109,23 @@ def empty_columns(x: torch.Tensor, rows: int, experts: int, columns: int) -> Tok
 
 @overload
 def quantized_tokens(
-    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: Literal[True]
+    x: Rows, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: Literal[True]
 ) -> tuple[Pair, TokenColumns]: ...
 
 
 @overload
 def quantized_tokens(
-    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: Literal[False]
+    x: Rows, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: Literal[False]
 ) -> tuple[None, TokenColumns]: ...
 
 
 def quantized_tokens(
-    x: torch.Tensor, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: bool
+    x: Rows, gather_idx: torch.Tensor | None, offsets: torch.Tensor, rows: int, by_rows: bool
 ) -> tuple[Pair | None, TokenColumns]:
     """Tokens in the order of experts by rows, with ``by_rows``, and by token columns, in one read of x.
 
     Args:
-        x: (T, n), of which row r is token ``gather_idx[r]``; or (R, n), the rows.
+        x: (T, n), of which row r is token ``gather_idx[r]``; or (R, n), the rows. Those in e4m3 are copied by rows.
         offsets: Where the experts' rows end.
         rows: R.
 
@@ -118,22 +133,27 @@ def quantized_tokens(
         e4m3 (R, n), its scales (R, n / 128), MN-major; rows behind the last expert's are not initialized. And the token
         columns.
     """
-    n, experts = x.shape[1], offsets.shape[0]
+    operands = x.pair if isinstance(x, QuantizedRows) else (x,)
+    tokens, (n, experts) = operands[0], (operands[0].shape[1], offsets.shape[0])
     of_rows = None
     if by_rows:
-        scales = x.new_empty(n // BLOCK, rows, dtype=torch.float32).T
-        of_rows = x.new_empty(rows, n, dtype=torch.float8_e4m3fn), scales
-    if has_kernel(x, "quantize"):
-        columns = empty_columns(x, rows, experts, n)
+        scales = tokens.new_empty(n // BLOCK, rows, dtype=torch.float32).T
+        of_rows = tokens.new_empty(rows, n, dtype=torch.float8_e4m3fn), scales
+    if has_kernel(tokens, "quantize"):
+        columns = empty_columns(tokens, rows, experts, n)
         gathers = gather_idx is not None
-        run = kernel(_QUANTIZE_TOKENS, QuantizeTokensConfiguration, x.dtype, n, experts, gathers, by_rows)
-        run(x, *(() if gather_idx is None else (gather_idx,)), offsets, *(of_rows or ()), *columns)
+        run = kernel(_QUANTIZE_TOKENS, QuantizeTokensConfiguration, tokens.dtype, n, experts, gathers, by_rows)
+        run(*operands, *(() if gather_idx is None else (gather_idx,)), offsets, *(of_rows or ()), *columns)
         return of_rows, columns
-    tokens = x if gather_idx is None else x[gather_idx.long()]
+    if gather_idx is not None:
+        operands = tuple(t[gather_idx.long()] for t in operands)
+    dequantizes = isinstance(x, QuantizedRows)
     if of_rows is not None:
-        for target, source in zip(of_rows, reference.quantize(tokens, 1), strict=True):
+        sources = operands if dequantizes else reference.quantize(operands[0], 1)
+        for target, source in zip(of_rows, sources, strict=True):
             target.copy_(source)
-    return of_rows, TokenColumns(*quantize_token_blocks(tokens, offsets))
+    wide = reference.dequantize(*operands) if dequantizes else operands[0]
+    return of_rows, TokenColumns(*quantize_token_blocks(wide, offsets))
 
 
 def gemm_quantizes(x: torch.Tensor) -> bool:

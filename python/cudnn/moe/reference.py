@@ -135,6 +135,11 @@ def combine_gradients(
     return d_rows, d_weights
 
 
+def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows in e4m3 (R, n) times their scales (R, n / 128), in float32."""
+    return (values.float().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
+
+
 def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, n) in e4m3, and float32 scales of blocks of ``rows`` x 128."""
     blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
