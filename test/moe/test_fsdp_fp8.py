@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,20 +28,21 @@ HIDDEN, INNER, EXPERTS, TOP_K, RANKS, STEPS = 128, 128, 4, 2, 2, 3
 BF16 = torch.bfloat16
 
 
-def make(fp8: str = "blockwise", mesh: Any = None, gathers: bool = True, **options: Any) -> Any:
-    """Two layers by the recipe of docs/training_at_scale.md; with ``gathers``, in e4m3."""
+def make(fp8: Any = "blockwise", mesh: Any = None, over: Any = None, gathers: bool = True, **options: Any) -> Any:
+    """Two layers by the recipe of docs/training_at_scale.md, or sharded ``over`` a mesh; with ``gathers``, in e4m3."""
     torch.manual_seed(5)
     sharding = {name: options.pop(name) for name in ("reshard_after_forward", "shard_placement_fn") if name in options}
+    inner = options.pop("inner", INNER)
     policy = MixedPrecisionPolicy(param_dtype=options.pop("param_dtype", None), reduce_dtype=torch.float32)
     options = {"dtype": BF16, "renormalize": True, "mesh": mesh, **options}
-    model = torch.nn.Sequential(*(MoE(HIDDEN, INNER, EXPERTS, TOP_K, fp8=fp8, **options) for _ in range(2)))
-    world = init_device_mesh("cpu", (RANKS,))
-    for layer in model:
+    model = torch.nn.Sequential(*(MoE(HIDDEN, inner, EXPERTS, TOP_K, fp8=fp8, **options) for _ in range(2)))
+    world = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in list[Any](model):
         for module in (layer.router, layer.shared) if mesh is not None else ():
             if module is not None:
                 fully_shard(module, mesh=world, mp_policy=policy)
-        fully_shard(layer, mesh=world if mesh is None else mesh["dp"], mp_policy=policy, **sharding)
-        layer.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
+        fully_shard(layer, mesh=over or (world if mesh is None else mesh["dp"]), mp_policy=policy, **sharding)
+        layer.set_force_sum_reduction_for_comms(True)
         if gathers:
             layer.enable_fsdp_fp8_all_gather()
     fully_shard(model, mesh=world, mp_policy=policy)
@@ -110,6 +112,8 @@ def bits_and_bytes(rank: int) -> None:
     """
     monkeypatch = pytest.MonkeyPatch()
     ranks = {shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")) for shape in ((2, 1), (1, 2))}
+    names = ("dp", "ep", "etp")
+    with_etp = {shape: init_device_mesh("cpu", shape, mesh_dim_names=names) for shape in ((2, 1, 1), (1, 1, 2))}
     cases: list[dict[str, Any]] = [
         {},
         {"reshard_after_forward": False, "fp8": "blockwise_save16"},
@@ -117,13 +121,16 @@ def bits_and_bytes(rank: int) -> None:
         {"shared_experts": 2},
         {"mesh": ranks[2, 1], "shared_experts": 1, "dtype": torch.float32, "param_dtype": BF16},
         {"mesh": ranks[1, 2]},
+        {"mesh": with_etp[2, 1, 1], "etp_dim": "etp"},
+        {"mesh": with_etp[1, 1, 2], "etp_dim": "etp", "inner": 256, "same_tokens": True},
     ]
     for case in cases:
+        tokens_of = 0 if case.pop("same_tokens", False) else rank
         counts = []
         results = []
         for gathers in (False, True):
             with counted(monkeypatch) as count:
-                results.append(train(make(gathers=gathers, **case), rank))
+                results.append(train(make(gathers=gathers, **case), tokens_of))
             counts.append(count)
         same(results[1], results[0])
         before, after = counts
@@ -188,11 +195,11 @@ def changes(rank: int) -> None:
 
 def checkpoints(rank: int, path: pathlib.Path) -> None:
     """State dicts and distributed checkpoints are those of the gather in 16 bits, and load into each other."""
-    options = {"dtype": torch.float32, "param_dtype": BF16}
+    options: dict[str, Any] = {"dtype": torch.float32, "param_dtype": BF16}
     models = [make(gathers=gathers, **options) for gathers in (False, True)]
     for model in models:
         train(model, rank, 1)
-    states = [dcp.get_model_state_dict(model) for model in models]
+    states: list[Any] = [dcp.get_model_state_dict(model) for model in models]
     full = dcp.StateDictOptions(full_state_dict=True)
     for left, right in (states, [dcp.get_model_state_dict(model, options=full) for model in models]):
         assert left.keys() == right.keys()
@@ -268,8 +275,8 @@ def other_passes(rank: int) -> None:
 def refused(rank: int) -> None:
     """Before anything is gathered."""
     x, world = torch.randn(9, HIDDEN).to(BF16), init_device_mesh("cpu", (RANKS,))
-    layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, fp8="blockwise")
-    with pytest.raises(RuntimeError, match=r"up: got a tensor that FSDP2 does not shard; .*call fully_shard before it"):
+    layer: Any = MoE(HIDDEN, INNER, EXPERTS, TOP_K, fp8="blockwise")
+    with pytest.raises(RuntimeError, match=r"up: got a plain tensor; .*call fully_shard before it"):
         layer.enable_fsdp_fp8_all_gather()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     with pytest.raises(RuntimeError, match=r"up: got placements .*Shard\(dim=0\).*; .*call fully_shard before it"):
@@ -278,7 +285,7 @@ def refused(rank: int) -> None:
     for wrong in ({"fp8": ""}, {"fp8": "forward"}, {"into_main_grad": True}):
         with pytest.raises(ValueError, match=r"layer: got fp8=.*; allowed: fp8='blockwise'"):
             make(**wrong)
-    with pytest.raises(ValueError, match=r"sharding of up: got placements .*dim=1.*; allowed: Shard\(0\) by FSDP2"):
+    with pytest.raises(ValueError, match=r"sharding of up: got .*dim=1.*; allowed: Shard\(0\) by FSDP2"):
         make(shard_placement_fn=lambda p: Shard(1) if p.ndim > 2 else None)
     with pytest.raises(ValueError, match=r"sharding of up: got 5 experts over 2 ranks; .*shared experts are among"):
         make(shared_experts=1)
@@ -319,6 +326,21 @@ def ranks_of_two(rank: int, path: pathlib.Path) -> None:
 
 def test_over_two_processes(tmp_path: pathlib.Path) -> None:
     run_processes(RANKS, tmp_path, lambda rank: ranks_of_two(rank, tmp_path))
+
+
+def ranks_of_four(rank: int) -> None:
+    """Hybrid sharding, and FSDP2 over expert parallelism; PyTorch refuses to reshard to fewer ranks."""
+    ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for case in ({"mesh": ep}, {"over": hybrid}):
+        same(*(train(make(gathers=gathers, **case), rank, 2, 1) for gathers in (True, False)))
+    model = make(reshard_after_forward=2)
+    with pytest.raises(AssertionError, match="Expected 1 all_gather_output, got 2"):
+        model(torch.randn(9, HIDDEN).to(BF16))
+
+
+def test_over_four_processes(tmp_path: pathlib.Path) -> None:
+    run_processes(4, tmp_path, ranks_of_four)
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a", "sm_100a"])

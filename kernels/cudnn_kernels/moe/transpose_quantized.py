@@ -45,7 +45,7 @@ class TransposeQuantized(Kernel):
 
     set_kernel_name(kernel, "cudnn_moe_transpose_quantized")
 
-    def load(self, row: cute.Tensor, vec_idx: Int32) -> list[Float32]:
+    def load(self, row: Any, vec_idx: Int32) -> list[Float32]:
         """Loads 8 elements of a row as float32, which are stored as e4m3 again without rounding."""
         vector = cute.make_rmem_tensor(VALUES, DTYPES[FP8_DTYPE])
         cute.autovec_copy(cute.local_tile(row, (VALUES,), (vec_idx,)), vector)

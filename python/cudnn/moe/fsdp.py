@@ -8,6 +8,7 @@ see the same parameters as without them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -71,29 +72,30 @@ def attach(module: torch.nn.Module, names: Sequence[str]) -> None:
         local.fsdp_post_all_gather = extension.post_all_gather
 
 
-def check_sharding(name: str, weight: Tensor, expert_dims: Sequence[str]) -> None:
+def check_sharding(name: str, weight: Any, expert_dims: Sequence[str]) -> None:
     """Raises an error for a parameter whose shards are not whole experts, the same number on each rank.
 
     ``expert_dims``: the mesh dimensions over which the layer itself is sharded.
     """
-    sharded: Any = weight if isinstance(weight, DTensor) else None
-    names = () if sharded is None else sharded.device_mesh.mesh_dim_names or ("",) * sharded.device_mesh.ndim
-    placements = [] if sharded is None else [p for n, p in zip(names, sharded.placements, strict=True)]
-    of_fsdp = [getattr(p, "dim", None) for n, p in zip(names, placements, strict=True) if n not in expert_dims]
-    if all(dim is None for dim in of_fsdp):
-        got = "a tensor that FSDP2 does not shard" if sharded is None else f"placements {sharded.placements}"
+    placements, by_fsdp = (), ()
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        names = mesh.mesh_dim_names or [""] * mesh.ndim
+        by_fsdp = [p for n, p in zip(names, placements, strict=True) if n not in expert_dims]
+    if not any(hasattr(p, "dim") for p in by_fsdp):
+        got = f"placements {tuple(placements)}" if placements else "a plain tensor"
         raise make_error(RuntimeError, _WHERE, name, got, "a parameter that FSDP2 shards", "call fully_shard before it")
     hint = "leave enable_fsdp_fp8_all_gather out: weights are then gathered in 16 bits"
-    if any(dim not in (None, 0) for dim in of_fsdp):
-        got, allowed = f"placements {sharded.placements} over {names}", "Shard(0) by FSDP2: whole experts on each rank"
-        raise make_error(ValueError, _WHERE, f"sharding of {name}", got, allowed, hint)
-    sizes = zip(sharded.device_mesh.shape, placements, strict=True)
-    ranks = torch.Size(size for size, p in sizes if getattr(p, "dim", None) == 0).numel()
+    if any(getattr(p, "dim", 0) for p in by_fsdp):
+        allowed = "Shard(0) by FSDP2: whole experts on each rank"
+        raise make_error(ValueError, _WHERE, f"sharding of {name}", tuple(by_fsdp), allowed, hint)
+    sizes = zip(mesh.shape, placements, strict=True)
+    ranks = prod(size for size, p in sizes if getattr(p, "dim", None) == 0)
     if len(weight) % ranks:
         got, allowed = f"{len(weight)} experts over {ranks} ranks", "the same number on each rank"
-        why = "shared experts are among them without mesh=; " if not expert_dims else ""
+        why = "" if expert_dims else "shared experts are among them without mesh=; "
         raise make_error(ValueError, _WHERE, f"sharding of {name}", got, allowed, why + hint)
-    device = sharded._local_tensor.device.type
-    if device not in ("meta", sharded.device_mesh.device_type):
-        got, allowed = f"{device}, with CPUOffloadPolicy", f"{sharded.device_mesh.device_type}, the mesh's"
+    device = weight._local_tensor.device.type
+    if device not in ("meta", mesh.device_type):
+        got, allowed = f"{device}, with CPUOffloadPolicy", f"{mesh.device_type}, the mesh's"
         raise make_error(ValueError, _WHERE, f"device of {name}", got, allowed, "leave offload_policy out")

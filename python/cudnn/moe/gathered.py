@@ -94,7 +94,7 @@ class GatheredWeight(Tensor):
     def __init__(self, copies: GatheredCopies, dtype: torch.dtype) -> None:
         self.copies = copies
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -476,7 +476,7 @@ class MoE(_QuantizedModule):
             weights_changed(self.shared.up, self.shared.down)
 
     def enable_fsdp_fp8_all_gather(self) -> None:
-        """FSDP2 gathers ``up`` and ``down`` in e4m3 from now on: half the bytes, with the bits of the same results.
+        """FSDP2 gathers ``up`` and ``down`` in e4m3 from now on: half the bytes, and the same results, bit by bit.
 
         Call it after ``fully_shard`` of this layer and before its first forward pass, on all ranks. Each rank quantizes
         its shard once per optimizer step, and float32 scales of 128 x 128 blocks travel with the values. Gathered

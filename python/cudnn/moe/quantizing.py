@@ -344,7 +344,7 @@ def _quantized_weights(
         # Copies of training and of shards: other ones are quantized in each training pass.
         if (len(copies) > 2 or dtype) and not captures:
             cached.check = cached.check or _Check(copies[0])
-            cached.check.run(weights, *copies[:2], dtype)
+            cached.check.run(weights, *copies[:2], dtype=dtype)
         return copies
     caches = not ((trains and not by_step) or captures or versions is None)
     if cached is not None and not captures:
