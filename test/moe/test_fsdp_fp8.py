@@ -357,6 +357,9 @@ def test_a_gathered_weight_is_transposed_once(arch: str, monkeypatch: pytest.Mon
         assert copies.transposed.untyped_storage().size() == 0
         again = copies.both_ways()
         assert counts["transposed"] == 2
+    zeros = torch.zeros_like(GatheredWeight(copies, BF16))  # FSDP2's gradient of a weight that has none
+    assert type(zeros) is torch.Tensor
+    assert (zeros.dtype, zeros.stride(), bool(zeros.any())) == (BF16, weight.stride(), False)
     for a, b, c in zip(actual, again, expected, strict=True):
         assert torch.equal(a.float(), c.float())
         assert torch.equal(b.float(), c.float())
