@@ -282,6 +282,25 @@ class CheckQuantizedConfiguration:
 
 
 @dataclass(frozen=True)
+class TransposeQuantizedConfiguration:
+    """Transposes e4m3 matrices (rows, columns), one after the other, with a scale factor for BLOCK x BLOCK elements."""
+
+    rows: int
+    columns: int
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        down, across = self.rows // BLOCK, self.columns // BLOCK
+        return (
+            Tensor("quantized", FP8_DTYPE, ("rows", self.columns), (None, 1)),
+            Tensor("scales", "float32", ("blocks", across), (across, 1), align=4),
+            Tensor("transposed", FP8_DTYPE, ("transposed rows", self.rows), (None, 1)),
+            Tensor("transposed_scales", "float32", ("transposed blocks", down), (down, 1), align=4),
+            Stream(),
+        )
+
+
+@dataclass(frozen=True)
 class QuantizeTokensConfiguration:
     """Quantizes tokens of ``columns`` elements, a multiple of BLOCK, to e4m3 by token columns, with ``by_rows`` by rows
     too. ``gathers``: row r of the experts' is token ``gather_idx[r]``; else x is the rows. Tokens in e4m3 come with

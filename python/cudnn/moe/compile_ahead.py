@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from cudnn.fused.host import FusedAPI
 from cudnn.moe import layer
 from cudnn.moe.experts import Experts, GroupedGemmOps, Permutation, SortedRows, grouped_gemm_ops
+from cudnn.moe.gathered import GatheredWeight
 from cudnn.moe.quantized_rows import Rows
 from cudnn.moe.quantizing import quantized_rows
 from cudnn.runtime.architecture import device_architecture
@@ -159,7 +160,7 @@ def _meta(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    meta = torch.empty_like(local.detach(), device="meta")
+    meta = local.on_meta() if isinstance(local, GatheredWeight) else torch.empty_like(local.detach(), device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         meta = torch.nn.Parameter(meta, tensor.requires_grad)
         meta.main_grad = _meta(getattr(tensor, "main_grad", None))  # pyright: ignore[reportAttributeAccessIssue]

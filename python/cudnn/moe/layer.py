@@ -51,6 +51,7 @@ from cudnn.moe.experts import (
     up_operand,
     weight_operand,
 )
+from cudnn.moe.gathered import is_gathered
 from cudnn.moe.quantized_rows import QuantizedRows, Rows
 from cudnn.moe.quantizing import (
     empty_quantized,
@@ -399,7 +400,7 @@ def _gemm_of(fp8: Any) -> str:
 
 def _fp8_weight(weights: Sequence[Tensor], e: Experts, trains: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The B operand in e4m3 with its scales, and the GEMM's options. ``trains``: a backward pass follows."""
-    if trains and e.trains_fp8:
+    if trains and e.trains_fp8 and not is_gathered(weights):
         return blockwise.weight_operand(*quantized_both_ways(weights)[:2])
     return blockwise.weight_operand(*quantized_weights(weights, trains))
 

@@ -27,6 +27,8 @@ from cudnn.moe import compile_ahead
 from cudnn.moe.autograd import LayerFunction, forward
 from cudnn.moe.exchange import Exchange, check_all_ranks, describe_config
 from cudnn.moe.experts import ACT_PARAMS, ACTIVATIONS, GATED, Experts, recipe_of
+from cudnn.moe.fsdp import attach, check_sharding
+from cudnn.moe.gathered import GatheredWeight
 from cudnn.moe.operator import in_shape_of, moe_mlp, tokens_of
 from cudnn.moe.parallel import check_same_layer
 from cudnn.moe.quantizing import forget_quantized, weights_changed
@@ -50,6 +52,7 @@ from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _EXPERT_PARAMETERS = ("up", "down", "up_bias", "down_bias")
+_FP8_PARAMETERS = _EXPERT_PARAMETERS[:2]
 _RULE = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
 
 
@@ -274,7 +277,7 @@ class MoE(_QuantizedModule):
         if self._expert_mesh is not None:
             device = device_of(device, self._expert_mesh.mesh)
         factory_kwargs = {"device": device, "dtype": dtype}
-        self._has_run = False
+        self._has_run = self._gathers_fp8 = False
         self._sequences = LaunchSequences()
         options = (*self._rule, *self._options().values(), bias, shared_experts, shared_gate, correction_bias)
         kind = (hidden, intermediate, experts, top_k, into_main_grad, *options)
@@ -421,6 +424,8 @@ class MoE(_QuantizedModule):
                 if reason:
                     errors.append(f'MoE: "{prefix}{name}" {reason}.')
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if self._gathers_fp8:  # with ``assign`` the local tensors are other ones
+            attach(self, _FP8_PARAMETERS)
 
     def _move_shared(self, state_dict: Any, prefix: str) -> None:
         """Moves shared experts in a state dict to where this layer has them."""
@@ -440,6 +445,8 @@ class MoE(_QuantizedModule):
         super()._apply(fn, recurse)
         if self.correction is not None and before is not None and self.correction.dtype is not before.dtype:
             self.correction = before.to(self.correction.device)
+        if self._gathers_fp8:  # the local tensors may be other ones
+            attach(self, _FP8_PARAMETERS)
         return self
 
     def load_gate_up(self, gate_up: Tensor) -> None:
@@ -468,6 +475,33 @@ class MoE(_QuantizedModule):
         if self.shared is not None:
             weights_changed(self.shared.up, self.shared.down)
 
+    def enable_fsdp_fp8_all_gather(self) -> None:
+        """FSDP2 gathers ``up`` and ``down`` in e4m3 from now on: half the bytes, and the same results, bit by bit.
+
+        Call it after ``fully_shard`` of this layer and before its first forward pass, on all ranks. Each rank quantizes
+        its shard once per optimizer step, and float32 scales of 128 x 128 blocks travel with the values. Gathered
+        weights then have no 16-bit memory: only the layer reads them. Parameters, gradients, optimizers and state dicts
+        are as without it. Shared experts of a layer with ``mesh`` are gathered in 16 bits.
+
+        Raises:
+            ValueError: ``fp8`` is not "blockwise" or "blockwise_save16"; ``into_main_grad``; a sharding that splits
+                experts, or is uneven; weights on the CPU by ``CPUOffloadPolicy``. At the first forward pass: weights
+                are gathered in a dtype other than bfloat16 and float16.
+            RuntimeError: ``fully_shard`` has not been called, or the layer has run.
+        """
+        where = "MoE.enable_fsdp_fp8_all_gather"
+        if not self.fp8.startswith("blockwise") or self.into_main_grad:
+            got = f"fp8={self.fp8!r}, into_main_grad={self.into_main_grad}"
+            allowed = "fp8='blockwise' or 'blockwise_save16', into_main_grad=False"
+            raise make_error(ValueError, where, "layer", got, allowed, "construct it with these")
+        if self._has_run:
+            raise make_error(RuntimeError, where, "layer", "one that has run", "one before its first forward pass")
+        expert_dims = () if self._expert_mesh is None else self._expert_mesh.mesh.mesh_dim_names
+        for name in _FP8_PARAMETERS:
+            check_sharding(name, getattr(self, name), expert_dims)
+        attach(self, _FP8_PARAMETERS)
+        self._gathers_fp8 = True
+
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its routing, without shared experts, for example for a loss."""
         logits = self.router(tokens_of("MoE", x))
@@ -495,8 +529,14 @@ class MoE(_QuantizedModule):
                 router are computed, such as :func:`cudnn.moe.load_balance_loss`. Also under ``fully_shard``, where
                 :meth:`route` has no weights.
         """
-        if torch.compiler.is_compiling() or self._has_run or self._expert_mesh is not None:
+        if self._gathers_fp8 and torch.compiler.is_compiling():
+            return self._run_eagerly(x, routing, return_routing)
+        if torch.compiler.is_compiling() or self._has_run:
             return self._run(x, routing, return_routing)
+        if self._expert_mesh is not None:
+            result = self._run(x, routing, return_routing)
+            self._has_run = True
+            return result
         with CompileAhead(compile_ahead.of_module(self, tokens_of("MoE", x))):
             result = self._run(x, routing, return_routing)
         self._has_run = True
@@ -522,6 +562,10 @@ class MoE(_QuantizedModule):
         num_sms = FusedAPI.num_sms(self.up.get_device())
         compile_all(compile_ahead.module_kernels(self, max_tokens, arch, num_sms))
 
+    @torch.compiler.disable(reason="weights that FSDP2 gathered in e4m3 are no plain tensors")
+    def _run_eagerly(self, x: Tensor, routing: Routing | None, return_routing: bool) -> Any:
+        return self._run(x, routing, return_routing)
+
     def _run(self, x: Tensor, routing: Routing | None, return_routing: bool) -> Any:
         tokens = tokens_of("MoE", x)
         if not self._is_checked:
@@ -536,6 +580,9 @@ class MoE(_QuantizedModule):
                 ValueError, "MoE", "main_grad of up and down", None, "float32 tensors of their shapes", hint
             )
         parameters = [local_shard(name, getattr(self, name), self._expert_mesh) for name in _EXPERT_PARAMETERS]
+        if self._gathers_fp8 and not all(isinstance(weight, GatheredWeight) for weight in parameters[:2]):
+            got, allowed = "parameters that were replaced after enable_fsdp_fp8_all_gather", "those that FSDP2 gathers"
+            raise make_error(RuntimeError, "MoE", "up, down", got, allowed, "change parameters in place")
         inputs = self._inputs_of_one_node(tokens, parameters) if routing is None else None
         if inputs is not None:
             y, output = self._one_node(inputs, return_routing)

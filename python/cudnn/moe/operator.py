@@ -6,7 +6,7 @@ The kernels' order is in :mod:`cudnn.moe.layer`; layers over several ranks are i
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -35,6 +35,7 @@ from cudnn.moe.experts import (
     shape_of,
     up_shape,
 )
+from cudnn.moe.gathered import GatheredWeight
 from cudnn.moe.main_grads import dummy_grads
 from cudnn.moe.parallel import (
     exchange_of,
@@ -658,6 +659,11 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
 moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)
 
 
+def _gathered_rule(operator: Any) -> Callable[..., Any]:
+    """The rule of ``torch_dispatch`` for weights that FSDP2 gathered in e4m3: the operator's function reads them."""
+    return lambda mode, func, types, args, kwargs: operator._init_fn(*args, **kwargs)
+
+
 def _sequential_vmap(operator: Any) -> Any:
     """The rule for ``torch.vmap``, whose own loop takes no lists of tensors."""
     return lambda info, dims, *arguments: one_by_one(operator, info.batch_size, dims, arguments)
@@ -665,3 +671,4 @@ def _sequential_vmap(operator: Any) -> Any:
 
 for _operator in (moe_mlp_fwd_primitive, moe_mlp_bwd_primitive):
     _operator.register_vmap(_sequential_vmap(_operator))
+    _operator.register_torch_dispatch(GatheredWeight, _gathered_rule(_operator))

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cudnn.errors import make_error
 from cudnn.gemm.scales import quantize_token_blocks, token_block_count
 from cudnn.moe import reference
+from cudnn.moe.gathered import GatheredWeight
 from cudnn.moe.quantized_rows import QuantizedRows, Rows
 from cudnn.runtime import launch
 from cudnn.runtime.launch_capture import outside
@@ -176,18 +177,27 @@ class _Check:
         if x.is_cuda:  # the default stream has written zeros
             torch.cuda.current_stream(x.device).wait_stream(torch.cuda.default_stream(x.device))
 
-    def run(self, weights: Sequence[torch.Tensor], values: torch.Tensor, scales: torch.Tensor) -> None:
-        """Starts a comparison, of one of a list's tensors. Raises a RuntimeError if an earlier one found a change."""
+    def run(
+        self,
+        weights: Sequence[torch.Tensor],
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Starts a comparison, of one of a list's tensors. Raises a RuntimeError if an earlier one found a change.
+
+        ``dtype``: the weights were cast to it before they were quantized.
+        """
         self.raise_if_changed()
         row, index = self.passes // len(weights) % BLOCK, self.passes % len(weights)
         x, self.passes = weights[index].detach(), self.passes + 1
         if x.ndim == 2:
             values, scales = values[index], scales[index]
         x, values, scales = (t.reshape(-1, t.shape[-1]) for t in (x, values, scales))
-        if has_kernel(x, "quantize"):
+        if dtype in (None, x.dtype) and has_kernel(x, "quantize"):
             kernel(_CHECK, CheckQuantizedConfiguration, x.dtype, x.shape[-1])(x, values, scales, self.changed, row)
-        elif reference.differ(x, values, scales, row):
-            self.changed.fill_(1)
+        else:
+            self.changed.bitwise_or_(reference.differ(x, values, scales, row, dtype))
         if not x.is_meta:  # on which kernels are recorded
             self.seen.copy_(self.changed, non_blocking=True)
 
@@ -307,6 +317,8 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
 
 
 def _one_way(trains: bool, *weights: torch.Tensor) -> Pair:
+    if isinstance(weights[0], GatheredWeight):
+        return weights[0].copies.by_rows()
     with _LOCK:
         copies = _quantized_weights(weights, trains, False)
     return copies if len(copies) == 2 else copies[:2]  # pyright: ignore[reportReturnType]
@@ -322,17 +334,36 @@ def quantized_both_ways(weights: Sequence[torch.Tensor]) -> TwoWays:
 
 
 def _both_ways(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if isinstance(weights[0], GatheredWeight):
+        return weights[0].copies.both_ways()
     with _LOCK:
         return _quantized_weights(weights, True, True)
 
 
-def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: bool) -> tuple[torch.Tensor, ...]:
+def quantized_shard(shard: torch.Tensor, parameter: torch.Tensor, dtype: torch.dtype) -> Pair:
+    """A shard of a ``parameter`` in e4m3, and its scales, as if it were of a 16-bit ``dtype``.
+
+    The copies are cached as those of :func:`quantized_both_ways` are, while the shard lives: PyTorch replaces no
+    parameter that has weak references, as keys of the cache have.
+    """
+    with _LOCK:
+        return _quantized_weights([shard], False, False, dtype, [parameter])  # pyright: ignore[reportReturnType]
+
+
+def _quantized_weights(
+    weights: Sequence[torch.Tensor],
+    trains: bool,
+    by_step: bool,
+    dtype: torch.dtype | None = None,
+    shard_of: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
     captures = _captures(weights[0])
     owners = [_owners.get(w, w) for w in weights]
     addresses, cached = tuple(w.data_ptr() for w in weights), _cache.get(owners[0])
     if cached is not None and cached.addresses != addresses:
         cached = None
-    versions = None if any(w.is_inference() for w in owners) else tuple(w._version for w in owners)
+    counted = (*owners, *weights, *shard_of)
+    versions = None if any(w.is_inference() for w in counted) else tuple(w._version for w in counted)
     if trains and (captures or not by_step):
         if captures:  # replays change the weights unnoticed
             _replayed[owners[0]] = True
@@ -340,9 +371,10 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: b
             cached.versions = None
     elif cached is not None and len(cached.tensors) >= (4 if by_step else 2) and cached.is_valid(versions):
         copies = cached.read(captures)
-        if len(copies) > 2 and not captures:  # copies of training: other ones are quantized in each training pass
+        # Copies of training and of shards: other ones are quantized in each training pass.
+        if (len(copies) > 2 or dtype) and not captures:
             cached.check = cached.check or _Check(copies[0])
-            cached.check.run(weights, *copies[:2])
+            cached.check.run(weights, *copies[:2], dtype=dtype)
         return copies
     caches = not ((trains and not by_step) or captures or versions is None)
     if cached is not None and not captures:
@@ -353,7 +385,7 @@ def _quantized_weights(weights: Sequence[torch.Tensor], trains: bool, by_step: b
         tensors = _cached_memory(weights, by_step)
     else:
         tensors = _memory(weights, by_step)
-    _quantize(weights, tensors)
+    _quantize(weights if dtype is None else [w.detach().to(dtype) for w in weights], tensors)
     if caches:
         _steps.start()
         cached = cached or _Cached(addresses, tensors)
@@ -375,7 +407,7 @@ def weights_changed(*weights: torch.Tensor) -> None:
     """
     with _LOCK:
         for weight in weights:
-            address = weight.data_ptr()
+            address = getattr(weight, "_local_tensor", weight).data_ptr()  # a DTensor has none
             for owner, cached in _cache.items():
                 if owner is weight or address in cached.addresses:
                     cached.versions = None

@@ -148,11 +148,13 @@ def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return round_to(blocks * inverse[:, None, :, None], torch.float8_e4m3fn).view(x.shape), scales
 
 
-def differ(x: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, row: int) -> bool:
-    """Whether ``row`` of any 128 rows of x (R, n) is not rounded to its e4m3 copy, by the copy's scales. A copy that is
-    NaN says nothing.
+def differ(
+    x: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, row: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Whether ``row`` of any 128 rows of x (R, n) is not rounded to its e4m3 copy, by its scales: bool (). A copy
+    that is NaN says nothing. ``dtype``: x is cast to it first.
     """
-    values, copies = x[row::128].float(), quantized[row::128].float()
+    values, copies = x[row::128].to(dtype or x.dtype).float(), quantized[row::128].float()
     inverse = reciprocal(scales).where(scales != 0, torch.finfo(torch.float32).max)  # a block of zeros
     again = round_to(values * inverse.repeat_interleave(128, 1), torch.float8_e4m3fn).float()
-    return bool(((again != copies) & ~copies.isnan()).any())
+    return ((again != copies) & ~copies.isnan()).any()

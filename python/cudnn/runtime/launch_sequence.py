@@ -74,7 +74,7 @@ class LaunchSequences:
             key: Calls with the same key, whose tensors have the same metadata, launch the same kernels. It has what the
                 function depends on besides tensors.
             function: Gives new tensors, its arguments or None.
-            tensors: They need no autograd.
+            tensors: They need no autograd. Launches on those without storage, which subclasses have, are not repeated.
             adds: Whether the function adds to some of them. Then nothing runs twice after an error in the middle.
         """
         known = self._sequences.get(key)
@@ -85,7 +85,8 @@ class LaunchSequences:
             results = run(*tensors)
             if results is not None:
                 return results
-        if len(known) >= MAX_VARIANTS:
+        has_memory = all(x is None or torch._C._has_storage(x) for x in tensors)
+        if len(known) >= MAX_VARIANTS or not has_memory:
             return function(*tensors)
         with Capture() as capture:
             results = function(*tensors)

@@ -28,6 +28,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)  # float64 and types of 8 bits and fewer stay what they are
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_operand_classes: set[type] = set()
 _WRONG_TYPE = re.compile(r"for argument '(?P<argument>\w+)' but instead found type '(?P<type>[^']*)'")
 _library = torch.library.Library("cudnn", "FRAGMENT")
 _CURE = "To fix it, detach its tensors, or compute this part in PyTorch."
@@ -44,6 +45,7 @@ class Operator(Protocol[P, R_co]):
     register_autograd: Any
     register_fake: Any
     register_vmap: Any
+    register_torch_dispatch: Any
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
@@ -270,6 +272,11 @@ def differentiating() -> bool:
     return any(each.key() in (TransformType.Grad, TransformType.Jvp) for each in stack or ())
 
 
+def register_operand_class(tensor_class: type) -> None:
+    """Tensors of a class without storage, which operators' functions read themselves, need no dispatcher."""
+    _operand_classes.add(tensor_class)
+
+
 def needs_dispatch(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
     """Whether a call with these tensors has to go through PyTorch's dispatcher (modes, transforms, autocast,
     profiler...).
@@ -286,6 +293,8 @@ def needs_dispatch(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
     ):
         return True
     for x in tensors:
+        if type(x) in _operand_classes:
+            continue
         if type(x) not in _PLAIN or not torch._C._has_storage(x) or x.is_neg():
             return True
         if x.is_meta and recording.current() is None:
