@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import sys
 import threading
@@ -22,6 +23,7 @@ from cudnn.moe import exchange, sort
 
 
 def _child(rank: int, ranks: int, path: str, function: Callable[[int], None], failures: Any) -> None:
+    gc.freeze()  # a gloo group of the parent, among its garbage, would be freed here and wait for threads of the parent
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
