@@ -31,16 +31,16 @@ import outside_kernels
 
 OURS = {
     "rmsnorm_rht_amax": (64, 1024),
-    "gemm_swiglu": (256, 256, 128),
-    "gemm_amax": (256, 256, 128),
-    "gemm_dswiglu": (256, 256, 128),
-    "gemm_geglu": (256, 256, 128),
-    "gemm_rope": (256, 256, 128),
-    "gemm_srelu": (256, 256, 128),
-    "grouped_gemm": (320, 128, 64, 3),
-    "grouped_gemm_glu": (320, 128, 64, 3),
-    "grouped_gemm_swiglu": (320, 128, 64, 3),
-    "grouped_gemm_wgrad": (128, 128, 192, 3),
+    "gemm_swiglu": (256, 256, 2048),
+    "gemm_amax": (256, 256, 2048),
+    "gemm_dswiglu": (256, 256, 2048),
+    "gemm_geglu": (256, 256, 2048),
+    "gemm_rope": (256, 256, 2048),
+    "gemm_srelu": (256, 256, 2048),
+    "grouped_gemm": (320, 128, 2048, 3),
+    "grouped_gemm_glu": (320, 128, 2048, 3),
+    "grouped_gemm_swiglu": (320, 128, 2048, 3),
+    "grouped_gemm_wgrad": (128, 128, 2048, 3),
 }
 OUTSIDE = (
     "QuACK rmsnorm",
@@ -51,21 +51,15 @@ OUTSIDE = (
     "Triton dot",
 )
 KERNELS = "^(cudnn_|kernel_cutlass_|softmax$|dot$)"  # of these programs, and not PyTorch's
-SHARED, SECTORS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
+SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
 METRICS = {  # what Nsight Compute counts, and the same of a launch in the emulator
-    SECTORS.format("ld"): lambda launch: launch.sectors["global load"],
+    SECTORS.format("ld"): lambda launch: launch.sectors["global load"] + launch.sectors["global to shared cp.async"],
     SECTORS.format("st"): lambda launch: launch.sectors["global store"],
-    SHARED: lambda launch: launch.wavefronts,
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": lambda launch: launch.bank_conflicts,
-    "lts__t_sectors_op_read.sum": lambda launch: (
-        launch.sectors["global load"]
-        + sum(n for what, n in launch.sectors.items() if what.startswith("global to shared"))
-    ),
-    "lts__t_sectors_op_write.sum": lambda launch: (
-        launch.sectors["global store"]
-        + launch.sectors["shared to global TMA"]
-        + launch.sectors["shared to global bulk"]
-    ),
+    "memory_l1_wavefronts_shared": lambda launch: launch.wavefronts,
+    "memory_l1_wavefronts_shared_ideal": lambda launch: launch.wavefronts - launch.bank_conflicts,
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": lambda launch: launch.l1_wavefronts,
+    "lts__t_sectors_srcunit_tex_op_read.sum": lambda launch: launch.l2_sectors["read"],
+    "lts__t_sectors_srcunit_tex_op_write.sum": lambda launch: launch.l2_sectors["write"],
 }
 RUN = "traffic: "  # before a program's name and version on stdout, where Nsight Compute's lines are, too
 COLUMNS = ("program", "version", "kernel", "metric", "ncu", "emulator", "hardware", "date")

@@ -105,10 +105,11 @@ TRAFFIC = Path(__file__).parent / "emulator-traffic.csv"
 TRAFFIC_COLUMNS = {
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": "sectors loaded",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum": "sectors stored",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "wavefronts",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "bank conflicts",
-    "lts__t_sectors_op_read.sum": "L2 sectors read",
-    "lts__t_sectors_op_write.sum": "L2 sectors written",
+    "memory_l1_wavefronts_shared": "wavefronts",
+    "memory_l1_wavefronts_shared_ideal": "without conflicts",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "L1 wavefronts",
+    "lts__t_sectors_srcunit_tex_op_read.sum": "L2 sectors read",
+    "lts__t_sectors_srcunit_tex_op_write.sum": "L2 sectors written",
 }
 
 
@@ -117,6 +118,7 @@ def traffic() -> str:
     if not TRAFFIC.exists():
         return "Not measured yet."
     launches: dict[tuple[str, int], dict[str, str]] = {}
+    close: Counter[str] = Counter()  # launches within 2 %, by metric
     seen: Counter[tuple[str, str]] = Counter()
     with TRAFFIC.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
@@ -127,14 +129,17 @@ def traffic() -> str:
         cells = launches.setdefault((row["program"], seen[key]), {"program": f"{row['program']} {row['version']}"})
         cells[row["metric"]] = f"{chip:.0f} ({difference})" if ours != chip else f"{chip:.0f}"
         seen[key] += 1
+        close[row["metric"]] += abs(ours - chip) <= 0.02 * chip
+    columns = {name: title for name, title in TRAFFIC_COLUMNS.items() if name in close}
     lines = [
         f"{rows[0]['hardware']}, {rows[0]['date']}. In parentheses the emulator's difference, or its count where the "
         "GPU's is 0; no parentheses where both are equal.",
         "",
-        f"| program | {' | '.join(TRAFFIC_COLUMNS.values())} |",
-        "|---|" + "---:|" * len(TRAFFIC_COLUMNS),
+        f"| program | {' | '.join(columns.values())} |",
+        "|---|" + "---:|" * len(columns),
     ]
-    lines += [f"| {' | '.join(cells[name] for name in ('program', *TRAFFIC_COLUMNS))} |" for cells in launches.values()]
+    lines += [f"| {' | '.join(cells[name] for name in ('program', *columns))} |" for cells in launches.values()]
+    lines.append(f"| within 2 % | {' | '.join(f'{close[name]} of {len(launches)}' for name in columns)} |")
     return "\n".join(lines)
 
 

@@ -169,7 +169,16 @@ class AsyncCopies:
 
         machine.queues.issue(None, finish)
 
-    def copy(self, site: int, m: Any, target: AddressOperand, source: AddressOperand, size: int, valid: Any) -> None:
+    def copy(
+        self,
+        site: int,
+        m: Any,
+        target: AddressOperand,
+        source: AddressOperand,
+        size: int,
+        valid: Any,
+        cached: bool,
+    ) -> None:
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         lanes = machine.lanes(m)
         to = memory.physical(lanes, target, size, site)
@@ -182,8 +191,12 @@ class AsyncCopies:
             memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
         what = "global to shared cp.async"
         machine.report.count_bytes(what, int(amount.sum()))
+        if race.on and len(lanes):
+            machine.report.count_conflicts(site, lanes, to, size)
         if race.on and some.any():
-            machine.report.count_sectors(what, lanes[some] >> 5, origin[some].astype(np.int64), size)
+            which, address = lanes[some], origin[some].astype(np.int64)
+            blocks = machine.block_number(which)
+            machine.report.count_loads(what, which >> 5, blocks, address, size, cached=cached)
         if machine.timeline.on:
             ends = {
                 warp: machine.timeline.copy(warp << 5, 32 * size, "cp.async") for warp in np.unique(lanes >> 5).tolist()

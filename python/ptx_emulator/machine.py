@@ -226,6 +226,10 @@ class Machine:
         self.report.findings.append(finding)
         return finding
 
+    def block_number(self, lanes: Array) -> Array:
+        """Of each lane's block, within the launch."""
+        return self.cluster[lanes].astype(np.int64) * self.cluster_size + self.rank[lanes]
+
     # -- names for messages
     def block_name(self, block: int) -> str:
         x, y, z = self.where[block]

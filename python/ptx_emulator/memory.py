@@ -252,15 +252,22 @@ class Memory:
         total: int,
         order: str,
         values: Sequence[Any] = (),
+        cached: bool = True,
     ) -> Iterator[tuple[str, Array, Array]]:
-        """(space, lanes, addresses), checked, counted and recorded for race detection; `values`: of a store."""
+        """(space, lanes, addresses), checked, counted and recorded for race detection.
+
+        `values`: of a store; `cached`: whether L1 keeps what a load reads.
+        """
         for where, lanes, address in self.resolve(m, space, operand, total, site):
             self._aligned(address, total, lanes, where, site)
             self.report.count_bytes(f"{where} {what}", len(lanes) * total)
             if self.machine.race.on and where != "local":
                 if where == "shared" and what != "atomic":
                     self.report.count_conflicts(site, lanes, address, total)
-                if where == "global":
+                if where == "global" and what == "load":
+                    blocks = self.machine.block_number(lanes)
+                    self.report.count_loads("global load", lanes >> 5, blocks, address, total, cached=cached)
+                elif where == "global":
                     self.report.count_sectors(f"global {what}", lanes >> 5, address, total)
                 self.touch(site, where, lanes, address, total, what != "load", order, values)
             yield where, lanes, address
@@ -277,8 +284,10 @@ class Memory:
         targets: list[Any],
         signed: bool,
         order: str,
+        cached: bool,
     ) -> None:
-        for where, lanes, address in self._access(site, m, "load", space, operand, size * len(targets), order):
+        total = size * len(targets)
+        for where, lanes, address in self._access(site, m, "load", space, operand, total, order, cached=cached):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
             for number, target in enumerate(targets):

@@ -14,6 +14,7 @@ from ptx_emulator.alu import at, lanes_of
 from ptx_emulator.errors import Fault, Misaligned, UnsupportedPTX
 from ptx_emulator.memory import AddressOperand
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, f32, to_f32, u16, u32
+from ptx_emulator.report import WAVEFRONT
 from ptx_emulator.warp import whole_warps
 
 if TYPE_CHECKING:
@@ -284,5 +285,7 @@ class WarpMatrices:
         if machine.timeline.on:
             for lane, group in zip(first.tolist(), numbers.tolist(), strict=True):
                 machine.timeline.hold(("wgmma", group), machine.timeline.multiply(lane, 64 * n * k, "wgmma"))
+        read = n * k * ELEMENT_BYTES[right] + (0 if isinstance(a, list) else 64 * k * ELEMENT_BYTES[left])
+        machine.report.wgmma_wavefronts += len(groups) * read // WAVEFRONT
         machine.report.operations["wgmma multiply-adds"] += 64 * n * k * len(groups)
         machine.report.tensor_cycles += 64 * n * k * len(groups) // tensorcore.WGMMA_RATE[left]

@@ -16,6 +16,7 @@ from ptx_emulator.numerics import Array
 from ptx_emulator.timeline import Timeline
 
 SECTOR = 32  # bytes
+WAVEFRONT = 128  # bytes of shared memory
 ISSUED = 4  # instructions of warps in a cycle of an SM
 
 
@@ -127,11 +128,13 @@ class Launch:
             of each warp's instruction (with race detection only), of TMA those of each row of a box. A multicast counts
             once.
         operations: Multiply-adds of tensor cores, by instruction.
+        wgmma_wavefronts: Passes of shared memory in which `wgmma` reads its operands, 128 bytes each.
         tensor_cycles: Cycles that tensor cores of one SM would need for all `wgmma` and `tcgen05.mma` of the launch, at
             their full rate. Those of two blocks of a pair are added up; `mma.sync` is not in it.
         waits: How often threads waited, by kind of barrier.
-        conflicts: By PTX instruction: passes of shared memory that were needed, and those beyond. `bank_conflicts` is
-            the sum of the latter.
+        conflicts: By PTX instruction: passes of shared memory (wavefronts) that loads, stores, `cp.async` and matrix
+            loads and stores would need without bank conflicts, and those beyond. `bank_conflicts` is the sum of the
+            latter, `wavefronts` of both.
         findings: All errors and warnings, in the order in which they happened.
         timeline: What the warps of one thread block did, if it was asked for: `timeline.svg()` draws it.
     """
@@ -146,12 +149,15 @@ class Launch:
     bytes: Counter[str] = field(default_factory=Counter)
     sectors: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
+    wgmma_wavefronts: int = 0
     tensor_cycles: int = 0
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     timeline: Timeline | None = field(default=None, repr=False)
     handled: bool = field(default=False, init=False, repr=False)
+    loaded: list[Array] = field(default_factory=list, init=False, repr=False)  # by loads that L1 caches: block, sector
+    past_l1: int = field(default=0, init=False, repr=False)  # sectors of other loads
     by_place: dict[tuple[str, int | None, int | None], Finding] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -177,11 +183,21 @@ class Launch:
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
 
-    def count_sectors(self, what: str, warps: Array, address: Array, size: int) -> None:
-        """Of one instruction: distinct sectors of each warp."""
+    def count_sectors(self, what: str, warps: Array, address: Array, size: int) -> Array:
+        """Of one instruction: distinct sectors of each warp. Returns all (lanes, sectors of a lane)."""
         per = max(1, size // SECTOR)
         sectors = (address // SECTOR)[:, None] + np.arange(per)
         self.sectors[what] += len(np.unique((warps[:, None] << np.int64(44)) | sectors))
+        return sectors
+
+    def count_loads(self, what: str, warps: Array, blocks: Array, address: Array, size: int, *, cached: bool) -> None:
+        """Sectors of one instruction that reads; `cached`: whether the L1 cache can have them."""
+        before = self.sectors[what]
+        sectors = self.count_sectors(what, warps, address, size)
+        if cached:
+            self.loaded.append(np.unique((blocks[:, None] << np.int64(44)) | sectors))
+        else:
+            self.past_l1 += self.sectors[what] - before
 
     def count_rows(self, what: str, view: Array, address: int) -> None:
         """Of a box in global memory: each contiguous row."""
@@ -195,16 +211,41 @@ class Launch:
     def tensor_bound(self) -> float:
         """The share of the time, at most, in which tensor cores are busy, 0 to 1, if one SM ran the whole launch.
 
-        In this time it must also issue the warps' instructions, four a cycle, and do the passes of shared memory, one a
-        cycle. The instructions are those of PTX: ptxas makes more or fewer of them.
+        In this time it must also issue the warps' instructions, four a cycle, and do `l1_wavefronts`, one a cycle. The
+        instructions are those of PTX: ptxas makes more or fewer of them.
         """
-        others = max(sum(self.instructions.values()) / ISSUED, self.wavefronts)
+        others = max(sum(self.instructions.values()) / ISSUED, self.l1_wavefronts)
         return self.tensor_cycles / max(self.tensor_cycles, others, 1)
 
     @property
     def wavefronts(self) -> int:
-        """Passes of shared memory that loads, stores and matrix loads take, with those of bank conflicts."""
+        """Passes of shared memory that instructions of threads take, with those of bank conflicts; see `conflicts`."""
         return sum(passes + extra for passes, extra in self.conflicts.values())
+
+    @property
+    def l1_wavefronts(self) -> int:
+        """Passes of the stage of L1 that has shared memory: `wavefronts`, `wgmma_wavefronts`, one for each shuffle.
+
+        ptxas replaces most `shfl.sync.idx` by moves to uniform registers; they are not counted.
+        """
+        shuffles = sum(self.instructions[f"shfl.sync.{mode}.b32"] for mode in ("bfly", "up", "down"))
+        return self.wavefronts + self.wgmma_wavefronts + shuffles
+
+    @property
+    def l2_sectors(self) -> dict[str, int]:
+        """Sectors that the launch reads from the L2 cache ("read") and writes to it ("write"), without atomics.
+
+        Every block has an L1 cache that is empty at first and large enough. So loads and `cp.async.ca` read each sector
+        once a block (with race detection only); TMA, strong loads, `.cg` and `.cv` every time.
+        """
+        if self.loaded:
+            self.loaded = [np.unique(np.concatenate(self.loaded))]
+        copies = self.sectors["global to shared TMA"] + self.sectors["global to shared bulk"]
+        written = self.sectors["shared to global TMA"] + self.sectors["shared to global bulk"]
+        return {
+            "read": sum(map(len, self.loaded)) + self.past_l1 + copies,
+            "write": self.sectors["global store"] + written,
+        }
 
     def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
         """Wavefronts in addition to the one (two, four for 8- and 16-byte accesses) that every warp needs."""
@@ -243,12 +284,14 @@ class Launch:
             "instructions": dict(self.instructions.most_common()),
             "bytes": dict(self.bytes),
             "sectors": dict(self.sectors),
+            "l2_sectors": self.l2_sectors,
             "operations": dict(self.operations),
             "tensor_cycles": self.tensor_cycles,
             "tensor_bound": round(self.tensor_bound, 4),
             "waits": dict(self.waits),
             "bank_conflicts": self.bank_conflicts,
             "wavefronts": self.wavefronts,
+            "l1_wavefronts": self.l1_wavefronts,
             "findings": [finding.as_dict() for finding in self.findings],
             "warnings": self.warnings,
             "error": self.error,

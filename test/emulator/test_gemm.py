@@ -69,7 +69,10 @@ def test_report_counts_the_work() -> None:
     assert launch.operations["wgmma multiply-adds"] == 128 * 256 * 128
     assert launch.tensor_cycles == 128 * 256 * 128 // 2048
     issue = sum(launch.instructions.values()) / 4
-    assert launch.tensor_bound == launch.tensor_cycles / max(launch.tensor_cycles, issue, launch.wavefronts) > 0.1
+    steps = 2 * 2 * 128 // 16  # of 64 x 128 x 16: tiles, warpgroups, steps along k
+    assert launch.wgmma_wavefronts == steps * (64 + 128) * 16 * 2 // 128
+    assert launch.l1_wavefronts >= launch.wavefronts + launch.wgmma_wavefronts
+    assert launch.tensor_bound == launch.tensor_cycles / max(launch.tensor_cycles, issue, launch.l1_wavefronts) > 0.1
     assert f"tensor cores: {launch.tensor_cycles} cycles" in str(launch)
     assert launch.bytes["global to shared TMA"] == (128 * 2 + 256) * 128 * 2
     assert launch.bytes["shared to global TMA"] == 128 * 256 * 2

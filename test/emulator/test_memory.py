@@ -287,6 +287,37 @@ def test_sectors_of_cp_async() -> None:
         shared = ".shared .align 128 .b8 buffer[512];"
         launch = run(body.replace("SIZE", size), data, memory=[raw], shared=shared, races=True)
         assert launch.sectors == {"global to shared cp.async": sectors}
+        assert (launch.wavefronts, launch.bank_conflicts) == (4, 0)  # what it writes to shared memory, zeros too
+
+
+@pytest.mark.parametrize(
+    ("access", "asked", "read"),
+    [
+        ("ld.global.b32 %r5, [%rd1];", 16, 8),  # the second warp of a block finds them in L1
+        ("ld.global.cg.b32 %r5, [%rd1];", 16, 16),
+        ("ld.volatile.global.b32 %r5, [%rd1];", 16, 16),
+        ("cp.async.ca.shared.global [%r1], [%rd1], 4;", 16, 8),
+        ("add.s64 %rd1, %rd1, %rd2; cp.async.cg.shared.global [%r1], [%rd1], 16;", 64, 64),
+        ("st.global.b32 [%rd1], %r4;", 16, 0),
+    ],
+)
+def test_sectors_that_reach_l2(access: str, asked: int, read: int) -> None:
+    """Two blocks of two warps, all of which access the same 128 bytes (with 16 bytes a lane, 512)."""
+    body = f"""mov.u32 %r1, buffer; shl.b32 %r2, %r99, 4; add.s32 %r1, %r1, %r2; and.b32 %r4, %r99, 31;
+      mul.wide.u32 %rd1, %r4, 4; mul.wide.u32 %rd2, %r4, 12; add.s64 %rd1, %rd1, %rd90; {access}
+      cp.async.wait_all;"""
+    raw = np.zeros(128 + 8, np.uint32)
+    data = raw[-raw.ctypes.data % 32 // 4 :][:128]
+    shared = ".shared .align 128 .b8 buffer[1024];"
+    launch = run(body, data, memory=[raw], shared=shared, races=True, block=64, grid=2, on_error="report")
+    assert sum(launch.sectors.values()) == asked
+    assert launch.l2_sectors == {"read": read, "write": 0 if read else asked}
+
+
+def test_shuffles_are_wavefronts_of_l1() -> None:
+    body = "shfl.sync.bfly.b32 %r1, %r99, 1, 31, -1; shfl.sync.up.b32 %r2, %r1, 1, 0, -1;"
+    launch = run(body, block=64, races=True)
+    assert (launch.l1_wavefronts, launch.wavefronts) == (4, 0)
 
 
 def test_wavefronts_are_passes_and_conflicts() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import ptx_emulator
+
 ROOT = Path(__file__).parents[2]
 ABOUT = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size")
 
@@ -54,7 +56,7 @@ def test_counts_are_compared(traffic: dict[str, Any], tmp_path: Path, monkeypatc
     ours.write_text(emulated(traffic, OURS))
     traffic["main"](["compare", str(chip), str(ours), str(table), "NVIDIA H200"])
     rows = list(csv.DictReader(table.open()))
-    assert [(row["program"], row["ncu"], row["emulator"]) for row in rows[:7:6]] == [
+    assert [(row["program"], row["ncu"], row["emulator"]) for row in (rows[0], rows[len(traffic["METRICS"])])] == [
         ("gemm_amax", "8192.0", "8192.0"),
         ("FlashAttention-4 forward, D 64", "1234567.0", "1234500.0"),
     ]
@@ -62,6 +64,17 @@ def test_counts_are_compared(traffic: dict[str, Any], tmp_path: Path, monkeypatc
     monkeypatch.setattr(generate, "TRAFFIC", table)
     assert "| gemm_amax 0.1.0 | 8192 | 8193 |" in generate.traffic()
     assert "| FlashAttention-4 forward, D 64 4.0.0b36 | 1234567 (-0.0 %) |" in generate.traffic()
+    assert f"| within 2 %{' | 2 of 2' * len(traffic['METRICS'])} |" in generate.traffic()
+    table.write_text(table.read_text().replace(",1234500.0", ",1204500.0"))
+    assert "| within 2 % | 1 of 2 | 2 of 2 |" in generate.traffic()
+    table.write_text("".join(line for line in table.open() if "lts__" not in line))  # of fewer metrics
+    assert "L2" not in generate.traffic()
+
+
+def test_loads_of_ncu_are_loads_and_cp_async(traffic: dict[str, Any]) -> None:
+    launch = ptx_emulator.Launch("k", (1, 1, 1), (32, 1, 1), (1, 1, 1), 0)
+    launch.sectors.update({"global load": 3, "global to shared cp.async": 4, "global to shared TMA": 16})
+    assert [count(launch) for name, count in traffic["METRICS"].items() if name.endswith("op_ld.sum")] == [7]
 
 
 @pytest.mark.parametrize(

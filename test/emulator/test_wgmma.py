@@ -55,9 +55,10 @@ def test_a_in_registers_with_b_in_columns(swizzle: int, scheduler: str) -> None:
       {{{registers(20, 4)}}}, %rd12, %p1, 1, 1, 1; wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
       mul.wide.u32 %rd2, %r99, 128; add.s64 %rd2, %rd2, %rd92;
       {"".join(f"st.global.b32 [%rd2+{4 * i}], %r{30 + i};" for i in range(32))}"""
-    run(code, buffer, a, out, block=128, shared=SHARED, races=True, scheduler=scheduler)
+    launch = run(code, buffer, a, out, block=128, shared=SHARED, races=True, scheduler=scheduler)
     tile = out.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
     np.testing.assert_array_equal(tile, a.astype(np.float64) @ b.astype(np.float64).T)
+    assert launch.wgmma_wavefronts == 64 * 16 * 2 // 128  # of B
 
 
 def test_a_fence_is_needed_after_each_write_of_a_register() -> None:

@@ -37,7 +37,7 @@ def copy(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         no_increment = mods.flag("noinc")
         mods.ignore("shared", "shared::cta", "b64")
         return e.call("async_copies.mbarrier_arrive", e.address(i.operands[0]), no_increment)
-    mods.need("ca", "cg")
+    cached = mods.need("ca", "cg") == "ca"
     mods.ignore("shared", "shared::cta", "global", *CACHE_HINTS)
     target, source, size, *rest = i.operands
     valid = "None"
@@ -45,7 +45,7 @@ def copy(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         valid = e.value(rest[0])
         if isinstance(rest[0], Reg) and e.width(rest[0]) == 1:
             valid = f"np.where({valid},u32(0),u32({number(size)}))"
-    return e.call("async_copies.copy", e.address(target), e.address(source), number(size), valid)
+    return e.call("async_copies.copy", e.address(target), e.address(source), number(size), valid, cached)
 
 
 def bulk(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:

@@ -94,6 +94,7 @@ def dependent_launch(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 def load(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     ptx_type = mods.last()
     order, space = order_of(mods), space_of(mods)
+    cached = not order and not i.has("cg", "cv")
     mods.ignore(*CACHE_HINTS)
     mods.take("v2", "v4", "v8")
     target, source = i.operands[0], i.operands[1]
@@ -109,9 +110,8 @@ def load(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         ]
     if space in ("param", "const"):
         space = "generic"
-    return e.call(
-        "memory.load", repr(space), e.address(source), size, e.list_of(items), ptx_type[0] == "s", repr(order)
-    )
+    signed = ptx_type[0] == "s"
+    return e.call("memory.load", repr(space), e.address(source), size, e.list_of(items), signed, repr(order), cached)
 
 
 @handles("st")
