@@ -37,8 +37,8 @@ class OperandScales:
     def __init__(self, scale: BlockScale, extent: int, concat_glu: bool = False, gathered: bool = False) -> None:
         self.rows, self.vector, self.concat_glu, self.gathered = scale.rows, scale.vector, concat_glu, gathered
         self.granule = math.gcd(extent, scale.rows, GLU_BLOCK if concat_glu else extent)
-        self.count = extent // self.granule
-        self.stride = -(-self.count // VECTOR) * VECTOR  # values from one stage to the next, for vector loads
+        # A multiple of a vector load, which the compiler makes of loads of neighbors: 3 become 4, the last one unused.
+        self.count = -(-extent // self.granule // VECTOR) * VECTOR
 
 
 class ScaleFactorPipeline:
@@ -60,7 +60,7 @@ class ScaleFactorPipeline:
         self.stages = [
             smem.allocate_tensor(
                 Float32,
-                cute.make_layout((operand.count, pipeline.stages), stride=(1, operand.stride)),
+                cute.make_layout((operand.count, pipeline.stages)),
                 byte_alignment=ALIGNMENT,
             )
             for operand in self.operands
@@ -81,7 +81,7 @@ class ScaleFactorPipeline:
     @staticmethod
     def stage_bytes(operands: tuple[OperandScales, ...]) -> int:
         """Shared memory of a stage of both operands."""
-        return sum(4 * operand.stride for operand in operands)
+        return sum(4 * operand.count for operand in operands)
 
     @cute.jit
     def run(

@@ -185,9 +185,7 @@ class Gemm(Mainloop):
         )
         if const_expr(self.operand_scales):
             scale_pipeline = MbarrierPipeline.allocate(smem, SCALE_STAGES)
-            self.scale_pipeline = ScaleFactorPipeline(
-                self.operand_scales, scales, self.scheduler, scale_pipeline, smem
-            )
+            self.scale_pipeline = ScaleFactorPipeline(self.operand_scales, scales, self.scheduler, scale_pipeline, smem)
         if thread == 0:
             init_mbarriers(pipeline, 1 + gather_warps * self.pair, self.cluster.m // self.pair + self.cluster.n - 1)
             init_mbarriers(acc_pipeline, 1, ROWS * self.pair)

@@ -8,9 +8,9 @@ Warp roles. A CTA has three warpgroups, whose register budgets ``setmaxnreg`` se
     warpgroups 1, 2 (MMA)     issue wgmma, accumulate in registers and run the epilogue
 
 Pipelines. A and B pass through up to eight stages of shared memory, each with a full and an empty mbarrier. TMA
-completes the transaction bytes of the full barrier; one lane of every MMA warp arrives on the empty barrier. Scale
-factors share the operands' stages; the scheduler's work tiles have a separate pipeline. CTAs are persistent, so that the loads of the next tile
-overlap with the epilogue.
+completes the transaction bytes of the full barrier; one lane of every MMA warp arrives on the empty barrier. fp32
+scale factors share the operands' stages; every lane that copies them arrives on the full barrier. The scheduler's work
+tiles have a separate pipeline. CTAs are persistent, so that the loads of the next tile overlap with the epilogue.
 
 Tiles. Cooperative: both MMA warpgroups share a tile, half of its rows each. Ping-pong: each MMA warpgroup has its own
 tile, every second one of the CTA. Their mainloops alternate, so that the epilogue of one overlaps with the MMAs of the
@@ -61,7 +61,10 @@ from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 WARPS_PER_WARPGROUP = WARPGROUP_SIZE // WARP_SIZE
 MMA_WARPGROUPS = 2
 NUM_REGS = (24, 240)  # setmaxnreg: registers of a thread of the producer warpgroup, and of an MMA warpgroup
-NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands or scale factors
+NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands, or the load warp has two kinds of tiles
+# The same for scaled partial accumulators of more than 128 columns: ptxas then keeps the operands of a promotion in
+# both banks of registers, with 240 it does not; up to 128 columns it is the other way around.
+NUM_REGS_WIDE = (40, 232)
 LOAD_WARP, SCHEDULER_WARP, COPY_WARPS = 0, 1, (2, 3)  # warp indices in the producer warpgroup
 PROMOTION_UNROLL = 4  # k tiles
 MAX_PARTIAL_N = 192  # columns of a partial accumulator (64 rows) that fit into registers next to the accumulators
@@ -96,8 +99,10 @@ class Gemm(Mainloop):
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
         self.gathers_by_tma = bool(c.gathers) and not tile_map.ragged_k
         self.gathers_by_threads = bool(c.gathers) and not self.gathers_by_tma
-        copies = self.operand_scales or self.gathers_by_threads or c.schedule.split_tail_n
-        self.num_regs = NUM_REGS_COPY if copies else NUM_REGS
+        if self.operand_scales:
+            self.num_regs = NUM_REGS_WIDE if self.partial_n > 128 else NUM_REGS
+        else:
+            self.num_regs = NUM_REGS_COPY if self.gathers_by_threads or c.schedule.split_tail_n else NUM_REGS
         self.tiled_operands = [x for x in self.operands if not x.operand.index]  # loaded by tiled TMA
         self.epilogue = self.epilogue_of(
             rows=self.wg_rows,
@@ -443,7 +448,7 @@ class Gemm(Mainloop):
         acc.fill(0.0)
         # Unrolled: ptxas then asks for the next k tile's operands before the last promotion, and computes the MMA's
         # descriptors during it. Between two k tiles, a warp issues 11 instructions before its MMAs instead of 40.
-        for k in cutlass.range(k_tiles, unroll=PROMOTION_UNROLL):
+        for k in cutlass.range(k_tiles, unroll=1 if self.reads_columns_late else PROMOTION_UNROLL):
             state = (k, k_tiles, stage, phase)
             self.promote_k_tile(mma, acc, partial, acc_tiles, operands, scale_rows, thread, state)
             stage, phase = advance(pipeline, stage, phase)
