@@ -62,11 +62,8 @@ WARPS_PER_WARPGROUP = WARPGROUP_SIZE // WARP_SIZE
 MMA_WARPGROUPS = 2
 NUM_REGS = (24, 240)  # setmaxnreg: registers of a thread of the producer warpgroup, and of an MMA warpgroup
 NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands, or the load warp has two kinds of tiles
-# The same for scaled partial accumulators of more than 128 columns: ptxas then keeps the operands of a promotion in
-# both banks of registers, with 240 it does not; up to 128 columns it is the other way around.
-NUM_REGS_WIDE = (40, 232)
 LOAD_WARP, SCHEDULER_WARP, COPY_WARPS = 0, 1, (2, 3)  # warp indices in the producer warpgroup
-PROMOTION_UNROLL = 4  # k tiles
+PROMOTION_UNROLL = 4
 MAX_PARTIAL_N = 192  # columns of a partial accumulator (64 rows) that fit into registers next to the accumulators
 
 
@@ -91,6 +88,9 @@ class Gemm(Mainloop):
         self.promotion = needs_promotion(c)
         self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
         self.reads_columns_late = bool(self.operand_scales) and self.operand_scales[1].granule == 1
+        self.promotion_unroll = (
+            PROMOTION_UNROLL if self.operand_scales and not self.reads_columns_late else 1
+        )  # k tiles
         self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2
         # The sub-accumulators use one partial accumulator in sequence, so it cannot span several k tiles.
         if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:
@@ -99,10 +99,9 @@ class Gemm(Mainloop):
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
         self.gathers_by_tma = bool(c.gathers) and not tile_map.ragged_k
         self.gathers_by_threads = bool(c.gathers) and not self.gathers_by_tma
-        if self.operand_scales:
-            self.num_regs = NUM_REGS_WIDE if self.partial_n > 128 else NUM_REGS
-        else:
-            self.num_regs = NUM_REGS_COPY if self.gathers_by_threads or c.schedule.split_tail_n else NUM_REGS
+        # With 232 registers ptxas keeps all operands of a promotion by scale factors in one bank, with 240 in both.
+        copies = not self.operand_scales and (self.gathers_by_threads or c.schedule.split_tail_n)
+        self.num_regs = NUM_REGS_COPY if copies else NUM_REGS
         self.tiled_operands = [x for x in self.operands if not x.operand.index]  # loaded by tiled TMA
         self.epilogue = self.epilogue_of(
             rows=self.wg_rows,
@@ -448,7 +447,7 @@ class Gemm(Mainloop):
         acc.fill(0.0)
         # Unrolled: ptxas then asks for the next k tile's operands before the last promotion, and computes the MMA's
         # descriptors during it. Between two k tiles, a warp issues 11 instructions before its MMAs instead of 40.
-        for k in cutlass.range(k_tiles, unroll=1 if self.reads_columns_late else PROMOTION_UNROLL):
+        for k in cutlass.range(k_tiles, unroll=self.promotion_unroll):
             state = (k, k_tiles, stage, phase)
             self.promote_k_tile(mma, acc, partial, acc_tiles, operands, scale_rows, thread, state)
             stage, phase = advance(pipeline, stage, phase)
