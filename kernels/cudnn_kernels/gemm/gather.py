@@ -249,7 +249,6 @@ class GatherProducer:
         pipeline, tile_k = self.pipeline, const_expr(self.tile_k)
         self.start(warp)
         stage, phase, oldest, in_flight = Int32(0), Int32(1), Int32(0), Int32(0)
-        scale_state = (Int32(0), Int32(1))  # stage and phase in the scale factor pipeline
         cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
@@ -264,8 +263,7 @@ class GatherProducer:
                 cute.arch.mbarrier_wait(pipeline.empty + stage, phase)
                 self.copy(rows, work, work.k + k * tile_k, stage)
                 if const_expr(self.scales is not None):
-                    self.scales.load_own_operand(warp, scale_coord, work.k + k * tile_k, *scale_state)
-                    scale_state = advance(self.scales.pipeline, *scale_state)
+                    self.scales.load_own_operand(warp, scale_coord, work.k + k * tile_k, stage)
                 # (3) Signal the full barrier, directly or once the copies of an earlier k tile are complete.
                 if const_expr(self.arrive is None):
                     if const_expr(not self.uses_tma):

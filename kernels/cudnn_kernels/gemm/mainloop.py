@@ -29,7 +29,7 @@ class Mainloop(Kernel, ABC):
 
     promotes_k_groups: ClassVar[bool]  # whether one scale factor may span several k tiles
     epilogue_barrier: ClassVar[int]  # named barrier of the first group of epilogue threads
-    overhead: ClassVar[int]  # bytes of shared memory for mbarriers, alignment, and the scheduler's payload
+    overhead: int  # bytes of shared memory for mbarriers, alignment, and the scheduler's payload
     kernel: Any
     threads: int
     epilogue: Epilogue
@@ -129,18 +129,18 @@ class Mainloop(Kernel, ABC):
 
     @abstractmethod
     def stage_bytes(self) -> int:
-        """Bytes of a stage: the operands' tiles in one CTA."""
+        """Bytes of a stage in one CTA: the operands' tiles, and the scale factors that share it."""
 
     def stages(self) -> int:
         """The number of operand stages that fit next to the epilogue's shared memory."""
         gathered_lines = self.c.tile[2] if self.tile_map.ragged_k else self.cta_tile_m
         indices = len(self.c.gathers) * INDEX_BYTES * gathered_lines
-        used = self.epilogue.bytes() + ScaleFactorPipeline.bytes(self.operand_scales) + indices
+        used = self.epilogue.bytes() + indices
         return num_stages(used, self.stage_bytes(), self.overhead)
 
     def init_barriers(self, atoms: list) -> None:
         """One thread, before the cluster synchronizes: initializes mbarriers and prefetches TMA descriptors."""
-        for component in (self.scheduler, *([self.scale_pipeline] if self.operand_scales else []), self.epilogue):
+        for component in (self.scheduler, self.epilogue):
             component.init_barriers()
         for atom in atoms:
             cpasync.prefetch_descriptor(atom)

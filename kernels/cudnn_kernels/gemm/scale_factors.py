@@ -1,7 +1,9 @@
 """fp32 scale factors of accumulators (block-scaled fp8 as DeepGEMM): loaded by producer warps through a pipeline.
 
 One or two warps copy the scale factors of a k tile for the CTA's rows (SFA) and columns (SFB) to shared memory by
-4-byte ``cp.async``, for any strides, some k tiles ahead. If ``rows`` rows share a scale factor, a tile need not begin
+4-byte ``cp.async``, for any strides, some k tiles ahead. On Hopper they share the stages and the mbarriers of the
+operands, so that MMA warpgroups wait once for a k tile; on Blackwell, where other warps read them, they have a pipeline
+of their own. If ``rows`` rows share a scale factor, a tile need not begin
 at such a block: it has one value for each granule, the largest common part of tile and block. Gathered rows take the
 scale factors of their indices, and 0 for out-of-range indices.
 """
@@ -19,13 +21,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.formats import GLU_BLOCK
 from cudnn_kernels.gemm.problem import BlockScale
-from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers
+from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance
 from cudnn_kernels.pipeline.tma import address_space_view, concat_glu_row, cp_async_zfill, ptr_array_coord
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.threads import WARP_SIZE
 
-STAGES = 4  # a power of two, so that a k tile's index gives stage and phase by bit operations
-ALIGNMENT = 16
+ALIGNMENT, VECTOR = 16, 4  # bytes, and values, of a vector load
 
 
 class OperandScales:
@@ -36,27 +37,32 @@ class OperandScales:
     def __init__(self, scale: BlockScale, extent: int, concat_glu: bool = False, gathered: bool = False) -> None:
         self.rows, self.vector, self.concat_glu, self.gathered = scale.rows, scale.vector, concat_glu, gathered
         self.granule = math.gcd(extent, scale.rows, GLU_BLOCK if concat_glu else extent)
-        self.count = extent // self.granule
+        # A multiple of a vector load, which the compiler makes of loads of neighbors: 3 become 4, the last one unused.
+        self.count = -(-extent // self.granule // VECTOR) * VECTOR
 
 
 class ScaleFactorPipeline:
-    """SFA and SFB for the tiles of a ``scheduler``, loaded by ``producer_warps`` warps, read by ``consumer_warps``."""
+    """SFA and SFB for the tiles of a ``scheduler``, in the stages of a ``pipeline``.
+
+    Every lane of a producer warp arrives on the full barrier of a stage when its copies are complete.
+    """
 
     def __init__(
         self,
         operands: tuple[OperandScales, ...],
         tensors: tuple[Any, ...],
         scheduler: TileScheduler,
-        producer_warps: int,
-        consumer_warps: int,
+        pipeline: MbarrierPipeline,
         smem: Any,
     ) -> None:
-        self.operands, self.scheduler = operands, scheduler
-        self.producer_warps, self.consumer_warps = producer_warps, consumer_warps
+        self.operands, self.scheduler, self.pipeline = operands, scheduler, pipeline
         *self.tensors, self.pointers, self.index = tensors
-        self.pipeline = MbarrierPipeline.allocate(smem, STAGES)
         self.stages = [
-            smem.allocate_tensor(Float32, cute.make_layout((operand.count, STAGES)), byte_alignment=ALIGNMENT)
+            smem.allocate_tensor(
+                Float32,
+                cute.make_layout((operand.count, pipeline.stages)),
+                byte_alignment=ALIGNMENT,
+            )
             for operand in self.operands
         ]
 
@@ -73,13 +79,9 @@ class ScaleFactorPipeline:
         return arguments["sfa"], b, pointers, arguments.get(index)
 
     @staticmethod
-    def bytes(operands: tuple[OperandScales, ...]) -> int:
-        """Shared memory of the stages of both operands."""
-        return sum(4 * operand.count * STAGES + ALIGNMENT for operand in operands)
-
-    def init_barriers(self) -> None:
-        """One thread, before the cluster synchronizes."""
-        init_mbarriers(self.pipeline, WARP_SIZE * self.producer_warps, self.consumer_warps)
+    def stage_bytes(operands: tuple[OperandScales, ...]) -> int:
+        """Shared memory of a stage of both operands."""
+        return sum(4 * operand.count for operand in operands)
 
     @cute.jit
     def run(
@@ -99,7 +101,8 @@ class ScaleFactorPipeline:
             work = self.scheduler.work_tile(cursor)
             coord = self.begin_tile(tile_origin(work), work)
             for k in cutlass.range(work.k_tiles(tile_k), unroll=1):
-                self.load(operands, coord, work.k + k * tile_k, stage, phase)
+                cute.arch.mbarrier_wait(self.pipeline.empty + stage, phase)
+                self.load(operands, coord, work.k + k * tile_k, stage)
                 stage, phase = advance(self.pipeline, stage, phase)
             cursor = self.scheduler.advance_to_next_work(cursor)
 
@@ -119,20 +122,19 @@ class ScaleFactorPipeline:
         batch_a, batch_b, _ = self.scheduler.tile_map.batch_coords(work.group)
         return first, (batch_a, ptr_array_coord(self.pointers, batch_b))
 
-    def load(self, operands: tuple[int, ...], coord: tuple[Any, Any], k: Int32, stage: Int32, phase: Int32) -> None:
-        """One warp: acquires a stage and issues the copies of these operands' scale factors of a k tile."""
+    def load(self, operands: tuple[int, ...], coord: tuple[Any, Any], k: Int32, stage: Int32) -> None:
+        """One warp: issues the copies of these operands' scale factors of a k tile to an empty stage."""
         first, batch = coord
-        cute.arch.mbarrier_wait(self.pipeline.empty + stage, phase)
         for operand in operands:
             self.copy(operand, first[operand], k, batch[operand], stage)
         cute.arch.cp_async_mbarrier_arrive_noinc(self.pipeline.full + stage)
 
     @cute.jit
-    def load_own_operand(self, warp: Int32, coord: tuple[Any, Any], k: Int32, stage: Int32, phase: Int32) -> None:
+    def load_own_operand(self, warp: Int32, coord: tuple[Any, Any], k: Int32, stage: Int32) -> None:
         """One of two warps: :meth:`load` for the operand with the warp's index."""
         for operand in cutlass.range_constexpr(len(self.operands)):
             if warp == operand:
-                self.load((operand,), coord, k, stage, phase)
+                self.load((operand,), coord, k, stage)
 
     def copy(self, i: int, first: Int32, k: Int32, batch: Any, stage: Int32) -> None:
         """Issues the copies of operand i's scale factors, some for each lane."""
@@ -172,25 +174,10 @@ class ScaleFactorPipeline:
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
             cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
 
-    def stage_of(self, k_tile: Int32) -> Int32:
-        """The stage of a k tile, counted over all tiles of the CTA."""
-        return k_tile & (STAGES - 1)
-
-    def consumer_wait(self, k_tile: Int32) -> None:
-        """Waits for the scale factors of a k tile."""
-        cute.arch.mbarrier_wait(self.pipeline.full + self.stage_of(k_tile), k_tile // STAGES & 1)
-
-    @cute.jit
-    def consumer_release(self, k_tile: Int32) -> None:
-        """One warp: releases the stage of a k tile."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.pipeline.empty + self.stage_of(k_tile))
-
-    def row(self, k_tile: Int32, row: Any) -> Float32:
+    def row(self, stage: Int32, row: Any) -> Float32:
         """The scale factor of a row of the CTA's tile."""
-        return self.stages[0][row // self.operands[0].granule, self.stage_of(k_tile)]
+        return self.stages[0][row // self.operands[0].granule, stage]
 
-    def column(self, k_tile: Int32, column: Any) -> Float32:
+    def column(self, stage: Int32, column: Any) -> Float32:
         """The scale factor of a column of the CTA's tile."""
-        return self.stages[1][column // self.operands[1].granule, self.stage_of(k_tile)]
+        return self.stages[1][column // self.operands[1].granule, stage]

@@ -74,6 +74,7 @@ from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows, commit
 from cudnn_kernels.threads import WARP_SIZE
 
 MMA_WARP, LOAD_WARP, SCHEDULER_WARP = 4, 5, 6
+SCALE_STAGES = 4  # k tiles whose fp32 scale factors are in shared memory
 SCALED_STAGES = 3  # accumulator stages with promotion; one more stage holds the promoted accumulator
 CHUNK = 32  # columns that are promoted at a time
 
@@ -86,6 +87,7 @@ class Gemm(Mainloop):
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration, ROWS)
         c = configuration
+        self.overhead += SCALE_STAGES * ScaleFactorPipeline.stage_bytes(self.operand_scales)
         if c.schedule.split_tail_n:
             raise ValueError(f"split_tail_n: got {c.schedule}; allowed: False, on Blackwell")
         if c.concat_glu and c.b.halves and c.tile[1] < c.tile[0] // 2:
@@ -182,12 +184,15 @@ class Gemm(Mainloop):
             self.tile_map, scheduled, scheduler_readers + bool(self.operand_scales) + gather_warps, smem
         )
         if const_expr(self.operand_scales):
-            self.scale_pipeline = ScaleFactorPipeline(self.operand_scales, scales, self.scheduler, 1, ROWS // 32, smem)
+            scale_pipeline = MbarrierPipeline.allocate(smem, SCALE_STAGES)
+            self.scale_pipeline = ScaleFactorPipeline(self.operand_scales, scales, self.scheduler, scale_pipeline, smem)
         if thread == 0:
             init_mbarriers(pipeline, 1 + gather_warps * self.pair, self.cluster.m // self.pair + self.cluster.n - 1)
             init_mbarriers(acc_pipeline, 1, ROWS * self.pair)
             if const_expr(self.pair == 2):
                 cute.arch.mbarrier_init(dealloc_mbarrier, WARP_SIZE)
+            if const_expr(self.operand_scales):
+                init_mbarriers(scale_pipeline, WARP_SIZE, ROWS // WARP_SIZE)
             self.init_barriers(atoms)
         tmem = TmemAllocator(
             tmem_holder,
@@ -392,18 +397,15 @@ class Gemm(Mainloop):
 
     @cute.jit
     def epilogue_warps(self, acc: cute.Tensor, rank: Int32, thread: Int32) -> None:
-        """The four epilogue warps (consumers of accumulators): the epilogue of all tiles.
-
-        ``position`` counts the k tiles so far, which gives the stage of the scale factors.
-        """
+        """The four epilogue warps (consumers of accumulators): the epilogue of all tiles."""
         c, params, cta_coord = self.c, self.epilogue.params, cute.arch.block_idx()
         acc_pipeline, leader = self.acc_pipeline, self.leader(rank) if const_expr(self.pair == 2) else None
         copy, source = self.tmem_copy(acc, tcgen05.Ld32x32bOp, self.load_width(), thread)
         if const_expr(self.operand_scales):
             acc_copy, acc_source = self.tmem_copy(acc, tcgen05.Ld32x32bOp, CHUNK, thread)
             store_copy, store_target = self.tmem_copy(acc, tcgen05.St32x32bOp, CHUNK, thread)
-        iteration, position = Int32(0), Int32(0)
-        acc_stage, acc_phase = Int32(0), Int32(0)
+        iteration = Int32(0)
+        acc_stage, acc_phase, scale_stage, scale_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         cursor = self.scheduler.initial_work()
         while self.scheduler.is_valid(cursor):
             work = self.scheduler.work_tile(cursor)
@@ -413,9 +415,9 @@ class Gemm(Mainloop):
                 # (1) Promotion: promoted += scale * acc for the accumulator of each k tile.
                 promoted = params.fragment(Float32, c.tile[1])
                 promoted.fill(0.0)
-                for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
-                    self.scale_pipeline.consumer_wait(position + k)
-                    scale = self.row_scales(position + k, thread)
+                for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
+                    cute.arch.mbarrier_wait(self.scale_pipeline.pipeline.full + scale_stage, scale_phase)
+                    scale = self.row_scales(scale_stage, thread)
                     cute.arch.mbarrier_wait(acc_pipeline.full + acc_stage, acc_phase)
                     for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
                         partial = params.fragment(Float32, CHUNK)
@@ -425,9 +427,10 @@ class Gemm(Mainloop):
                         for i in cutlass.range_constexpr(CHUNK):
                             column = const_expr(chunk * CHUNK + i)
                             promoted[column] = fma(partial[i], scale(column), promoted[column])
-                    self.scale_pipeline.consumer_release(position + k)
+                    cute.arch.sync_warp()
+                    elect_arrive(self.scale_pipeline.pipeline.empty + scale_stage)
                     acc_stage, acc_phase = advance(acc_pipeline, acc_stage, acc_phase)
-                position += work.k_tiles(c.tile[2])
+                    scale_stage, scale_phase = advance(self.scale_pipeline.pipeline, scale_stage, scale_phase)
                 # (2) Store the promoted row to tensor memory: the epilogue has no registers for it.
                 for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
                     values = cute.make_tensor(promoted.iterator + chunk * CHUNK, cute.make_layout(((CHUNK, 1), 1)))
@@ -495,13 +498,13 @@ class Gemm(Mainloop):
             cute.copy(copy, source[None, None, ((0, chunk), 0, 0, stage)], flat)
         cute.arch.fence_view_async_tmem_load()
 
-    def row_scales(self, k_tile: Int32, thread: Int32) -> Any:
-        """SFA * SFB for a row and a k tile: a function of the column."""
+    def row_scales(self, stage: Int32, thread: Int32) -> Any:
+        """SFA * SFB for a row and the k tile in a stage: a function of the column."""
         granule = self.operand_scales[1].granule
-        row = self.scale_pipeline.row(k_tile, thread)
+        row = self.scale_pipeline.row(stage, thread)
         if granule == 1:  # too many values to hold in registers
-            return lambda column: row * self.scale_pipeline.column(k_tile, column)
-        per_granule = [row * self.scale_pipeline.column(k_tile, start) for start in range(0, self.c.tile[1], granule)]
+            return lambda column: row * self.scale_pipeline.column(stage, column)
+        per_granule = [row * self.scale_pipeline.column(stage, start) for start in range(0, self.c.tile[1], granule)]
         return lambda column: per_granule[column // granule]
 
 

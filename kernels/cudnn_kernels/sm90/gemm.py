@@ -8,9 +8,9 @@ Warp roles. A CTA has three warpgroups, whose register budgets ``setmaxnreg`` se
     warpgroups 1, 2 (MMA)     issue wgmma, accumulate in registers and run the epilogue
 
 Pipelines. A and B pass through up to eight stages of shared memory, each with a full and an empty mbarrier. TMA
-completes the transaction bytes of the full barrier; one lane of every MMA warp arrives on the empty barrier. Scale
-factors and the scheduler's work tiles have separate pipelines. CTAs are persistent, so that the loads of the next tile
-overlap with the epilogue.
+completes the transaction bytes of the full barrier; one lane of every MMA warp arrives on the empty barrier. fp32
+scale factors share the operands' stages; every lane that copies them arrives on the full barrier. The scheduler's work
+tiles have a separate pipeline. CTAs are persistent, so that the loads of the next tile overlap with the epilogue.
 
 Tiles. Cooperative: both MMA warpgroups share a tile, half of its rows each. Ping-pong: each MMA warpgroup has its own
 tile, every second one of the CTA. Their mainloops alternate, so that the epilogue of one overlaps with the MMAs of the
@@ -52,7 +52,7 @@ from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, cluster_sync, consumer_release
 from cudnn_kernels.pipeline.fragment import Fragment
 from cudnn_kernels.pipeline.mbarrier_pipeline import MbarrierPipeline, advance, init_mbarriers, producer_acquire
-from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
+from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation, opaque
 from cudnn_kernels.schedule.tile_scheduler import TileScheduler
 from cudnn_kernels.sm90.heuristics.gemm import needs_promotion
 from cudnn_kernels.sm90.tile_operand import TileOperand
@@ -61,8 +61,9 @@ from cudnn_kernels.threads import WARP_SIZE, WARPGROUP_SIZE
 WARPS_PER_WARPGROUP = WARPGROUP_SIZE // WARP_SIZE
 MMA_WARPGROUPS = 2
 NUM_REGS = (24, 240)  # setmaxnreg: registers of a thread of the producer warpgroup, and of an MMA warpgroup
-NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands or scale factors
+NUM_REGS_COPY = (40, 232)  # the same where producer threads copy operands, or the load warp has two kinds of tiles
 LOAD_WARP, SCHEDULER_WARP, COPY_WARPS = 0, 1, (2, 3)  # warp indices in the producer warpgroup
+PROMOTION_UNROLL = 4
 MAX_PARTIAL_N = 192  # columns of a partial accumulator (64 rows) that fit into registers next to the accumulators
 
 
@@ -86,6 +87,10 @@ class Gemm(Mainloop):
         self.may_lack_rows = self.tile_map.ragged_m and self.tile_map.rows > self.wg_rows  # of a tail tile
         self.promotion = needs_promotion(c)
         self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
+        self.reads_columns_late = bool(self.operand_scales) and self.operand_scales[1].granule == 1
+        self.promotion_unroll = (
+            PROMOTION_UNROLL if self.operand_scales and not self.reads_columns_late else 1
+        )  # k tiles
         self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2
         # The sub-accumulators use one partial accumulator in sequence, so it cannot span several k tiles.
         if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:
@@ -94,7 +99,8 @@ class Gemm(Mainloop):
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
         self.gathers_by_tma = bool(c.gathers) and not tile_map.ragged_k
         self.gathers_by_threads = bool(c.gathers) and not self.gathers_by_tma
-        copies = self.operand_scales or self.gathers_by_threads or c.schedule.split_tail_n
+        # With 232 registers ptxas keeps all operands of a promotion by scale factors in one bank, with 240 in both.
+        copies = not self.operand_scales and (self.gathers_by_threads or c.schedule.split_tail_n)
         self.num_regs = NUM_REGS_COPY if copies else NUM_REGS
         self.tiled_operands = [x for x in self.operands if not x.operand.index]  # loaded by tiled TMA
         self.epilogue = self.epilogue_of(
@@ -139,7 +145,7 @@ class Gemm(Mainloop):
         return scaled and not (self.c.pingpong or self.promotion or traits.extra_registers or traits.width > 1)
 
     def stage_bytes(self) -> int:
-        return sum(operand.bits() for operand in self.operands) // 8
+        return sum(x.bits() for x in self.operands) // 8 + ScaleFactorPipeline.stage_bytes(self.operand_scales)
 
     @cute.kernel
     def kernel(
@@ -170,11 +176,10 @@ class Gemm(Mainloop):
             self.tile_map, scheduled, scheduler_readers, smem, self.c.pingpong, semaphore, self.cluster
         )
         if const_expr(self.operand_scales):
-            self.scale_pipeline = ScaleFactorPipeline(
-                self.operand_scales, scales, self.scheduler, len(self.operand_scales), mma_warps, smem
-            )
+            self.scale_pipeline = ScaleFactorPipeline(self.operand_scales, scales, self.scheduler, pipeline, smem)
         if thread == 0:
-            producers = const_expr(1 + GATHER_WARPS * 32 * self.gathers_by_threads)
+            copy_warps = GATHER_WARPS if self.gathers_by_threads else len(self.operand_scales)
+            producers = const_expr(1 + copy_warps * WARP_SIZE)
             consumer_wgs = 1 if self.c.pingpong else MMA_WARPGROUPS
             init_mbarriers(pipeline, producers, self.cluster.consumer_ctas * WARPS_PER_WARPGROUP * consumer_wgs)
             self.init_barriers(atoms)
@@ -420,12 +425,9 @@ class Gemm(Mainloop):
         """
         pipeline = self.pipeline
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
-        for k in cutlass.range(k_tiles, unroll=1):
+        for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(pipeline.full + stage, phase)
             consumer_release(self.cluster, pipeline.empty + stage)
-            if const_expr(self.operand_scales):
-                self.scale_pipeline.consumer_wait(position + k)
-                self.scale_pipeline.consumer_release(position + k)
             stage, phase = advance(pipeline, stage, phase)
 
     @cute.jit
@@ -440,18 +442,14 @@ class Gemm(Mainloop):
         acc_tiles = self.acc_tiles(wg_in_tile)
         operands = [self.acc_tile_operands(mma, thr_mma, acc_tile) for acc_tile in acc_tiles]
         partial = self.fragment(Float32, self.partial_n, 64)
+        scale_rows = self.scale_rows(acc_tiles, thread)
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
-        # The first k tile is peeled: it overwrites the accumulator. With varlen_k, there may be no k tile.
-        peeled = const_expr(self.promotion_interval == 1 and not self.tile_map.may_lack_k)
-        if const_expr(peeled):
-            first = (Int32(0), k_tiles, stage, phase, True)
-            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, position, thread, first)
-            stage, phase = advance(pipeline, stage, phase)
-        else:
-            acc.fill(0.0)
-        for k in cutlass.range(int(peeled), k_tiles, unroll=1):
-            state = (k, k_tiles, stage, phase, False)
-            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, position, thread, state)
+        acc.fill(0.0)
+        # Unrolled: ptxas then asks for the next k tile's operands before the last promotion, and computes the MMA's
+        # descriptors during it. Between two k tiles, a warp issues 11 instructions before its MMAs instead of 40.
+        for k in cutlass.range(k_tiles, unroll=self.promotion_unroll):
+            state = (k, k_tiles, stage, phase)
+            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, scale_rows, thread, state)
             stage, phase = advance(pipeline, stage, phase)
 
     def promote_k_tile(
@@ -461,16 +459,15 @@ class Gemm(Mainloop):
         partial: cute.Tensor,
         acc_tiles: Sequence[tuple[Any, int]],
         operands: Sequence[tuple[Any, Any]],
-        position: Int32,
+        scale_rows: Sequence[Int32],
         thread: Int32,
         state: tuple[Any, ...],
     ) -> None:
-        """The MMAs and the promotion of a k tile. ``state``: (k tile index, number of k tiles, stage, phase, whether
-        the accumulator is overwritten).
-        """
-        interval, pipeline, (k, k_tiles, stage, phase, first) = self.promotion_interval, self.pipeline, state
-        # (1) Wait for the operands of the k tile.
+        """The MMAs and the promotion of a k tile. ``state``: (k tile index, number of k tiles, stage, phase)."""
+        interval, pipeline, (k, k_tiles, stage, phase) = self.promotion_interval, self.pipeline, state
+        # (1) Wait for the operands and the scale factors of the k tile. Load the latter: they arrive during the MMAs.
         cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+        scales = self.acc_tile_scales(acc_tiles, scale_rows, stage, thread)
         for i, (tCrA, tCrB) in enumerate(operands):
             # (2) Issue partial (+)= A B^T; it starts from zero at the first k tile of an interval.
             mma.set(warpgroup.Field.ACCUMULATE, k % interval != 0)
@@ -479,19 +476,18 @@ class Gemm(Mainloop):
                 cute.gemm(mma, partial, tCrA[None, None, block, stage], tCrB[None, None, block, stage], partial)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            # (3) Load the scale factors while the MMAs run, wait for the MMAs, release the stage after the last ones.
-            if i == 0:
-                scales = self.acc_tile_scales(acc_tiles, position + k, thread)
+            scale = scales(i)
+            # (3) Wait for the MMAs, and release the stage after the last ones.
             warpgroup.wait_group(0)
-            if i == len(acc_tiles) - 1:
+            if i == len(acc_tiles) - 1 and not self.reads_columns_late:
                 consumer_release(self.cluster, pipeline.empty + stage)
             # (4) acc += scale * partial.
             if interval == 1:
-                self.promote_acc(i, acc, partial, scales[i], first)
+                self.promote_acc(i, acc, partial, scale)
             else:
-                self.promote_at_interval_end(i, acc, partial, scales[i], k, k_tiles)
-        if self.operand_scales:
-            self.scale_pipeline.consumer_release(position + k)
+                self.promote_at_interval_end(i, acc, partial, scale, k, k_tiles)
+        if self.reads_columns_late:
+            consumer_release(self.cluster, pipeline.empty + stage)
 
     @cute.jit
     def promote_at_interval_end(
@@ -524,32 +520,40 @@ class Gemm(Mainloop):
         a, b = (cute.local_tile(x, (size, self.tile_k), (block, 0, None)) for x, size, block in sizes)
         return mma.make_fragment_A(thr_mma.partition_A(a)), mma.make_fragment_B(thr_mma.partition_B(b))
 
-    def acc_tile_scales(self, acc_tiles: Sequence[tuple[Any, int]], k_tile: Int32, thread: Int32) -> list[Any]:
-        """SFA * SFB for each sub-accumulator: a function of a row slot and a position, see :class:`RowLayout`.
-
-        The scale factors of all sub-accumulators are loaded before the next wgmma is issued, which would wait for loads
-        in flight.
+    def scale_rows(self, acc_tiles: Sequence[tuple[Any, int]], thread: Int32) -> list[Int32]:
+        """A thread's first row of each M64 block of a tile with scale factors. The compiler would compute it again in
+        each k tile, before the MMAs.
         """
         if not self.operand_scales:
-            return [None] * len(acc_tiles)
+            return []
+        row, blocks_n = self.epilogue.params.layout.row(thread, 0), self.tile_n // self.partial_n
+        return [opaque(Int32(block * 64 + row)) for block, _ in acc_tiles[::blocks_n]]
+
+    def acc_tile_scales(
+        self, acc_tiles: Sequence[tuple[Any, int]], scale_rows: Sequence[Int32], stage: Int32, thread: Int32
+    ) -> Callable[[int], Callable[[int, int], Float32] | None]:
+        """SFA * SFB of a stage: a function of the sub-accumulator that returns a function of a row slot and a position,
+        see :class:`RowLayout`.
+
+        The scale factors of all sub-accumulators are loaded here, before the MMAs, but for those of each column, which
+        registers do not hold: they are loaded when they are needed.
+        """
+        if not self.operand_scales:
+            return lambda i: None
         scales, layout, granule = self.scale_pipeline, self.epilogue.params.layout, self.operand_scales[1].granule
-        scales.consumer_wait(k_tile)
         blocks_n = self.tile_n // self.partial_n
-        rows = [
-            [scales.row(k_tile, row * 64 + layout.row(thread, slot)) for slot in range(2)]
-            for row, _ in acc_tiles[::blocks_n]
-        ]
+        rows = [[scales.row(stage, row + 8 * slot) for slot in range(2)] for row in scale_rows]
         columns: dict[int, Any] = {}
         if granule > 1:
-            columns = {column: scales.column(k_tile, column) for column in range(0, self.tile_n, granule)}
+            columns = {column: scales.column(stage, column) for column in range(0, self.tile_n, granule)}
 
         def scale_of(i: int) -> Callable[[int, int], Float32]:
             sfa, first = rows[i // blocks_n], acc_tiles[i][1] * self.partial_n
-            if granule == 1:  # registers do not hold all columns' values: load each when it is needed
+            if granule == 1:
 
                 def scale(slot: int, position: int) -> Float32:
                     if first + position not in columns:
-                        columns[first + position] = scales.column(k_tile, first + layout.column(thread, position))
+                        columns[first + position] = scales.column(stage, first + layout.column(thread, position))
                     return sfa[slot] * columns[first + position]
 
                 return scale
@@ -558,16 +562,14 @@ class Gemm(Mainloop):
                 position // layout.run * layout.run * layout.lanes_per_row // granule
             ]
 
-        return [scale_of(i) for i in range(len(acc_tiles))]
+        return scale_of
 
-    def promote_acc(self, i: int, acc: cute.Tensor, partial: cute.Tensor, scales: Any, first: bool = False) -> None:
-        """Adds the scaled partial accumulator to sub-accumulator i; if ``first``, overwrites sub-accumulator i."""
+    def promote_acc(self, i: int, acc: cute.Tensor, partial: cute.Tensor, scales: Any) -> None:
+        """Adds the scaled partial accumulator to sub-accumulator i."""
         for slot in range(2):
             for position, index in enumerate(self.epilogue.params.layout.order(self.partial_n, slot)):
                 target = i * (self.partial_n // 2) + index
-                if first:
-                    acc[target] = partial[index] if scales is None else partial[index] * scales(slot, position)
-                elif scales is None:
+                if scales is None:
                     acc[target] = acc[target] + partial[index]
                 else:
                     acc[target] = fma(partial[index], scales(slot, position), acc[target])
