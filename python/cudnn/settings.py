@@ -126,7 +126,7 @@ COMPILE_JOBS: Setting[int | None] = Setting(
     None,
     "How many processes compile an operation's kernels at the same time; 0: this process compiles them one after "
     "another, at calls that need them and never at a layer's construction. Unset: one for each CPU that this process "
-    "may use, shared with the other ranks of its host, up to 16.",
+    "may use, shared with the other ranks of its host, up to 8.",
 )
 LOCAL_RANK = Setting("LOCAL_RANK", "a number, 0 or more", _count, 0, "The rank within its host; `torchrun` sets it.")
 LOCAL_WORLD_SIZE = Setting(
