@@ -287,7 +287,7 @@ def test_what_is_outside_but_not_of_arguments_alone_is_not_repeated(
 
 
 def test_temporaries_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are in use at the same time do not: of a chain, two at a time beside one that is read at the end."""
+    """Those that are in use at the same time do not: of a chain, two at a time, and one that is read at the end."""
     sizes: list[int] = []
     workspace = launch_sequence._workspace
     monkeypatch.setattr(

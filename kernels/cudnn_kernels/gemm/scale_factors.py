@@ -2,10 +2,10 @@
 
 One or two warps copy the scale factors of a k tile for the CTA's rows (SFA) and columns (SFB) to shared memory by
 4-byte ``cp.async``, for any strides, some k tiles ahead. On Hopper they share the stages and the mbarriers of the
-operands, so that MMA warpgroups wait once for a k tile; on Blackwell, where other warps read them, they have a pipeline
-of their own. If ``rows`` rows share a scale factor, a tile need not begin
-at such a block: it has one value for each granule, the largest common part of tile and block. Gathered rows take the
-scale factors of their indices, and 0 for out-of-range indices.
+operands, so that MMA warpgroups wait once for a k tile; on Blackwell, where other warps read them, they have a separate
+pipeline. If ``rows`` rows share a scale factor, a tile need not begin at such a block: it has one value for each
+granule, the largest common part of tile and block. Gathered rows take the scale factors of their indices, and 0 for
+out-of-range indices.
 """
 
 from __future__ import annotations
