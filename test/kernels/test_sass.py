@@ -169,12 +169,15 @@ def test_kernels_are_what_their_configurations_ask_for(arch: str, name: str) -> 
     c, hopper = CONFIGURATIONS[arch][name], arch == resources.HOPPER
     actual = compiled(arch, c)[1]
     vector = c.a.scale.vector if c.tensor_core_scale else 0
-    assert actual.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, c.tile[1])
+    columns = KERNELS[arch](c).partial_n if hopper and c.scales_accumulator else c.tile[1]
+    assert actual.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, columns)
     assert actual.run == (8 if c.pingpong else 4)  # 128 bytes of k at 32 a product; ping-pong: 128 rows at 64
-    assert actual.waits <= 2  # for registers: an index that is read late, the issue of a product
+    # For registers: an index that is read late, the issue of a product, SFA * SFB of two rows.
+    assert actual.waits <= (4 if c.scales_accumulator else 2)
     factors = c.tile[2] // vector // 4 if vector else 0  # columns of scale factors, four to a copy of 128 rows
     assert actual.copies == factors * (1 + -(-c.tile[1] // 128))
-    assert actual.columns == (0 if hopper else c.tile[1])
+    # Of tensor memory: the accumulator, and before it the partial accumulator that is promoted to it.
+    assert actual.columns == (0 if hopper else c.tile[1] * (2 if c.scales_accumulator else 1))
 
 
 @pytest.mark.parametrize(
