@@ -88,9 +88,8 @@ class Gemm(Mainloop):
         self.promotion = needs_promotion(c)
         self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
         self.reads_columns_late = bool(self.operand_scales) and self.operand_scales[1].granule == 1
-        self.promotion_unroll = (
-            PROMOTION_UNROLL if self.operand_scales and not self.reads_columns_late else 1
-        )  # k tiles
+        # Of experts' tokens alone: the epilogues of other GEMMs spill then.
+        self.promotion_unroll = PROMOTION_UNROLL if self.operand_scales and self.tile_map.ragged_m else 1  # k tiles
         self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2
         # The sub-accumulators use one partial accumulator in sequence, so it cannot span several k tiles.
         if self.promotion_interval > 1 and len(self.acc_tiles(0)) > 1:
