@@ -65,6 +65,8 @@ def torchtitan(tokens: int, rank: int) -> dict[str, Pass]:
     from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # PyTorch 2.11; torchtitan 0.3.0 asks
+        torch.compiler._is_non_strict_tracing = lambda: False  # pyright: ignore
     set_spmd_backend("partial_dtensor")
     parallel_dims.device_type = single.DEVICE
     degrees = {"dp_replicate": 1, "dp_shard": RANKS, "cp": 1, "tp": 1, "pp": 1, "ep": RANKS, "world_size": RANKS}
@@ -99,10 +101,13 @@ def megatron(tokens: int, rank: int) -> dict[str, Pass]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from cudnn.integrations.megatron import use_experts
 
+    if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine, 0.16.1 asks for the name
+        moe_utils.te_general_gemm = None  # pyright: ignore
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS, expert_tensor_parallel_size=1)
     single.allow_grouped_mlp()
     routing = {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}
