@@ -55,8 +55,10 @@ SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
 METRICS = {  # what Nsight Compute counts, and the same of a launch in the emulator
     SECTORS.format("ld"): lambda launch: launch.sectors["global load"] + launch.sectors["global to shared cp.async"],
     SECTORS.format("st"): lambda launch: launch.sectors["global store"],
-    "memory_l1_wavefronts_shared": lambda launch: launch.wavefronts,
-    "memory_l1_wavefronts_shared_ideal": lambda launch: launch.wavefronts - launch.bank_conflicts,
+    "memory_l1_wavefronts_shared": lambda launch: launch.wavefronts + launch.wgmma_wavefronts,
+    "memory_l1_wavefronts_shared_ideal": lambda launch: (
+        launch.wavefronts + launch.wgmma_wavefronts - launch.bank_conflicts
+    ),
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": lambda launch: launch.l1_wavefronts,
     "lts__t_sectors_srcunit_tex_op_read.sum": lambda launch: launch.l2_sectors["read"],
     "lts__t_sectors_srcunit_tex_op_write.sum": lambda launch: launch.l2_sectors["write"],

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import plots  # next to this file
@@ -372,7 +373,7 @@ SECTIONS = {
     **{
         f"moe_in_{page}{suffix}": Section(
             file,
-            f"{what} of Qwen3-30B-A3B's sizes in {stack}, forward and backward, bf16",
+            f"{what}, Qwen3-30B-A3B, in {stack}, forward and backward, bf16",
             "tokens",
             {"cudnn-fused": "cudnn-fused", **{peer: peer for peer in peers}},
             metrics,
@@ -576,17 +577,20 @@ def host(page: Path) -> str:
     return "\n\n".join([*_folded("\n".join(rows)), f"{run}, `{command}`."])
 
 
-def scale(page: Path) -> str:
-    """The table of the recipe on two GPUs: a row for each case, columns for one and for two GPUs."""
-    path, command = (
-        RESULTS / "training_at_scale.csv",
-        "python benchmarks/training_at_scale.py --save benchmarks/results",
-    )
+def _with_spread(line: Result) -> str:
+    """The value with its unit, and its spread if pages would show more than 0."""
+    value, spread = (shown(each, line.unit) for each in (line.value, line.spread))
+    return f"{value} ± {spread} {line.unit}" if float(spread.replace(",", "")) else f"{value} {line.unit}".strip()
+
+
+def by_peer(name: str, command: str, page: Path) -> str:
+    """A table of a small result file: a row for each case, a column for each peer."""
+    path = RESULTS / f"{name}.csv"
     if not path.is_file():
         return f"Not measured yet: `{command}`."
     lines = read(path)
     peers = list(dict.fromkeys(line.peer for line in lines))
-    cells = {(line.case, line.peer): f"{shown(line.value, line.unit)} {line.unit}".strip() for line in lines}
+    cells = {(line.case, line.peer): _with_spread(line) for line in lines}
     rows = [f"| what | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
     rows += [
         f"| {case} | {' | '.join(cells.get((case, peer), '') for peer in peers)} |"
@@ -641,7 +645,10 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "results_host": host,
     f"results_{TRAINING}": training,
     "results_summary": summary,
-    "results_training_at_scale": scale,
+    "results_training_at_scale": partial(
+        by_peer, "training_at_scale", "python benchmarks/training_at_scale.py --save benchmarks/results"
+    ),
+    "results_fsdp_fp8": partial(by_peer, "fsdp_fp8", "python benchmarks/fsdp_fp8.py --save benchmarks/results"),
 }
 
 
