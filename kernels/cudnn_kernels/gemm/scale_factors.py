@@ -160,9 +160,7 @@ class ScaleFactorPipeline:
         return 0, k // self.operands[i].vector, batch
 
     @cute.jit
-    def copy(
-        self, i: cutlass.Constexpr[int], index: Int32, k_block: cute.Pointer, offset: Int64, stage: Int32
-    ) -> None:
+    def copy(self, i: cutlass.Constexpr[int], index: Int32, k_block: cute.Pointer, offset: Int64, stage: Int32) -> None:
         """Issues the copy of one scale factor, or of 0."""
         operand, stages = self.operands[i], self.stages[i]
         if index < operand.count:

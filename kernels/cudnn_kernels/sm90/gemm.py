@@ -522,8 +522,8 @@ class Gemm(Mainloop):
         return mma.make_fragment_A(thr_mma.partition_A(a)), mma.make_fragment_B(thr_mma.partition_B(b))
 
     def sfa_layout(self) -> cute.Layout | None:
-        """SFA in shared memory: the rows of a thread, which are 8 apart in each of its M64 blocks, are neighbors. None if
-        rows share scale factors.
+        """SFA in shared memory: the rows of a thread, 8 apart in each of its M64 blocks, are neighbors. None if rows
+        share scale factors.
         """
         if self.operand_scales[0].granule > 1:
             return None
