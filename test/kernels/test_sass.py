@@ -228,4 +228,17 @@ def test_additions_of_sums_read_two_banks_of_registers(index: str, epilogue: tup
     assert not [each for each in actual if len(each) == 3 and len({number % 2 for number in each}) == 1]
 
 
+@pytest.mark.parametrize("tile_n", brief((192, 256), 1))
+def test_a_warp_loads_the_scale_factors_of_a_k_tile_twice(tile_n: int) -> None:
+    """SFA of a thread's two rows by one vector load, SFB of all columns by another."""
+    a, b = (Operand("float8_e4m3fn", scale=BlockScale("float32", 128, rows)) for rows in (1, 128))
+    problem = GemmProblem(a, b, (StoreTile("d", "bfloat16"),), VarlenM(), 1536, 2048, groups=128)
+    c = replace(heuristics.configure(problem), tile=(128, tile_n, 128), dynamic_scheduler=False)
+    program = sass.Program(sass.disassemble(compile_kernel("sm_90a", hopper.Gemm(c), *fakes.arguments(c)).cubin))
+    loop = program.loops_around(program.places("QGMMA")[-1:])[0]
+    names = [program.instructions[n].name for n in loop]
+    mmas_of_k_tile = 4 * (tile_n // hopper.Gemm(c).partial_n)
+    assert names.count("LDS") == 2 * names.count("QGMMA") // mmas_of_k_tile
+
+
 ADDITION = re.compile(r"FFMA R\d+, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+) ;")

@@ -257,13 +257,13 @@ class GatherProducer:
             if work.k < work.k_end:
                 self.begin_tile(rows, work)
             if const_expr(self.scales is not None):
-                scale_coord = self.scales.begin_tile(rows, work)
+                scale_batch = self.scales.begin_tile(rows, work)
             for k in cutlass.range(work.k_tiles(tile_k), unroll=1):
                 # (2) Acquire a stage and issue the copies of a k tile and of its scale factors.
                 cute.arch.mbarrier_wait(pipeline.empty + stage, phase)
                 self.copy(rows, work, work.k + k * tile_k, stage)
                 if const_expr(self.scales is not None):
-                    self.scales.load_own_operand(warp, scale_coord, work.k + k * tile_k, stage)
+                    self.scales.load_own_operand(warp, scale_batch, work.k + k * tile_k, stage)
                 # (3) Signal the full barrier, directly or once the copies of an earlier k tile are complete.
                 if const_expr(self.arrive is None):
                     if const_expr(not self.uses_tma):

@@ -175,7 +175,9 @@ class Gemm(Mainloop):
             self.tile_map, scheduled, scheduler_readers, smem, self.c.pingpong, semaphore, self.cluster
         )
         if const_expr(self.operand_scales):
-            self.scale_pipeline = ScaleFactorPipeline(self.operand_scales, scales, self.scheduler, pipeline, smem)
+            self.scale_pipeline = ScaleFactorPipeline(
+                self.operand_scales, scales, self.scheduler, pipeline, smem, self.sfa_layout()
+            )
         if thread == 0:
             copy_warps = GATHER_WARPS if self.gathers_by_threads else len(self.operand_scales)
             producers = const_expr(1 + copy_warps * WARP_SIZE)
@@ -441,14 +443,14 @@ class Gemm(Mainloop):
         acc_tiles = self.acc_tiles(wg_in_tile)
         operands = [self.acc_tile_operands(mma, thr_mma, acc_tile) for acc_tile in acc_tiles]
         partial = self.fragment(Float32, self.partial_n, 64)
-        scale_rows = self.scale_rows(acc_tiles, thread)
+        scale_row = self.scale_row(wg_in_tile, thread) if self.operand_scales else None
         stage, phase = position % pipeline.stages, position // pipeline.stages % 2
         acc.fill(0.0)
         # Unrolled: ptxas then asks for the next k tile's operands before the last promotion, and computes the MMA's
         # descriptors during it. Between two k tiles, a warp issues 11 instructions before its MMAs instead of 40.
         for k in cutlass.range(k_tiles, unroll=self.promotion_unroll):
             state = (k, k_tiles, stage, phase)
-            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, scale_rows, thread, state)
+            self.promote_k_tile(mma, acc, partial, acc_tiles, operands, scale_row, thread, state)
             stage, phase = advance(pipeline, stage, phase)
 
     def promote_k_tile(
@@ -458,7 +460,7 @@ class Gemm(Mainloop):
         partial: cute.Tensor,
         acc_tiles: Sequence[tuple[Any, int]],
         operands: Sequence[tuple[Any, Any]],
-        scale_rows: Sequence[Int32],
+        scale_row: Int32 | None,
         thread: Int32,
         state: tuple[Any, ...],
     ) -> None:
@@ -466,7 +468,7 @@ class Gemm(Mainloop):
         interval, pipeline, (k, k_tiles, stage, phase) = self.promotion_interval, self.pipeline, state
         # (1) Wait for the operands and the scale factors of the k tile. Load the latter: they arrive during the MMAs.
         cute.arch.mbarrier_wait(pipeline.full + stage, phase)
-        scales = self.acc_tile_scales(acc_tiles, scale_rows, stage, thread)
+        scales = self.acc_tile_scales(acc_tiles, scale_row, stage, thread)
         for i, (tCrA, tCrB) in enumerate(operands):
             # (2) Issue partial (+)= A B^T; it starts from zero at the first k tile of an interval.
             mma.set(warpgroup.Field.ACCUMULATE, k % interval != 0)
@@ -519,17 +521,31 @@ class Gemm(Mainloop):
         a, b = (cute.local_tile(x, (size, self.tile_k), (block, 0, None)) for x, size, block in sizes)
         return mma.make_fragment_A(thr_mma.partition_A(a)), mma.make_fragment_B(thr_mma.partition_B(b))
 
-    def scale_rows(self, acc_tiles: Sequence[tuple[Any, int]], thread: Int32) -> list[Int32]:
-        """A thread's first row of each M64 block of a tile with scale factors. The compiler would compute it again in
-        each k tile, before the MMAs.
+    def sfa_layout(self) -> cute.Layout | None:
+        """SFA in shared memory: the rows of a thread, 8 apart in each of its M64 blocks, are neighbors. None if rows
+        share scale factors.
         """
-        if not self.operand_scales:
-            return []
-        row, blocks_n = self.epilogue.params.layout.row(thread, 0), self.tile_n // self.partial_n
-        return [opaque(Int32(block * 64 + row)) for block, _ in acc_tiles[::blocks_n]]
+        if self.operand_scales[0].granule > 1:
+            return None
+        blocks, wgs = self.wg_rows // 64, self.tile_m // self.wg_rows
+        return cute.make_layout((8, 2, 4, blocks, wgs), stride=(2 * blocks, 1, 16 * blocks, 2, 64 * blocks))
+
+    def scale_row(self, wg_in_tile: Any, thread: Int32) -> Int32:
+        """A thread's first row in a tile with scale factors, or its position in :meth:`sfa_layout`. The compiler would
+        compute it again in each k tile, before the MMAs.
+        """
+        row, layout = wg_in_tile * self.wg_rows + self.epilogue.params.layout.row(thread, 0), self.sfa_layout()
+        return opaque(Int32(row if layout is None else cute.crd2idx(row, layout)))
+
+    def thread_sfa(self, stage: Int32, row: Int32) -> list[Float32]:
+        """SFA of a thread's rows, two for each M64 block; ``row`` is :meth:`scale_row`."""
+        scales, slots = self.scale_pipeline, self.wg_rows // 32
+        if self.operand_scales[0].granule == 1:
+            return scales.neighbors(stage, row, slots)
+        return [scales.row(stage, row + slot // 2 * 64 + slot % 2 * 8) for slot in range(slots)]
 
     def acc_tile_scales(
-        self, acc_tiles: Sequence[tuple[Any, int]], scale_rows: Sequence[Int32], stage: Int32, thread: Int32
+        self, acc_tiles: Sequence[tuple[Any, int]], scale_row: Int32 | None, stage: Int32, thread: Int32
     ) -> Callable[[int], Callable[[int, int], Float32] | None]:
         """SFA * SFB of a stage: a function of the sub-accumulator that returns a function of a row slot and a position,
         see :class:`RowLayout`.
@@ -541,13 +557,14 @@ class Gemm(Mainloop):
             return lambda i: None
         scales, layout, granule = self.scale_pipeline, self.epilogue.params.layout, self.operand_scales[1].granule
         blocks_n = self.tile_n // self.partial_n
-        rows = [[scales.row(stage, row + 8 * slot) for slot in range(2)] for row in scale_rows]
+        rows = self.thread_sfa(stage, scale_row)
         columns: dict[int, Any] = {}
         if granule > 1:
             columns = {column: scales.column(stage, column) for column in range(0, self.tile_n, granule)}
 
         def scale_of(i: int) -> Callable[[int, int], Float32]:
-            sfa, first = rows[i // blocks_n], acc_tiles[i][1] * self.partial_n
+            block, first = i // blocks_n, acc_tiles[i][1] * self.partial_n
+            sfa = rows[2 * block : 2 * block + 2]
             if granule == 1:
 
                 def scale(slot: int, position: int) -> Float32:
