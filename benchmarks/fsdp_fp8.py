@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.multiprocessing.spawn import spawn
 
 import cudnn
 from cudnn.bench import OURS_PACKAGE, order, results
@@ -57,14 +58,15 @@ def make(way: str, sizes: tuple[int, ...]) -> tuple[torch.nn.Module, torch.optim
     return model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Any, dy: Any) -> list[torch.Tensor]:
+def step(model: Any, optimizer: torch.optim.Optimizer, x: Any, dy: Any) -> list[torch.Tensor]:
     """Forward, backward and optimizer; returns y and the gradient of x."""
     x.grad = None
     y = model(x)
     y.backward(dy)
     optimizer.step()
     optimizer.zero_grad()
-    return [y.detach(), x.grad.clone()]
+    gradient: Any = x.grad
+    return [y.detach(), gradient.clone()]
 
 
 def synchronize() -> None:
@@ -172,7 +174,7 @@ def main() -> int:
     os.environ.update(SETTINGS)
     sizes = SMALL if arguments.small else SIZES
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (str(Path(folder) / "store"), sizes, folder), nprocs=RANKS)
+        spawn(run_rank, (str(Path(folder) / "store"), sizes, folder), nprocs=RANKS)
         figures = torch.load(Path(folder) / "figures.pt")
     rows = summary(figures)
     print(f"a training step of {LAYERS} layers over {RANKS} ranks, sizes {sizes}; the same bits in both ways")

@@ -259,6 +259,39 @@ def test_refused(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", [True, "blockwise"])
+def test_fp8(recipe: bool | str) -> None:
+    """Gates and up projections are interleaved in each pass; gradients reach the parameters, not ``main_grad``."""
+    sizes = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "params_dtype": torch.bfloat16}
+    c = config(**sizes, gradient_accumulation_fusion=True)
+    x, counts, probs = torch.randn(40, 128).bfloat16(), torch.tensor([10, 0, 23, 7]), torch.rand(40)
+    results = []
+    for fp8 in (False, recipe):
+        torch.manual_seed(0)
+        experts = cudnn_megatron.CudnnExperts(4, c, fp8=fp8)
+        y, _ = experts(x.requires_grad_(), counts, probs)
+        y.float().square().mean().backward()
+        results.append({"y": y.detach(), "x": x.grad, **{name: w.grad for name, w in experts.named_parameters()}})
+        x.grad = None
+    for name, right in results[0].items():
+        error = (results[1][name].float() - right.float()).norm() / right.float().norm()
+        assert 0 < error < 0.1, name
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"activation": "srelu"}, "fp8 without gated_linear_unit"), ({"delay_wgrad_compute": True}, "with fp8")],
+)
+def test_fp8_refused(options: dict[str, Any], message: str) -> None:
+    c = config(activation=options.pop("activation", "swiglu"))
+    for name, value in options.items():
+        setattr(c, name, value)
+    with pytest.raises(ValueError, match=message):
+        cudnn_megatron.CudnnExperts(EXPERTS, c, fp8="blockwise")
+
+
+@pytest.mark.usefixtures("alone")
 def test_delayed_weight_gradients() -> None:
     """They come by ``backward_dw``, in the order of the backward passes, and add up."""
     _, layer = layers(config())

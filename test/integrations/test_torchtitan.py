@@ -173,9 +173,9 @@ def test_options_of_the_override() -> None:
 @pytest.mark.usefixtures("alone")
 def test_forward_gemms_in_e4m3(caplog: pytest.LogCaptureFixture) -> None:
     """Gates and up projections are interleaved in each pass, which is logged; gradients reach both."""
-    from cudnn.integrations import torchtitan
+    from cudnn.integrations import torchtitan, weights
 
-    torchtitan._logged.cache_clear()
+    weights._log.cache_clear()
     draw = functools.partial(torch.nn.init.normal_, std=0.2)
     config = torchtitan.GroupedExperts.Config(
         dim=128, hidden_dim=128, num_experts=4, param_init=dict.fromkeys(LAYOUT, draw)
@@ -200,9 +200,9 @@ def test_forward_gemms_in_e4m3(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.usefixtures("alone")
 def test_weights_of_other_types_are_cast(caplog: pytest.LogCaptureFixture) -> None:
     """To bfloat16, as torchtitan does, which is logged."""
-    from cudnn.integrations import torchtitan
+    from cudnn.integrations import weights
 
-    torchtitan._logged.cache_clear()
+    weights._log.cache_clear()
     theirs, ours = build(None).float(), build(OVERRIDE).float()
     x, counts = torch.randn(40, DIM), torch.tensor([10, 0, 3, 7, 4, 6, 1, 9])
     with caplog.at_level("WARNING", "cudnn"):

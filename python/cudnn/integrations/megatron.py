@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cudnn.errors import make_error
+from cudnn.integrations.weights import interleaved
 from cudnn.moe import layer as expert_layer
 from cudnn.moe.dispatched import device_counts, moe_experts, moe_experts_fwd_primitive, row_weights
 from cudnn.moe.experts import Experts, SortedRows, grouped_gemm_ops, recipe_of
@@ -113,7 +114,8 @@ class CudnnExperts(MegatronModule):
         config: A ``TransformerConfig``.
         pg_collection: Process groups; None: Megatron's default ones.
         name: Ignored.
-        fp8: of :func:`cudnn.ops.moe_experts`.
+        fp8: of :func:`cudnn.ops.moe_experts`. Each pass then interleaves a copy of ``weight1``, quantizes the weights,
+            and returns weight gradients as ``grad``; not with squared ReLU or ``delay_wgrad_compute``.
 
     Raises:
         ValueError: a configuration that is not supported.
@@ -134,7 +136,7 @@ class CudnnExperts(MegatronModule):
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
         self.activation, self.act_params = _activation(config)
         tp, hidden = self.tp_group.size(), config.moe_latent_size or config.hidden_size
-        _check_config(config, tp)
+        _check_config(config, tp, bool(fp8))
         inner = config.moe_ffn_hidden_size // tp
         wide = 2 * inner if config.gated_linear_unit else inner
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -211,23 +213,41 @@ class CudnnExperts(MegatronModule):
         counts = tokens_per_expert
         if isinstance(counts, Tensor) and counts.dtype not in (torch.int32, torch.int64):
             counts = counts.long()
-        weights, main_grads = (self.weight1, self.weight2), self._main_grads()
+        main_grads = self._main_grads()
         if getattr(self.config, "delay_wgrad_compute", False) and torch.is_grad_enabled():
             counts, padded = device_counts(counts, x, self.num_local_experts)
             probs = None if probs is None else row_weights(probs, x)
-            return _Delayed.apply(self, counts, padded, main_grads, x, probs, *weights, self.bias1, self.bias2), None
+            parameters = (self.weight1, self.weight2, self.bias1, self.bias2)
+            return _Delayed.apply(self, counts, padded, main_grads, x, probs, *parameters), None
         buffers = main_grads if main_grads is None or torch.is_grad_enabled() else None
-        options: dict[str, Any] = {"activation": self.activation, "glu_layout": self._glu_layout, "fp8": self.use_fp8}
-        biases = (self.bias1, self.bias2)
-        y = moe_experts(x, counts, *weights, probs, *biases, main_grads=buffers, **options, **self.act_params)
+        up, down, *biases = self._operands()
+        y = moe_experts(x, counts, up, down, probs, *biases, main_grads=buffers, **self._options)
         return y, None
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The weights and biases as the kernels read them: fp8 GEMMs need interleaved gates, which are copies."""
+        weight1, bias1 = self.weight1, self.bias1
+        if self.use_fp8:
+            weight1 = interleaved(_WHERE, *weight1.chunk(2, 1))
+            bias1 = None if bias1 is None else interleaved(_WHERE, *bias1.chunk(2, 1))
+        return weight1, self.weight2, bias1, self.bias2
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of :func:`cudnn.ops.moe_experts` and :func:`cudnn.ops.moe_mlp`."""
+        layout = "interleaved" if self.use_fp8 else self._glu_layout
+        return {"activation": self.activation, "glu_layout": layout, "fp8": self.use_fp8, **self.act_params}
 
     @property
     def _glu_layout(self) -> str:
         return "concatenated" if self.config.gated_linear_unit else "interleaved"
 
     def _main_grads(self) -> tuple[Tensor, Tensor] | None:
-        """The buffers that weight gradients are added to, if Megatron has allocated them in float32."""
+        """The buffers that weight gradients are added to, if Megatron has allocated them in float32. None with fp8:
+        the kernels then compute gradients of interleaved copies.
+        """
+        if self.use_fp8:
+            return None
         buffers = tuple(getattr(weight, "main_grad", None) for weight in (self.weight1, self.weight2))
         fuses = self.config.gradient_accumulation_fusion and all(w.requires_grad for w in (self.weight1, self.weight2))
         if not fuses or any(buffer is None or buffer.dtype is not torch.float32 for buffer in buffers):
@@ -302,10 +322,14 @@ def _activation(config: Any) -> tuple[str, dict[str, Any]]:
     raise make_error(ValueError, _WHERE, "activation_func", got, allowed, "keep Megatron's experts")
 
 
-def _check_config(config: Any, tp: int) -> None:
+def _check_config(config: Any, tp: int, fp8: bool) -> None:
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
         hint = "use experts_spec(fp8=True), whose e4m3 GEMMs need no recipe"
         raise make_error(ValueError, _WHERE, "config.fp8 or config.fp4", config.fp8 or config.fp4, "None", hint)
+    if fp8 and not config.gated_linear_unit:
+        raise make_error(ValueError, _WHERE, "fp8 without gated_linear_unit", fp8, "False")
+    if fp8 and getattr(config, "delay_wgrad_compute", False):
+        raise make_error(ValueError, _WHERE, "delay_wgrad_compute with fp8", True, "False")
     if config.moe_ffn_hidden_size is None or config.moe_ffn_hidden_size % tp:
         got = f"{config.moe_ffn_hidden_size} with {tp} ranks of expert tensor parallelism"
         raise make_error(ValueError, _WHERE, "moe_ffn_hidden_size", got, "a multiple of the ranks")
@@ -475,8 +499,6 @@ class CudnnMoEBackend(CudnnExperts):
         wide = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
         weights = probs.gather(1, indices).to(wide)
         group = self.ep_group if self.ep_group.size() > 1 else None
-        options: dict[str, Any] = {"activation": self.activation, "glu_layout": self._glu_layout, "fp8": self.use_fp8}
         grads = self._main_grads() if torch.is_grad_enabled() else None
-        matrices = (self.weight1, self.weight2, self.bias1, self.bias2)
         routing = (indices.where(chosen > 0, -1), weights)
-        return moe_mlp(hidden_states, routing, *matrices, main_grads=grads, group=group, **options, **self.act_params)
+        return moe_mlp(hidden_states, routing, *self._operands(), main_grads=grads, group=group, **self._options)

@@ -5,7 +5,6 @@
 
 # No `from __future__ import annotations`: torchtitan's configurations are read at run time.
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cudnn import settings
 from cudnn.errors import make_error
+from cudnn.integrations.weights import interleaved, log_once
 from cudnn.moe.dispatched import moe_experts
 
 _WHERE = "cudnn.integrations.torchtitan"
@@ -27,7 +26,6 @@ except ImportError as error:
     raise make_error(ImportError, _WHERE, "torchtitan", str(error), "version 0.3 or later", hint) from error
 
 _TYPES = (torch.bfloat16, torch.float16)
-_BLOCK = 32  # rows of gates and of up projections that alternate, for e4m3
 
 
 class CudnnGroupedExperts(GroupedExperts):
@@ -64,7 +62,7 @@ class CudnnGroupedExperts(GroupedExperts):
         counts = num_tokens_per_expert_E
         if counts.dtype not in (torch.int32, torch.int64):
             counts = counts.long()
-        up, glu_layout = (_interleaved(w1, w3), "interleaved") if self.fp8 else ((w1, w3), "separate")
+        up, glu_layout = (interleaved(_WHERE, w1, w3), "interleaved") if self.fp8 else ((w1, w3), "separate")
         return moe_experts(x.contiguous(), counts, up, w2, glu_layout=glu_layout, fp8=self.fp8).to(x_RD.dtype)
 
 
@@ -75,24 +73,8 @@ def _local(weight: Tensor) -> Tensor:
 def _in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if weight.dtype is dtype:
         return weight
-    _log_once(f"expert weights are cast from {weight.dtype} to {dtype} in each pass")
+    log_once(_WHERE, f"expert weights are cast from {weight.dtype} to {dtype} in each pass")
     return weight.to(dtype)
-
-
-def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """(E, 2 F, D): of every 64 rows the first 32 are gates."""
-    _log_once("gate and up weights are interleaved in each pass, for fp8")
-    return torch.stack([w.unflatten(1, (-1, _BLOCK)) for w in (gate, up)], 2).flatten(1, 3)
-
-
-def _log_once(message: str) -> None:
-    if not torch.compiler.is_compiling():
-        _logged(message)
-
-
-@functools.cache
-def _logged(message: str) -> None:
-    settings.configure_logging().warning(f"{_WHERE}: {message}")
 
 
 @override(target=GroupedExperts.Config, exact=True, description="Routed experts on cuDNN's grouped GEMM kernels")
