@@ -47,7 +47,7 @@ class Instruction:
 
 @dataclass
 class Finding:
-    """Something wrong, or suspicious, that a kernel did; prints with its place.
+    """An error or a warning about a kernel; prints with its line.
 
     The same of the same instructions is one finding with a `count`; its message is that of the first time.
 

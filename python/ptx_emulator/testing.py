@@ -1,4 +1,4 @@
-"""The pytest plugin: it is there where the package is installed.
+"""The pytest plugin, which is installed with the package.
 
 `@pytest.mark.emulate("sm_90a", "sm_100a")` runs a test once for each chip, with its kernels in the emulator and with
 race detection. More arguments are those of `ptx_emulator.emulate`: `@pytest.mark.emulate("sm_100a", warn=["PE105"])`.
