@@ -48,7 +48,7 @@ _active = pytest.StashKey["ptx_emulator.Report"]()
 
 
 def schedules(count: int) -> list[tuple[str, int]]:
-    """Schedulers and seeds: the fast one, then by turns the lazy one and the random one."""
+    """Schedulers and seeds: the fast one, then the lazy one and the random one, alternately."""
     others = [(("lazy", "random")[number % 2], number // 2) for number in range(count - 1)]
     return [("lowest-pc", 0), *others]
 
