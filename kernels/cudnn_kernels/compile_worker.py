@@ -42,7 +42,7 @@ def main(descriptors: Sequence[int]) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Compiles what comes until the input ends."""
+    """Compiles each received kernel until the input ends."""
     stream = connection.makefile("rwb")
     while True:
         try:

@@ -273,7 +273,7 @@ class APIBase(ABC):
 
     @abstractmethod
     def compile(self) -> None:
-        """Builds the kernel, after ``check_support`` where that was not called. A second call does nothing."""
+        """Compiles the kernel; calls ``check_support`` first if needed. A second call does nothing."""
 
     @abstractmethod
     def execute(self, **tensors: Any) -> None:
@@ -288,7 +288,7 @@ class APIBase(ABC):
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles, where that was not done yet, and executes."""
+        """Compiles if needed, and executes."""
         if self._compiled_kernel is None:
             self.compile()
         self.execute(*args, **kwargs)

@@ -443,7 +443,7 @@ class Memory:
 
 
 def turns(index: Array) -> Iterator[Any]:
-    """Positions of `index` in groups without a repeated element; equal elements take turns in their order."""
+    """Positions of `index` in groups without a repeated element; equal elements keep their order."""
     if len(index) == 1 or len(np.unique(index)) == len(index):
         yield slice(None)
         return

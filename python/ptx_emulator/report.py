@@ -47,7 +47,7 @@ class Instruction:
 
 @dataclass
 class Finding:
-    """Something wrong, or suspicious, that a kernel did; prints with its place.
+    """An error or a warning about a kernel; prints with its line.
 
     The same of the same instructions is one finding with a `count`; its message is that of the first time.
 
@@ -184,7 +184,7 @@ class Launch:
         self.bytes[what] += number
 
     def count_sectors(self, what: str, warps: Array, address: Array, size: int) -> Array:
-        """Of one instruction: distinct sectors of each warp. Returns all (lanes, sectors of a lane)."""
+        """Counts the distinct sectors of each warp for one instruction. Returns all (lanes, sectors of a lane)."""
         per = max(1, size // SECTOR)
         sectors = (address // SECTOR)[:, None] + np.arange(per)
         self.sectors[what] += len(np.unique((warps[:, None] << np.int64(44)) | sectors))
@@ -200,7 +200,7 @@ class Launch:
             self.past_l1 += self.sectors[what] - before
 
     def count_rows(self, what: str, view: Array, address: int) -> None:
-        """Of a box in global memory: each contiguous row."""
+        """Counts the sectors of each contiguous row of a box in global memory."""
         starts = np.full(1, address, np.int64)
         for count, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
             starts = (starts[:, None] + np.arange(count) * stride).reshape(-1)

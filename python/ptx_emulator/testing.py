@@ -1,4 +1,4 @@
-"""The pytest plugin: it is there where the package is installed.
+"""The pytest plugin, which is installed with the package.
 
 `@pytest.mark.emulate("sm_90a", "sm_100a")` runs a test once for each chip, with its kernels in the emulator and with
 race detection. More arguments are those of `ptx_emulator.emulate`: `@pytest.mark.emulate("sm_100a", warn=["PE105"])`.
@@ -48,7 +48,7 @@ _active = pytest.StashKey["ptx_emulator.Report"]()
 
 
 def schedules(count: int) -> list[tuple[str, int]]:
-    """Schedulers and seeds: the fast one, then by turns the lazy one and the random one."""
+    """Schedulers and seeds: the fast one, then the lazy one and the random one, alternately."""
     others = [(("lazy", "random")[number % 2], number // 2) for number in range(count - 1)]
     return [("lowest-pc", 0), *others]
 

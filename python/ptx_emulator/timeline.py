@@ -145,7 +145,7 @@ class Recorder:
         self.block = block
         self.clock = np.zeros(machine.count // 32, np.int64)
         code = machine.program.kernel.instructions
-        # A block of code that waits takes no time by itself: it runs anew until the wait is over.
+        # A block of code that waits takes no time: it runs again until the wait is over.
         self.costs = [0 if code[b.first].opcode == "wait_loop" else b.last - b.first for b in machine.program.blocks]
         self.now = 0  # when the asynchronous operation ends that completes now
         self.pending: dict[Any, int] = defaultdict(int)  # of barriers: the last arrival of the phase so far

@@ -1,6 +1,7 @@
 """Epilogue operations (EpiOp): what happens to a GEMM's float32 accumulator before anything is stored.
 
-An epilogue is a tuple of these configurations, applied from left to right to named values; the accumulator is ``x``.
+An epilogue is a tuple of these configurations, applied from left to right to named values; the accumulator is ``x``,
+and most operations can be applied to another ``value``.
 They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. The other modules of the
 package implement them on a GPU, with the suffix ``Impl``: ``cudnn_kernels.epilogue.operation`` describes how an
 epilogue runs, ``cudnn_kernels.epilogue.registry`` maps each configuration to its implementation.
@@ -216,7 +217,7 @@ def traits_of(epilogue: Sequence[EpiOp]) -> EpilogueTraits:
 
 @dataclass(frozen=True)
 class Scale(EpiOp):
-    """x = x * a, or another value; ``a`` is a float argument of the call."""
+    """x = x * a; ``a`` is a float argument of the call."""
 
     tensor: str = "alpha"
     value: str = "x"
@@ -227,7 +228,7 @@ class Scale(EpiOp):
 
 @dataclass(frozen=True)
 class MultiplyGroup(EpiOp):
-    """x = x * a[i]^power, or another value: ``a`` of any float type and of the shape (l,); i is batch or expert."""
+    """x = x * a[i]^power: ``a`` of any float type and of the shape (l,); i is the batch index or the expert."""
 
     tensor: str = "alpha"
     dtype: str = "float32"
@@ -299,7 +300,7 @@ class StoreTile(_Tile):
 
 @dataclass(frozen=True)
 class MultiplyColumn(EpiOp):
-    """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), of any float type; or another value."""
+    """x[m, n] = x[m, n] * v[m]: ``v`` of any float type and of the shape (m, 1, l)."""
 
     tensor: str = "prob"
     dtype: str = "float32"
@@ -311,7 +312,7 @@ class MultiplyColumn(EpiOp):
 
 @dataclass(frozen=True)
 class MultiplyBlocks(EpiOp):
-    """x[m, n] = x[m, n] * s[m, n // vector], or another value: ``s`` float32 (m, ceil(n / vector), l), any strides."""
+    """x[m, n] = x[m, n] * s[m, n // vector]: ``s`` float32 (m, ceil(n / vector), l), with any strides."""
 
     tensor: str
     vector: int
@@ -550,7 +551,7 @@ class SquaredReluBackward(EpiOp):
 
 @dataclass(frozen=True)
 class Amax(EpiOp):
-    """a[i] = max(a[i], |x|) or of another value, before rounding; NaN where a value is. i is 0, or the expert.
+    """a[i] = max(a[i], |x|) before x is rounded; NaN if an x is NaN. i is 0, or the expert.
 
     With two ``roles``, blocks of 32 columns alternate (gate and up): a[i, j] is the maximum of every second block, from
     block j on. The caller fills ``a``, float32, with -inf or with 0.
@@ -578,7 +579,7 @@ TILE_COLUMNS, BLOCK_ROWS = 64, 64
 
 @dataclass(frozen=True)
 class SumRow(EpiOp):
-    """s[m] += the sum of a value over the columns; ``s`` of the shape (m, 1, l), float32. The order is not fixed.
+    """s[m] += the sum of a value over the columns; ``s`` of the shape (m, 1, l), float32. By atomics, in any order.
 
     ``ordered`` (deterministic): each tile stores its partial sum to the workspace, and a second kernel adds them up in
     order.
@@ -628,8 +629,7 @@ class SumColumn(EpiOp):
 
 @dataclass(frozen=True)
 class QuantizeRows(EpiOp):
-    """Divides every ``vector`` columns of x, or of another value, by a common scale factor, and writes the scale
-    factors.
+    """Divides every ``vector`` columns of x by a common scale factor, and writes the scale factors.
 
         s = max |x| / limit * norm_const, rounded to ``scale_dtype``: up, to a power of two, for float8_e8m0fnu
         x = x * min(norm_const / s, largest float32), or 0 where s is 0; e8m0 has no 0
@@ -640,7 +640,7 @@ class QuantizeRows(EpiOp):
     become 0 or stay. norm_const is a float32 tensor (1,), positive, or a float if ``by_value``; 1 without a name.
     Without ``atoms``, the scale factors are bytes (m, n / vector, l) of any strides. float32 scale factors are not
     rounded, or up to a ``power_of_two``, and form a matrix too, (m, ceil(n / vector), l). With a ``source``, the value
-    is made of that one, which stays as it is.
+    is computed from that one, which does not change.
     """
 
     tensor: str
@@ -672,8 +672,7 @@ class QuantizeRows(EpiOp):
 
 @dataclass(frozen=True)
 class QuantizeColumns(EpiOp):
-    """As :class:`QuantizeRows`, for every 32 rows of a column of x, or of another value, into the value ``columns``; x
-    is unchanged.
+    """As :class:`QuantizeRows`, for every 32 rows of a column of x, into the value ``columns``; x is unchanged.
 
     The last rows may be fewer. The atoms of scale factors are transposed: (32, 4, ceil(n / 128), 4, ceil(m / 128), l);
     without ``atoms`` the scale factors are bytes (n, ceil(m / 32), l). Experts begin at multiples of 32 rows.

@@ -4,7 +4,7 @@ One or two warps copy the scale factors of a k tile for the CTA's rows (SFA) and
 4-byte ``cp.async``, for any strides, some k tiles ahead. On Hopper they share the stages and the mbarriers of the
 operands, so that MMA warpgroups wait once for a k tile; on Blackwell, where other warps read them, they have a separate
 pipeline. If ``rows`` rows share a scale factor, a tile need not begin at such a block: it has one value for each
-granule, the largest common part of tile and block. Gathered rows take the scale factors of their indices, and 0 for
+granule, their greatest common divisor. Gathered rows take the scale factors of their indices, and 0 for
 out-of-range indices. Each lane computes the offsets of its rows once a tile.
 """
 
@@ -129,7 +129,7 @@ class ScaleFactorPipeline:
         return batch_a, ptr_array_coord(self.pointers, batch_b)
 
     def row_offset(self, i: int, row: Int32, end: Int32) -> Int64:
-        """The offset of a row of operand i in its scale factors. Rows beyond the last one take the last one's."""
+        """The offset of a row of operand i in its scale factors. Out-of-range rows are clamped to the last one."""
         operand, tensor = self.operands[i], self.tensors[i]
         if operand.gathered:
             row = self.index[cutlass.min(row, end - 1)]

@@ -357,31 +357,31 @@ class CombineExchangeConfiguration(CombineConfiguration):
     before: int = field(default=512, kw_only=True)
 
     @property
-    def ahead(self) -> int:
+    def lookahead(self) -> int:
         """The lookahead of sending over adding, in tokens."""
         return -(-self.before // (self.ranks * self.slices))
 
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel; ``limit`` in milliseconds."""
+        """The arguments of the kernel."""
         slots = (*self.summands(), addresses("targets", "ranks"))
         slots += (Tensor("row_of_rank", "int32", ("own", self.ranks), (self.ranks, 1), align=4),)
         slots += (Tensor("out", self.dtype, ("own", self.hidden), (None, 1)), addresses("word_targets", "ranks"))
         if self.values:
             slots += (Tensor("values", "int32", ("tokens", self.values), (self.values, 1), align=4),)
             slots += (Tensor("own_values", "int32", ("own", self.values), (self.values, 1), align=4),)
-        return (*slots, Scalar("rank", "int32"), Scalar("most", "int32"), Scalar("limit", "int32"), Stream())
+        return (*slots, Scalar("rank", "int32"), Scalar("max_tokens", "int32"), Scalar("timeout_ms", "int32"), Stream())
 
 
 @dataclass(frozen=True)
 class DispatchConfiguration(RowVectors):
-    """Dispatch: sends tokens to the ranks with one of their ``top_k`` experts; each of ``ranks`` has ``local`` experts.
+    """Dispatch: sends tokens to the ranks with one of their ``top_k`` experts; each of ``ranks`` has ``local_experts``.
 
-    ``announced``: the indices and weights are sent to all ranks, too.
+    ``sends_routing``: the indices and weights are sent to all ranks, too.
     """
 
     ranks: int
-    local: int
-    announced: bool
+    local_experts: int
+    sends_routing: bool
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel; weights as bits."""
@@ -390,7 +390,7 @@ class DispatchConfiguration(RowVectors):
             per_slot("indices", self.top_k),
             addresses("targets", "ranks"),
         )
-        if self.announced:
-            slots += (per_slot("weights", self.top_k), addresses("choice_targets", "ranks"))
+        if self.sends_routing:
+            slots += (per_slot("weights", self.top_k), addresses("slot_targets", "ranks"))
             slots += (Tensor("row_of_rank", "int32", ("tokens", self.ranks), (self.ranks, 1), align=4),)
-        return (*slots, Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
+        return (*slots, Scalar("rank", "int32"), Scalar("max_tokens", "int32"), Stream())

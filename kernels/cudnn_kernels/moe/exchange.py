@@ -1,9 +1,12 @@
 """Expert parallelism on one host: dispatch of tokens and combine of expert outputs through peer (symmetric) memory.
 
 Both kernels write to the other GPUs, which uses the link better than reads. A rank has a row for every token of every
-rank: token t of rank s is row s * most + t. ``Dispatch`` writes a token to each rank that has one of its experts.
-``CombineExchange`` adds up the outputs of the local experts of a token and writes the sum to the token's rank: one row
-per rank. Meanwhile it adds the rows that other ranks send to this one.
+rank: token t of rank s is row s * max_tokens + t. ``Dispatch`` writes a token to each rank that has one of its experts.
+``CombineExchange`` adds up the outputs of a token's local experts and writes the sum to the token's rank: one row per
+rank. Meanwhile it adds the rows that other ranks send to this one.
+
+There are no flags: an empty buffer holds a NaN bit pattern that is never sent, so a word that differs has arrived. The
+reader writes the pattern again for the next call.
 """
 
 from __future__ import annotations
@@ -22,21 +25,19 @@ from cudnn_kernels.threads import WARP_SIZE
 
 
 def elements_at(dtype: Any, start: Int64, offset: Int64, count: int) -> cute.Tensor:
-    """``count`` elements of memory that begins elements_at an address, from the element ``offset`` on, a multiple of
-    it.
-    """
+    """A tensor of ``count`` elements at an address plus ``offset`` elements, which is a multiple of ``count``."""
     size = dtype.width // 8
     pointer = cute.make_ptr(dtype, start + offset * size, cute.AddressSpace.gmem, assumed_align=count * size)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 class Dispatch(Combine):
-    """The kernel for one :class:`DispatchConfiguration`."""
+    """The kernel for one :class:`DispatchConfiguration`: a CTA sends a token, or a slice of its columns."""
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         c = self.c
-        rows = arguments["most"] if c.announced else arguments["tokens"].shape[0]
-        names = ("tokens", "indices", "targets", "weights", "choice_targets", "row_of_rank", "rank", "most")
+        rows = arguments["max_tokens"] if c.sends_routing else arguments["tokens"].shape[0]
+        names = ("tokens", "indices", "targets", "weights", "slot_targets", "row_of_rank", "rank", "max_tokens")
         self.dispatch(*(arguments.get(x) for x in names)).launch(
             grid=[rows * c.slices, 1, 1], block=[-(-c.width // WARP_SIZE) * WARP_SIZE, 1, 1], stream=arguments["stream"]
         )
@@ -48,39 +49,42 @@ class Dispatch(Combine):
         indices: cute.Tensor,
         targets: cute.Tensor,
         weights: Any,
-        choice_targets: Any,
+        slot_targets: Any,
         row_of_rank: Any,
         rank: Int32,
-        most: Int32,
+        max_tokens: Int32,
     ) -> None:
         c = self.c
         thread, block = thread_block_idx()
         token, column = block // c.slices, block % c.slices * c.width + thread
-        is_here = token < tokens.shape[0]
-        source = select_(is_here, token, Int32(0))
-        rank_mask = Int32(0)  # one bit per rank
+        in_range = token < tokens.shape[0]
+        source = select_(in_range, token, Int32(0))
+        # (1) The ranks of the token's experts, one bit each.
+        rank_mask = Int32(0)
         for k in cutlass.range_constexpr(c.top_k):
             index = indices[source, k]
-            is_one = is_here & (index >= 0) & (index < c.ranks * c.local)
-            rank_mask |= Int32(select_(is_one, Int32(1) << (index // c.local), Int32(0)))
-        if const_expr(c.announced):
+            is_active = in_range & (index >= 0) & (index < c.ranks * c.local_experts)
+            rank_mask |= Int32(select_(is_active, Int32(1) << (index // c.local_experts), Int32(0)))
+        # (2) Send the token's local expert indices and weights to all ranks.
+        if const_expr(c.sends_routing):
             if (block % c.slices == 0) & (thread < 2 * c.top_k):
                 k = thread % c.top_k
                 index, weight = indices[source, k], weights[source, k]
-                offset = Int64(thread // c.top_k * c.ranks + rank) * most + token
+                offset = Int64(thread // c.top_k * c.ranks + rank) * max_tokens + token
                 for target in cutlass.range_constexpr(c.ranks):
-                    local = index - target * c.local
-                    local = Int32(select_(is_here & (local >= 0) & (local < c.local), local, Int32(-1)))
-                    cell = elements_at(Int32, choice_targets[target], offset * c.top_k + k, 1)
-                    cell[0] = Int32(select_(thread < c.top_k, local, weight))
-            if (block % c.slices == 0) & (thread < c.ranks) & is_here:
+                    local = index - target * c.local_experts
+                    local = Int32(select_(in_range & (local >= 0) & (local < c.local_experts), local, Int32(-1)))
+                    slot = elements_at(Int32, slot_targets[target], offset * c.top_k + k, 1)
+                    slot[0] = Int32(select_(thread < c.top_k, local, weight))
+            if (block % c.slices == 0) & (thread < c.ranks) & in_range:
                 row_of_rank[token, thread] = Int32(
-                    select_((rank_mask >> thread) & 1 == 1, thread * most + token, Int32(-1))
+                    select_((rank_mask >> thread) & 1 == 1, thread * max_tokens + token, Int32(-1))
                 )
+        # (3) Send the token to these ranks, each rank starting with its successor.
         if (rank_mask != 0) & (thread < c.width) & (column < self.columns):
             vector = self.load(tokens, token, column)
             atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-            offset = (Int64(rank) * most + token) * c.hidden + column * c.vector
+            offset = (Int64(rank) * max_tokens + token) * c.hidden + column * c.vector
             for step in cutlass.range_constexpr(c.ranks):
                 target = (rank + 1 + step) % c.ranks
                 if (rank_mask >> target) & 1 == 1:
@@ -93,9 +97,10 @@ class CombineExchange(Combine):
     """The kernel for a :class:`CombineExchangeConfiguration`. Slots alternate between the ranks, which keeps the link
     busy.
 
-    CTAs start in the order of their indices. Those that send a token precede the CTA that adds the received rows of a
-    token of this rank by a lookahead, so that no CTA waits for a later one. The last CTA waits until all ranks have
-    started: their memory of the call before may then be overwritten.
+    CTAs start in the order of their indices. A CTA sends a token of another rank, or adds the received rows of a token
+    of this rank. Tokens are sent ``lookahead`` tokens before those of the same index are added, so that no CTA waits
+    for a later one. The last CTA waits until all ranks have started: the buffers that they read in the call before may
+    then be overwritten.
     """
 
     streams = True
@@ -113,12 +118,12 @@ class CombineExchange(Combine):
             "values",
             "own_values",
             "rank",
-            "most",
-            "limit",
+            "max_tokens",
+            "timeout_ms",
         )
-        num_turns = arguments["most"] + cutlass.min(c.ahead, arguments["most"])
+        num_steps = arguments["max_tokens"] + cutlass.min(c.lookahead, arguments["max_tokens"])
         self.combine_exchange(*(arguments.get(x) for x in names)).launch(
-            grid=[num_turns * c.ranks * c.slices, 1, 1],
+            grid=[num_steps * c.ranks * c.slices, 1, 1],
             block=[-(-c.width // WARP_SIZE) * WARP_SIZE, 1, 1],
             stream=arguments["stream"],
             min_blocks_per_mp=1,
@@ -137,48 +142,52 @@ class CombineExchange(Combine):
         values: Any,
         own_values: Any,
         rank: Int32,
-        most: Int32,
-        limit: Int32,
+        max_tokens: Int32,
+        timeout_ms: Int32,
     ) -> None:
         c = self.c
         thread, block = thread_block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        slot_index, column = block // c.slices, block % c.slices * c.width + thread
-        target, token = (rank + 1 + slot_index % c.ranks) % c.ranks, slot_index // c.ranks
+        work_idx, column = block // c.slices, block % c.slices * c.width + thread
+        target, token = (rank + 1 + work_idx % c.ranks) % c.ranks, work_idx // c.ranks
         is_own = target == rank
-        token -= Int32(select_(is_own, cutlass.min(c.ahead, most), Int32(0)))
-        is_one = (token >= 0) & (token < Int32(select_(is_own, out.shape[0], most)))
-        token = Int32(select_(is_one, token, Int32(0)))
-        source, offset = target * most + token, Int64(rank) * most + token
-        row, factor = self.load_slots(scatter_idx, weights, source)
-        largest = Int32(-1)
+        token -= Int32(select_(is_own, cutlass.min(c.lookahead, max_tokens), Int32(0)))
+        is_active = (token >= 0) & (token < Int32(select_(is_own, out.shape[0], max_tokens)))
+        token = Int32(select_(is_active, token, Int32(0)))
+        source, offset = target * max_tokens + token, Int64(rank) * max_tokens + token
+        row, weight = self.load_slots(scatter_idx, weights, source)
+        max_row = Int32(-1)
         for k in cutlass.range_constexpr(c.top_k):
-            largest = cutlass.max(largest, row[k])
-        is_one &= is_own | (largest >= 0)
-        if is_one & (thread < c.width) & (column < self.columns):
-            words = self.words(self.total(rows, row, factor, column))
-            first = targets[target] + 16 * Int64(column)
+            max_row = cutlass.max(max_row, row[k])
+        is_active &= is_own | (max_row >= 0)
+        # (1) Sum of the token's local experts; send it to the token's rank, or add those that other ranks send.
+        if is_active & (thread < c.width) & (column < self.columns):
+            words = self.words(self.total(rows, row, weight, column))
+            row_0 = targets[target] + 16 * Int64(column)
             if is_own:
-                total = self.sum_of(self.of_ranks(words, row_of_rank, token, rank, first, self.size, limit))
+                received = self.receive_from_ranks(words, row_of_rank, token, rank, row_0, self.size, timeout_ms)
+                total = self.sum_over_ranks(received)
                 self.store(self.row_vector(out, token, column), total)
             else:
-                send(words, first + offset * self.size)
+                send(words, row_0 + offset * self.size)
+        # (2) The same for float32 values.
         if const_expr(c.values):
-            if is_one & (block % c.slices == 0) & (thread < c.values):
+            if is_active & (block % c.slices == 0) & (thread < c.values):
                 word = [values[source, thread]]
                 start = word_targets[target] + 4 * Int64(c.ranks + thread)
                 if is_own:
-                    each = self.of_ranks(word, row_of_rank, token, rank, start, 4 * c.values, limit)
-                    own_values[token, thread] = sum_of_floats(each)
+                    received = self.receive_from_ranks(word, row_of_rank, token, rank, start, 4 * c.values, timeout_ms)
+                    own_values[token, thread] = sum_floats_over_ranks(received)
                 else:
                     send(word, start + offset * (4 * c.values))
+        # (3) Signal all ranks that this rank has started, and wait for their signals.
         if (thread < c.ranks) & (thread != rank):
             if block == 0:
                 cute.arch.fence_acq_rel_sys()
                 send([Int32(0)], word_targets[thread] + 4 * Int64(rank))
             if block == blocks - 1:
-                cell = word_targets[rank] + 4 * Int64(thread)
-                wait_and_clear(poll(cell, 1), cell, limit)
+                address = word_targets[rank] + 4 * Int64(thread)
+                wait_and_clear(poll(address, 1), address, timeout_ms)
                 cute.arch.fence_acq_rel_sys()
 
     set_kernel_name(combine_exchange, "cudnn_moe_give_back")
@@ -193,35 +202,35 @@ class CombineExchange(Combine):
         words = cute.recast_tensor(rounded(values, self.dtype), Int32)
         return [words[i] for i in range(4)]
 
-    def of_ranks(
+    def receive_from_ranks(
         self,
         own_words: list,
         row_of_rank: cute.Tensor,
         token: Int32,
         rank: Int32,
-        first: Int64,
+        start: Int64,
         size: int,
-        limit: Int32,
+        timeout_ms: Int32,
     ) -> list:
         """The words of a token from every rank, ``own_words`` first; zeros from ranks that send no row of it.
 
-        Received rows have ``size`` bytes; the words of row 0 are at ``first``.
+        Received rows have ``size`` bytes; the words of row 0 are at ``start``.
         """
         rows = [row_of_rank[token, (rank + 1 + step) % self.c.ranks] for step in range(self.c.ranks - 1)]
-        cells = [first + size * Int64(cutlass.max(row, 0)) for row in rows]
-        received = [poll(cell, len(own_words)) for cell in cells]  # all loads are in flight together
-        for words, cell, row in zip(received, cells, rows, strict=True):
-            wait_and_clear(words, cell, limit, row >= 0)
+        addresses = [start + size * Int64(cutlass.max(row, 0)) for row in rows]
+        received = [poll(address, len(own_words)) for address in addresses]  # all loads are in flight together
+        for words, address, row in zip(received, addresses, rows, strict=True):
+            wait_and_clear(words, address, timeout_ms, row >= 0)
         received_rows = zip(received, rows, strict=True)
         return [
             own_words,
             *([Int32(select_(row >= 0, x[i], Int32(0))) for i in range(len(own_words))] for x, row in received_rows),
         ]
 
-    def sum_of(self, each: list) -> list:
-        """The sum of a vector over the ranks, in float32."""
+    def sum_over_ranks(self, words_of_ranks: list) -> list:
+        """The sum of a vector over the ranks, in float32. ``words_of_ranks``: its words from each rank."""
         total = [Float32(0.0)] * self.c.vector
-        for words in each:
+        for words in words_of_ranks:
             vector = cute.make_rmem_tensor(self.c.vector, self.dtype)
             bits = cute.recast_tensor(vector, Int32)
             for i, word in enumerate(words):
@@ -231,16 +240,16 @@ class CombineExchange(Combine):
         return total
 
 
-def sum_of_floats(each: list) -> Int32:
+def sum_floats_over_ranks(words_of_ranks: list) -> Int32:
     """The sum of a float32 over the ranks, as its bits."""
     total = Float32(0.0)
-    for (word,) in each:
+    for (word,) in words_of_ranks:
         total += word.bitcast(Float32)
     return total.bitcast(Int32)
 
 
 EMPTY = -1
-"""The word of an empty cell. It is a NaN of 16 or 32 bits; a rank that sends this NaN sends another one instead."""
+"""The word of an empty buffer: a NaN of 16 or 32 bits. Senders replace this NaN by ``NAN``."""
 NAN = 0x7FFF7FFF
 
 
@@ -286,14 +295,14 @@ def _is_missing(words: cute.Tensor) -> Any:
 
 
 @cute.jit
-def wait_and_clear(words: cute.Tensor, address: Int64, limit: Int32, comes: Any = True) -> None:
-    """Polls until all words at an address have arrived, for at most ``limit`` milliseconds, and empties the cell."""
-    if comes:
+def wait_and_clear(words: cute.Tensor, address: Int64, timeout_ms: Int32, is_sent: Any = True) -> None:
+    """Polls until all words at an address have arrived, within ``timeout_ms`` milliseconds, and empties them."""
+    if is_sent:
         if _is_missing(words):
             start = cute.arch.globaltimer()
             while _is_missing(words):
                 cute.arch.inline_ptx("nanosleep.u32 100;")
                 poll_again(words, address)
-                if cute.arch.globaltimer() - start > Int64(limit) * 1_000_000:
+                if cute.arch.globaltimer() - start > Int64(timeout_ms) * 1_000_000:
                     cute.arch.inline_ptx("trap;")
         _store([Int32(EMPTY)] * cute.size(words), address)

@@ -19,8 +19,8 @@ S(n) while the PV GEMM runs. Ping-pong named barriers let one warpgroup's softma
 Speculative maximum: unmasked n_blocks keep the running maximum and skip the row-max reduction; if a partial sum exceeds
 its bound, the warpgroup recomputes S and takes the new maximum. O is then rescaled.
 
-Scheduling: persistent CTAs, a static number of waves; varlen batches use a dynamic scheduler (atomic counter), or one
-tile per CTA.
+Scheduling: dense batches have persistent CTAs with a static schedule; varlen batches use a dynamic scheduler (atomic
+counter), or one tile per CTA.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class SharedStorage:
 class MmaContext:
     """What an MMA warpgroup computes with: operand descriptors of shared memory, accumulators, softmax state.
 
-    ``p_words`` is P in the MMA's type as 32-bit words: values of fewer bits that live across iterations would be moved
-    about.
+    ``p_words`` is P in the MMA's type as 32-bit words: narrower values that live across iterations cost extra moves.
     """
 
     tSrQ: Any
@@ -113,16 +112,16 @@ class AttentionForward(WgmmaMixin, Forward):
     def pingpong(self) -> bool:
         """Whether MMA warpgroups alternate in issuing GEMMs (ping-pong): not where it was measured slower."""
         c = self.c
-        freely = (c.head_dim, c.head_dim_v) == (128, 128) and self.dtype.width == 16 and not (c.right or c.left)
-        return self.num_mma_warpgroups > 1 and not (c.n_blocks_per_warpgroup or freely)
+        unmasked_128 = (c.head_dim, c.head_dim_v) == (128, 128) and self.dtype.width == 16 and not (c.right or c.left)
+        return self.num_mma_warpgroups > 1 and not (c.n_blocks_per_warpgroup or unmasked_128)
 
     @property
     def speculative_max(self) -> bool:
         """Whether unmasked n_blocks keep the old maximum. Not for fp8, as P has no headroom, and not for three MMA
         warpgroups with a softcap, which lack registers.
         """
-        crowded = self.num_mma_warpgroups > 2 and self.c.softcap
-        return not (self.num_transpose_warps or self.c.compressed or crowded)
+        lacks_registers = self.num_mma_warpgroups > 2 and self.c.softcap
+        return not (self.num_transpose_warps or self.c.compressed or lacks_registers)
 
     @property
     def persistent(self) -> bool:

@@ -88,7 +88,7 @@ class Gemm(Mainloop):
         self.promotion = needs_promotion(c)
         self.promotion_interval = c.a.scale.vector // self.tile_k if c.scales_accumulator else 1  # k tiles
         self.reads_columns_late = bool(self.operand_scales) and self.operand_scales[1].granule == 1
-        # Of experts' tokens alone: the epilogues of other GEMMs spill then.
+        # Only for GEMMs that are ragged along m: the epilogues of others would spill registers.
         self.promotion_unroll = PROMOTION_UNROLL if self.operand_scales and self.tile_map.ragged_m else 1  # k tiles
         self.partial_n = self.tile_n if self.tile_n <= MAX_PARTIAL_N else self.tile_n // 2
         # The sub-accumulators use one partial accumulator in sequence, so it cannot span several k tiles.

@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     batch_invariant: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of packed sequences of different lengths, which do not see one another.
+    """:func:`flash_attn_func` for varlen batches: sequences of different lengths, one after the other.
 
     The host does not wait for the GPU: the offsets are read by the kernels alone, so a CUDA graph that captured a call
     computes whatever sequences the offsets name when it is replayed.
@@ -184,9 +184,9 @@ def flash_attn_with_kvcache(
             cache, which has to have no room then.
         block_table: int32, (b, n): the pages of each sequence, in order.
         softmax_scale, causal, window_size, softcap, learnable_sink: As of :func:`flash_attn_func`.
-        num_splits: CTAs that share a sequence's keys; 0: as many as fill the GPU.
+        num_splits: CTAs that share a sequence's keys; 0: enough to fill the GPU.
         batch_invariant: A sequence's results have the same bits whatever the other sequences are, and their number:
-            0 splits are 8 then, not as many as fill the GPU.
+            0 means 8 splits then.
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes: Only None. rotary_interleaved: ignored.
         return_softmax_lse: Returns ``(out, lse)``.
 

@@ -125,7 +125,7 @@ def attend_with(
 ) -> tuple[torch.Tensor]:
     """O with sinks, lengths or both, by :func:`cudnn.attention.flash_op.flash_attn`, with each token contiguous.
 
-    Tokens of no entry are sequences of their own, without keys, or keys without rows: so their results are zeros.
+    Tokens of no entry are separate sequences, without keys, or keys without rows: so their results are zeros.
     """
     check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
     (batch, _, rows, _), keys = q.shape, k.shape[2]

@@ -44,7 +44,8 @@ def scaled_dot_product_attention(
     cumulative_seq_len_q: Maybe = None,
     cumulative_seq_len_kv: Maybe = None,
 ) -> torch.Tensor:
-    """``softmax(scale * Q K^T, masked) V``: :func:`cudnn.ops.scaled_dot_product_attention` as it was first.
+    """``softmax(scale * Q K^T, masked) V``: the earlier signature of
+    :func:`cudnn.ops.scaled_dot_product_attention`.
 
     On Blackwell, our kernels of head size 256 compute what existing programs expect of them; all else is cuDNN's.
 

@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     backend: str | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """``dropout(softmax(scale * Q K^T, masked)) V``: PyTorch's arguments, and bands and lengths. Differentiable.
+    """``dropout(softmax(scale * Q K^T, masked)) V``: PyTorch's arguments, and windows and lengths. Differentiable.
 
     Where a row sees no key, its result and its gradients are 0. So are those of rows beyond an entry's length.
 

@@ -76,7 +76,7 @@ def backward(
     dw_dtype: int,
     act: int,
 ) -> None:
-    """Gradients of ``forward``. Writes dx, and adds to what dw and db hold.
+    """Gradients of ``forward``. Writes dx, and adds to dw and db.
 
     Args:
         stream ... bias, batch ... dtype, act: As given to ``forward``.

@@ -284,7 +284,7 @@ class ExpertGradients(ExpertsGemm):
                 raise self.error(f"{name}_index tensor", f"a tensor, with contiguous tokens of {name}", "None, then")
 
     def check_ends(self, offsets: Any, sizes: Sizes, step: int = 1, last: int = 1) -> None:
-        if self.in_blocks:  # as many tokens as the blocks of all experts hold
+        if self.in_blocks:  # the number of tokens that all experts' blocks hold
             sizes = {**sizes, self.tokens: (sizes["l"] - sizes["experts"] + 1) * BLOCKWISE_SIZE - 1}
         super().check_ends(offsets, sizes, step, last)
 

@@ -136,7 +136,7 @@ def gemm_amax_wrapper(
     stream: Any = None,
     accurate: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, amax_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``c_tensor, amax_tensor``.
 
     ``amax_tensor`` has the shape (1, 1, 1). Arguments and errors as those of :class:`GemmAmax`; a four-bit ``c`` is the
     class's alone. Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_amax`` is the

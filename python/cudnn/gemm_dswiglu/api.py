@@ -186,7 +186,7 @@ def gemm_dswiglu_wrapper(
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``d_ab12_tensor, c_tensor, dprob_tensor, amax_tensor, sfd_tensor``: d_ab12 of ``d_ab12_dtype``, by default
     the type of ``ab12_tensor`` unless that has 8 bits, bfloat16 then; c where it has a ``c_dtype``; dprob, from 0, with

@@ -19,7 +19,7 @@ __all__ = ["GemmGeglu", "GemmGegluSm100", "gemm_geglu_wrapper", "gemm_geglu_wrap
 
 
 class GemmGeglu(GatedGemm):
-    """A GEMM, and GeGLU over pairs of 32 columns of its result, clamped, with a linear offset.
+    """A GEMM, and clamped GeGLU with a linear offset over pairs of blocks of 32 columns (up and gate).
 
         ab12 = alpha * (a * sfa) (b * sfb)^T                     accumulated in float32, rounded when stored
         g    = min(gate, glu_clamp_max)                          of every 64 columns of ab12, unrounded, the first 32
@@ -123,7 +123,7 @@ def gemm_geglu_wrapper(
     glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``ab12_tensor, c_tensor, sfc_tensor, amax_tensor``: ab12 where it has an ``ab12_dtype``; c of ``c_dtype``,
     by default the type of ``a`` where that has 16 bits, else bfloat16; sfc with 8 bits; amax with four-bit operands and

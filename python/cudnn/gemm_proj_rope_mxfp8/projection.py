@@ -129,7 +129,7 @@ class Projection(FusedAPI):
 
 
 class GemmProjRopeMxfp8Bf16InSm100(Projection):
-    """MLA's projection of queries of bfloat16: rotary embeddings, and quantization to MXFP8 by rows and by columns.
+    """MLA's query projection in bfloat16: a GEMM, rotary embeddings, and quantization to MXFP8 by rows and by columns.
 
         q = x w^T                              accumulated in float32, rounded to bfloat16; heads of 192 columns
         q[128 + i] = r[2 i] * cos[i] - r[2 i + 1] * sin[i]                 of every head, r = q[128:192], 0 <= i < 32;
@@ -267,7 +267,7 @@ def gemm_proj_rope_mxfp8_wrapper_sm100(
     w_out_in: bool = True,
     stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``out_fp8_row, out_scales_row, out_fp8_col, out_scales_col``. x and w are of bfloat16, as
     :class:`GemmProjRopeMxfp8Bf16InSm100` has them, or of float8_e4m3fn with ``x_scale`` and ``w_scale``, as

@@ -191,7 +191,7 @@ def gemm_rope_wrapper(
     accurate: bool = False,
     power_of_two_scales: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, sfc_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``c_tensor, sfc_tensor``.
 
     c is of ``c_dtype``, by default the type of ``a`` if that has 16 bits, else bfloat16; sfc comes with 8 bits. Nothing
     is recorded for autograd: gradients flow through ``cudnn.ops.gemm_rope``. See :class:`GemmRope` for the rest.

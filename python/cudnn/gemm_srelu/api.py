@@ -162,7 +162,7 @@ def gemm_srelu_wrapper(
     accurate: bool = False,
     power_of_two_scales: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, amax_tensor, sfd_tensor``: amax comes with four-bit operands, sfd with a d of 8 bits,
     which needs ``norm_const_tensor``; else they are None. Other arguments and errors as those of :class:`GemmSrelu`.

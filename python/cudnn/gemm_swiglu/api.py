@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GemmSwiglu(GatedGemm):
-    """A GEMM, and SwiGLU over pairs of 32 columns of its result.
+    """A GEMM, and SwiGLU over pairs of blocks of 32 columns (up and gate).
 
         ab12 = alpha * (a * sfa) (b * sfb)^T                     accumulated in float32, rounded when stored
         c    = up * gate * sigmoid(gate)                         of every 64 columns of ab12, unrounded, the first 32
@@ -131,7 +131,7 @@ def gemm_swiglu_wrapper(
     glu_order: str = "up_gate",
     power_of_two_scales: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``ab12_tensor, c_tensor, sfc_tensor, amax_tensor``: ab12, of ``ab12_dtype`` (default float32), is None for
     ``ab12_dtype=None``; c is of ``c_dtype``, float16 unless told otherwise, whatever the type of ``a``, as existing

@@ -201,7 +201,7 @@ class Exchange:
         return is_sent.scatter_(1, owner, True)[:, :-1]
 
     def unpermute_values(self, back: Tensor, sent: Sent) -> Tensor:
-        """Values by slot (T, K) from the rows (n, K) that came back, by ``sent.row_of_rank``; 0 for dropped slots."""
+        """Values by slot (T, K) from the received rows (n, K), by ``sent.row_of_rank``; 0 for dropped slots."""
         indices = sent.indices.long()
         is_routed = (indices >= 0) & (indices < self.experts)
         rank = indices.where(is_routed, 0).div(self.local_experts, rounding_mode="floor")

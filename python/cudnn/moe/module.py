@@ -106,7 +106,7 @@ class _QuantizedModule(torch.nn.Module):
 class SharedExperts(_QuantizedModule):
     """The shared experts of a layer whose other experts are sharded over ranks: each rank computes its own tokens'.
 
-    A module with hooks of its own: ``fully_shard`` gathers its weights over all data-parallel ranks. Parameters: ``up``
+    A module with separate hooks: ``fully_shard`` gathers its weights over all data-parallel ranks. Parameters: ``up``
     (shared_experts, N, hidden), ``down`` (shared_experts, hidden, intermediate), ``up_bias`` and ``down_bias``.
     """
 
@@ -372,7 +372,7 @@ class MoE(_QuantizedModule):
         return state
 
     def set_group(self, group: Any = None, *, mesh: Any = None, ep_dim: str = "ep", etp_dim: str | None = None) -> None:
-        """Gives a layer that was pickled its ranks back: the arguments are those of the constructor.
+        """Sets the process group or mesh of an unpickled layer; arguments as those of the constructor.
 
         Its parameters become DTensors: call it before an optimizer is made.
 

@@ -69,7 +69,7 @@ class Routing(NamedTuple):
 
 
 class RouterOutput(NamedTuple):
-    """What losses of a router need: the second result of ``MoE(x, return_routing=True)``, without shared experts.
+    """The inputs of router losses: the second result of ``MoE(x, return_routing=True)``, without shared experts.
 
     - ``logits`` (T, E), differentiable; ``logits.softmax(-1)`` are the probabilities.
     - ``weights`` float32 (T, K), of the chosen experts, differentiable; float64 for logits in float64.
@@ -227,7 +227,7 @@ def update_correction_bias(
         bias: float32 (E,), the buffer ``correction`` of :class:`cudnn.nn.MoE`.
         counts: (E,), the tokens of each expert in the step: ``RouterOutput.counts``, summed over micro-batches.
         rate: The size of a change.
-        group: A process group whose ranks' counts are added up: all ranks with tokens of their own. All of them call.
+        group: A process group whose ranks' counts are added up: all ranks with different tokens. All of them call.
 
     Raises:
         ValueError: shapes that differ.

@@ -20,7 +20,7 @@ from cudnn.native_sparse_attention.top_k import TopKReduction, topk_reduction_wr
 
 
 class NSA:
-    """The parts of native sparse attention (J. Yuan et al., 2025), each a class and a wrapper."""
+    """The branches of native sparse attention (J. Yuan et al., 2025), each a class and a wrapper."""
 
     CompressionAttention = CompressionAttention
     CompressionAttentionBackward = CompressionAttentionBackward

@@ -542,7 +542,7 @@ class pygraph(PlanMethods, Methods[Tensor]):  # noqa: N801
     def update_cuda_graph(
         self, handle: Handle | int | None, tensor_to_buffer: Mapping[Any, Any], workspace: Any, cuda_graph: int
     ) -> None:
-        """Gives the nodes that ``populate_cuda_graph`` added to this CUDA graph other memory.
+        """Passes other buffers to the nodes that ``populate_cuda_graph`` added to this CUDA graph.
 
         An executable instantiated before takes it over with ``cudaGraphExecUpdate``.
         """

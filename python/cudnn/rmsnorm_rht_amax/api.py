@@ -181,7 +181,7 @@ def rmsnorm_rht_amax_wrapper(
     rows_per_cta: int | None = None,
     current_stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, amax_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``o_tensor, amax_tensor``.
 
     Arguments and errors as those of :class:`RmsNormRhtAmax`. Nothing is recorded for autograd: the results have no
     ``grad_fn``. ``cudnn.ops.rmsnorm_rht_amax`` is the operator for ``torch.compile``.

@@ -161,7 +161,7 @@ def discrete_grouped_gemm_dswiglu_wrapper(
     *,
     semantics: str | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``n``: columns of the GEMM; k is that of a.

@@ -150,7 +150,7 @@ def discrete_grouped_gemm_swiglu_wrapper(
     *,
     semantics: str | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always. ``n``: columns of the GEMM; k is that of a.

@@ -22,7 +22,7 @@ HALVES = 128  # k of two halves of whole k tiles
 
 
 class GroupedGemm(ExpertsGemm):
-    """A GEMM of the tokens of each expert with the expert's weights, weighted and biased.
+    """A grouped GEMM over experts, with an optional bias and row weights.
 
         c = alpha[e] * a b[e]^T                      accumulated in float32; rounded where it is stored
         d = c * prob[m]                              of c before rounding
@@ -162,7 +162,7 @@ def grouped_gemm_wrapper(
     a_index: Tensor | None = None,
     b_halves: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes: ``d_tensor, c_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``d_tensor, c_tensor``.
 
     c is None without ``generate_c``. ``c_tensor``, ``d_tensor``: written and returned, where they are given. Other
     arguments and errors as those of :class:`GroupedGemm`.

@@ -21,7 +21,7 @@ __all__ = ["GroupedGemmDglu", "GroupedGemmDgluSm100", "grouped_gemm_dglu_wrapper
 
 
 class GroupedGemmDglu(GatedExpertsBackward):
-    """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a gated activation.
+    """A grouped GEMM over experts and the backward pass of a gated activation (GLU).
 
         x     = alpha[e]^2 * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
         d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantized
@@ -246,7 +246,7 @@ def grouped_gemm_dglu_wrapper(
     sfactivation_blocks_tensor: Tensor | None = None,
     power_of_two_scales: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``.
     ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class GroupedGemmDsrelu(SquaredReluExpertsBackward):
-    """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a squared ReLU.
+    """A grouped GEMM over experts and the backward pass of squared ReLU.
 
         x       = alpha[e] * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
         d_row   = 2 x relu(c) * prob[m]                          the gradient of c; rounded or quantized
@@ -214,7 +214,7 @@ def grouped_gemm_dsrelu_wrapper(
     semantics: str | None = None,
     a_index: Tensor | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, d_srelu_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor,
     sfd_col_tensor, sfd_col_d_srelu_tensor``: the scale factors, and d_col, for 8-bit operands and an 8-bit d, which

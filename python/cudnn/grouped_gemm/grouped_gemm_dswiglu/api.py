@@ -133,7 +133,7 @@ def grouped_gemm_dswiglu_wrapper(
     *,
     a_index: Tensor | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``dprob_tensor_buf`` and ``amax_tensor_buf``: dprob and amax, where

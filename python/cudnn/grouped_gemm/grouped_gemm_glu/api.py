@@ -21,7 +21,7 @@ __all__ = ["GroupedGemmGlu", "GroupedGemmGluSm100", "grouped_gemm_glu_wrapper", 
 
 
 class GroupedGemmGlu(GatedExperts):
-    """A GEMM of the tokens of each expert with the expert's weights, and a gated activation of its columns, weighted.
+    """A grouped GEMM over experts and a gated activation (GLU), with row weights.
 
         c    = alpha[e] * acc + bias[n, e]                       acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         d    = y * prob[m]                                       of c unrounded; prob: 1 by default
@@ -223,7 +223,7 @@ def grouped_gemm_glu_wrapper(
     sfc_tensor: Tensor | None = None,
     power_of_two_scales: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``. For operands without
     scale factors: c with ``generate_c`` only, and d. For others: c, d, d_col; amax for a d of 16 bits; scale factors

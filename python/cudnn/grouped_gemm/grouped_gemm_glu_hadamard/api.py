@@ -36,7 +36,7 @@ ACTIVATIONS = {
 
 
 class GroupedGemmGluHadamard(GatedExperts):
-    """A GEMM of the tokens of each expert with the expert's weights, a gated activation, and largest magnitudes.
+    """A grouped GEMM over experts, a gated activation, and amax before and after a Hadamard transform.
 
         c             = alpha[e] * acc + bias[n, e]              acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         d             = y * prob[m]                              y of c, as that of GroupedGemmGlu
@@ -263,7 +263,7 @@ def grouped_gemm_glu_hadamard_wrapper(
     *,
     semantics: str | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, amax_tensor, post_rht_amax_tensor``; in the older version the first three. Experts
     without tokens have 0 in amax, in the older version -inf. Other arguments and errors as those of

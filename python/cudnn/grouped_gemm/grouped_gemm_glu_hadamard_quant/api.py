@@ -22,8 +22,8 @@ __all__ = [
 
 
 class GroupedGemmGluHadamardQuant(TransformedExperts):
-    """A GEMM of the tokens of each expert with the expert's weights, a gated activation, its Hadamard transform of rows
-    or of columns, and both rounded or quantized to four bits.
+    """A grouped GEMM over experts, a gated activation, and its Hadamard transform along rows or columns; both are
+    rounded, or quantized to four bits.
 
         c = alpha[e] * acc + bias[n, e]                          acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         v = bfloat16(glu_alpha * y * prob[m])                    y of c unrounded and clamped, as that of GroupedGemmGlu
@@ -31,7 +31,7 @@ class GroupedGemmGluHadamardQuant(TransformedExperts):
         rht_rowwise = bfloat16(H v / 4)                          of 16 columns of a row; or quantized likewise
         rht_colwise = bfloat16(H v / 4)                          of 16 tokens of a column, quantized by these
 
-    H is that of :class:`cudnn.GroupedGemmGluHadamard`. A quantizer's factor is s = max |v| / 6 * norm_const, rounded,
+    H is that of :class:`cudnn.GroupedGemmGluHadamard`. A scale factor is s = max |v| / 6 * norm_const, rounded,
     and its elements are v norm_const / s, rounded; transforms have rht_norm_const instead. Experts have multiples of
     256 rows.
 
@@ -156,7 +156,7 @@ def grouped_gemm_glu_hadamard_quant_wrapper(
     use_dynamic_sched: bool = False,
     current_stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, sfd_tensor, rht_rowwise_tensor, sfrht_rowwise_tensor, rht_colwise_tensor,
     sfrht_colwise_tensor``; None where no type asks for it. ``d_dtype``, ``rht_rowwise_dtype``: bfloat16, or

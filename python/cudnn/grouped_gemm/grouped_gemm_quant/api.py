@@ -26,7 +26,7 @@ __all__ = [
 
 
 class GroupedGemmQuant(ExpertsGemm):
-    """A GEMM of the tokens of each expert with the expert's weights, weighted and biased, rounded or quantized.
+    """A grouped GEMM over experts, with an optional bias and row weights; the result is rounded or quantized.
 
         w    = alpha[e] * row_scale[m]                           row_scale, prob: 1 by default
         d    = w * acc * prob[m]                                 acc = (a * sfa) (b[e] * sfb[e])^T, in float32
@@ -198,7 +198,7 @@ def grouped_gemm_quant_wrapper(
     scheduler_counter_tensor: Tensor | None = None,
     semantics: str | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the scale factors, and d_col, for
     8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax, which ``generate_amax=False`` leaves out,

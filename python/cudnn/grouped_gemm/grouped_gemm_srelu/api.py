@@ -27,7 +27,7 @@ __all__ = [
 
 
 class GroupedGemmSrelu(ExpertsGemm):
-    """A GEMM of the tokens of each expert with the expert's weights, and the squared ReLU of it, weighted.
+    """A grouped GEMM over experts and squared ReLU, with row weights.
 
         c    = alpha[e] * acc + bias[n, e]                       acc = (a * sfa) (b[e] * sfb[e])^T, in float32
         d    = relu(c)^2 * prob[m]                               of c unrounded
@@ -174,7 +174,7 @@ def grouped_gemm_srelu_wrapper(
     *,
     a_index: Tensor | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the scale factors, and
     d_col, for 8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax for a d of 16 bits. Other arguments

@@ -122,7 +122,7 @@ def grouped_gemm_swiglu_wrapper(
     *,
     a_index: Tensor | None = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always.

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class GroupedGemmWgrad(ExpertGradients):
-    """The gradients of the weights of all experts: products over the tokens of each.
+    """The weight gradients of all experts: a GEMM over the tokens of each.
 
         wgrad[e] = global_scale_a[e] * global_scale_b[e] * a[:, tokens of e] b[tokens of e, :]
 
@@ -139,7 +139,7 @@ def grouped_gemm_wgrad_wrapper(
     a_index: Tensor | None = None,
     b_index: Tensor | None = None,
 ) -> TupleDict:
-    """Allocates the gradients, compiles where that was not done yet, and executes: ``wgrad_tensor``.
+    """Allocates the gradients, compiles if needed, and executes: ``wgrad_tensor``.
 
     ``wgrad_tensor``: written, or added to, and returned, if passed. With ``output_mode="discrete"``, instead of
     ``"dense"``, the gradients are those at the addresses ``wgrad_ptrs`` or, without these, in ``wgrad_tensor``. Other

@@ -182,7 +182,7 @@ def compression_attention_wrapper(
     scale_softmax: float | None = None,
     stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``o_tensor, lse_tensor``.
 
     ``lse_tensor`` is None unless ``enable_lse``; for varlen sequences it is (t, hq, 1), one head after the other in
     memory. Arguments and errors as those of :class:`CompressionAttention`. o has ``o_dtype``, or the type of q.

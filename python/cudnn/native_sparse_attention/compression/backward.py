@@ -133,7 +133,7 @@ def compression_attention_backward_wrapper(
     scale_softmax: float | None = None,
     stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``dq_tensor, dk_tensor, dv_tensor``.
 
     Arguments and errors as those of :class:`CompressionAttentionBackward`.
     """

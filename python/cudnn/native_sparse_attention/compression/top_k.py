@@ -199,7 +199,7 @@ def compression_top_k_wrapper(
     scale_softmax: float | None = None,
     current_stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, lse_tensor,
+    """Allocates the results, compiles if needed, and executes: ``o_tensor, lse_tensor,
     topk_indices_tensor``, where lse is (t, hq).
 
     Arguments and errors as those of :class:`CompressionTopK`.

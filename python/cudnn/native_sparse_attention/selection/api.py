@@ -163,7 +163,7 @@ def selection_attention_wrapper(
     stream: Any = None,
     is_causal: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, l_tensor, m_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``o_tensor, l_tensor, m_tensor``.
 
     Arguments and errors as those of :class:`SelectionAttention`, but that tensors may be (b, h, s, d) too, without
     offsets: sequences of one length, best in the memory order (b, s, h, d). l and m are (t, hq, 1), or (b, hq, s, 1).

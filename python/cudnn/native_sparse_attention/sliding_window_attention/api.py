@@ -363,7 +363,7 @@ def sliding_window_attention_wrapper(
     cudnn_handle: Any = None,
     stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, builds the graph where that was not done yet, and executes: ``o_tensor, stats_tensor``.
+    """Allocates the results, builds the graph if needed, and executes: ``o_tensor, stats_tensor``.
 
     ``stats_tensor`` is None with ``is_infer``. The host reads the lengths of sequences, to find the longest. Arguments
     and errors as those of :class:`SlidingWindowAttention`. o has ``o_dtype``, or q's type, and q's order of strides.

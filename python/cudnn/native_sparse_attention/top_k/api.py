@@ -220,7 +220,7 @@ def topk_reduction_wrapper(
     current_stream: Any = None,
     whole_lists: bool = False,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles if needed, and executes.
 
     Returns ``topk_scores_tensor, topk_indices_tensor``. Arguments and errors as those of :class:`TopKReduction`.
     """

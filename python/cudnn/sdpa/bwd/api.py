@@ -223,7 +223,7 @@ def sdpa_bwd_wrapper_sm100_d256(
     scale_softmax: float | None = None,
     current_stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``dq_tensor, dk_tensor, dv_tensor``.
 
     Arguments and errors as those of :class:`SdpaBackward`, for heads of 256 elements.
     """

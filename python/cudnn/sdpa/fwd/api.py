@@ -27,7 +27,7 @@ ALL_TYPES = (*TYPES, "float8_e4m3fn", "float8_e5m2")
 
 
 class SdpaForward(Attention):
-    """Attention over sequences of one length, or packed ones of several, forward.
+    """The forward pass of attention, dense or varlen.
 
         s   = scale_softmax * q k^T          in float32, -inf where the mask hides a key
         o   = scale_output * softmax(s) v    the exponentials are rounded to the type of v before the PV GEMM
@@ -39,7 +39,7 @@ class SdpaForward(Attention):
     A row that sees no key gets o = 0 and lse = -inf, or the sink. The kernel for Blackwell (sm_100a) has run in the
     emulator only, never on a chip.
 
-    | tensor     | one length                      | packed, with offsets      | type                              |
+    | tensor     | dense                           | varlen                    | type                              |
     |------------|---------------------------------|---------------------------|-----------------------------------|
     | q          | (b, hq, sq, d)                  | (tq, hq, d)               | float16, bfloat16, or 8 bits      |
     | k, v       | (b, hk, sk, d), (b, hk, sk, dv) | (tk, hk, d), (tk, hk, dv) | that of q                         |
@@ -51,8 +51,8 @@ class SdpaForward(Attention):
     | page_table | (b, pages), or none             | none                      | int32                             |
     | descales   | (b, hk), or none                | (b, hk), or none          | float32                           |
 
-    Matrices may have any strides with a last one of 1 and others that are multiples of 16 bytes. Packed row values lie
-    head by head in memory, whatever the strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq
+    Matrices may have any strides with a last one of 1 and others that are multiples of 16 bytes. A varlen lse lies
+    head by head in memory, whatever its strides say: ``lse.view(hq, tq).t()`` has them by row and head. hq
     is a multiple of hk. A compiled object serves tensors of all sizes but d and dv.
 
     On Hopper q, k and v may be float8_e4m3fn or float8_e5m2, with descales, by which they are multiplied: that of q,
@@ -272,7 +272,7 @@ def sdpa_fwd_wrapper_sm100_d256(
     scale_output: float = 1.0,
     current_stream: Any = None,
 ) -> TupleDict:
-    """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
+    """Allocates the results, compiles if needed, and executes: ``o_tensor, lse_tensor``.
 
     Arguments and errors as those of :class:`SdpaForward`, for heads of 256 elements. Nothing is recorded for autograd.
     """
