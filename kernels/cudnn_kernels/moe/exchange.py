@@ -190,7 +190,7 @@ class CombineExchange(Combine):
                 wait_and_clear(poll(address, 1), address, timeout_ms)
                 cute.arch.fence_acq_rel_sys()
 
-    set_kernel_name(combine_exchange, "cudnn_moe_give_back")
+    set_kernel_name(combine_exchange, "cudnn_moe_combine_exchange")
 
     @property
     def size(self) -> int:
