@@ -112,7 +112,7 @@ def live_bytes() -> int:
     storages = {}
     for x in gc.get_objects():
         if isinstance(x, torch.Tensor) and x.device.type == "cpu" and torch._C._has_storage(x):
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     return sum(storages.values())
 
 

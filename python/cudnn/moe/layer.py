@@ -17,7 +17,8 @@ dweights[t, k] = <down[e]^T dy[t], act[r]>, not from o (as SonicMoE does).
 
     (1) permute / gather   g[r] = dy[t]
     (2) down GEMM^T + dGLU dact[r] = weights[t, k] down[e]^T g[r];  dh = dglu(dact, h);  act recomputed, times weights;
-                           dup_bias, and dprob[r], the gradient of the router's weight
+                           dup_bias, and dprob[r], the gradient of the router's weight; dh overwrites h if autograd
+                           frees the graph (:func:`cudnn.runtime.registration.may_overwrite`)
     (3) down wgrad         ddown[e] = sum over rows of e of g[r] act[r]^T
     (4) up GEMM^T          dx_row[r] = up[e]^T dh[r] (+ dlogit[r] router[e])
     (5) up wgrad           dup[e] = sum over rows of e of dh[r] x[t]^T
