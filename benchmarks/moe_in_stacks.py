@@ -62,14 +62,15 @@ class Rows:
         self.x.requires_grad_()
 
     def one_pass(self, experts: Module, *rest: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Forward and backward, with new gradients."""
-        experts.zero_grad()
-        self.x.grad = self.probs.grad = None
+        """Forward and backward. No gradient stays: it would count as memory that the next pass frees."""
         y = experts(self.x, *rest)
         y = y[0] if isinstance(y, tuple) else y
         y.backward(self.dy)
         assert self.x.grad is not None
-        return {"y": y, "x.grad": self.x.grad}
+        results = {"y": y, "x.grad": self.x.grad}
+        experts.zero_grad()
+        self.x.grad = self.probs.grad = None
+        return results
 
 
 def torchtitan(rows: Rows) -> dict[str, Callable[[], dict[str, torch.Tensor]]]:

@@ -226,6 +226,18 @@ def test_a_graph_that_is_kept_gives_the_same_again() -> None:
         assert all(torch.equal(one, other) for other in others)
 
 
+def test_a_second_try_after_an_error_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd keeps the graph of a pass that failed, but the preactivation is lost."""
+    t = tensors((6,), 64, 96, False, BF16)
+    y = called(t, "adjacent")
+    with monkeypatch.context() as context:
+        context.setattr(layer, "_dx", None)
+        with pytest.raises(TypeError):
+            torch.autograd.grad(y, list(t.values()), torch.ones_like(y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, list(t.values()), torch.ones_like(y))
+
+
 def test_adjacent_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, up = torch.randn(128, 64).chunk(2)
     assert layer.as_one([gate, up]).data_ptr() == gate.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cudnn.api_base import ceil_div
@@ -22,7 +23,7 @@ class SquaredReluExpertsBackward(ExpertsGemm):
         (
             *operands(),
             TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
-            *quantized("d_row", "n"),
+            *(replace(x, may_alias="c") if x.name == "d_row" else x for x in quantized("d_row", "n")),
             TensorSpec(
                 "d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same_dtype="d_row", written=True
             ),

@@ -17,7 +17,7 @@ from cudnn.fused.host import ALIGNMENT
 from cudnn.gated_mlp import layer
 from cudnn.gated_mlp.layer import ACTIVATIONS, Weights
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import custom_op, needs_dispatch
+from cudnn.runtime.registration import custom_op, may_overwrite, needs_dispatch
 from cudnn.runtime.run import architecture
 from cudnn.runtime.vmap import one_by_one
 
@@ -322,7 +322,8 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     needs_grad = [needs_x, any(needs_gate_up), *needs_rest]
     options = (ctx.activation, ctx.act_params, ctx.glu_layout)
     arguments: tuple[Any, ...] = (preact, gate_up, down, *main_grad, *options, needs_grad)
-    if _may_overwrite(gradient, x, preact, down, *gate_up):
+    is_plain = x.shape[0] and not needs_dispatch((gradient, x, preact, down, *gate_up), False)
+    if is_plain and may_overwrite(preact):  # nothing observes the call
         for buffer in (*main_grad[0], *main_grad[1]):
             torch.autograd.graph.increment_version(buffer)
         w = Weights(gate_up, down, None, None, *options)
@@ -334,15 +335,6 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     dgate_up = None if main_grad[0] or not needs_grad[1] else dgate_up.split([len(each) for each in gate_up])
     dgate_up = [None] * len(gate_up) if dgate_up is None else list(dgate_up)
     return dx, dgate_up, None if main_grad[1] else ddown, *dbiases, *none, *[None] * 4
-
-
-def _may_overwrite(gradient: torch.Tensor, x: torch.Tensor, *tensors: torch.Tensor) -> bool:
-    """Whether the saved preactivation may hold its gradient: nothing reads it again, and nothing observes the call."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.shape[0]:
-        return False
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    keeps = getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)()
-    return not keeps and not needs_dispatch((gradient, x, *tensors), False)
 
 
 gated_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)

@@ -24,6 +24,7 @@ from cudnn.moe.experts import Experts, SortedRows, grouped_gemm_ops, recipe_of
 from cudnn.moe.main_grads import dummy_grad
 from cudnn.moe.operator import moe_mlp
 from cudnn.runtime.memory import aligned
+from cudnn.runtime.registration import may_overwrite
 
 _WHERE = "cudnn.integrations.megatron"
 
@@ -377,7 +378,8 @@ class _Delayed(torch.autograd.Function):
             dy = dy.where(rows.expert < len(offsets), 0.0)
         main_grad = ([], []) if ctx.main_grads is None else ([ctx.main_grads[0]], [ctx.main_grads[1]])
         arguments = (x, preact, None, probs, rows, e, needs, main_grad)
-        grads = expert_layer.backward(grouped_gemm_ops(x, e), dy, *arguments, delayed=delayed)
+        into_preact = may_overwrite(preact)
+        grads = expert_layer.backward(grouped_gemm_ops(x, e), dy, *arguments, delayed=delayed, into_preact=into_preact)
         if grads.x is not None and ctx.padded:
             grads = grads._replace(x=grads.x.where(rows.expert < len(offsets), 0.0))
         ctx.module._delayed.append(delayed)

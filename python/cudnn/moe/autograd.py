@@ -21,7 +21,7 @@ from cudnn.moe.router_linear import moe_router_linear
 from cudnn.moe.routing import RouterOutput, logits_gradient, routed, rule_of, sort
 from cudnn.runtime.launch_sequence import Tensors, are_repeated
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import once_differentiable
+from cudnn.runtime.registration import may_overwrite, once_differentiable
 
 if TYPE_CHECKING:
     from cudnn.moe.module import MoE
@@ -167,6 +167,7 @@ def _backward(
     needs: expert_layer.NeedsGrad,
     needs_shared: bool,
     by_row: bool,
+    into_preact: bool,
     dy: Tensor,
     *tensors: Any,
 ) -> Tensors:
@@ -174,6 +175,7 @@ def _backward(
 
     The gradient of the tokens is without the router's contribution unless ``by_row``. ``tensors``: the fields of
     ``Saved``, the router's weight, four parameters, ``main_grad`` of up and down, and the gradients of losses.
+    ``into_preact``: as of :func:`expert_layer.backward`.
     """
     saved: Any = Saved(*tensors[:8])
     router, *rest = tensors[8:]
@@ -195,6 +197,7 @@ def _backward(
         needs,
         (up_main_grad, down_main_grad),
         router=router_backward,
+        into_preact=into_preact,
     )
     return router_backward.dlogits, router_backward.dshared, grads.x, *grads[2:]
 
@@ -238,13 +241,15 @@ class LayerFunction(torch.autograd.Function):
         needs_weights = needs_tokens or needs_shared or needs_router
         needs = expert_layer.NeedsGrad(needs_tokens, needs_weights, *needs_parameters)
         by_row = of_losses[0] is None and not rule_of(layer.top_k, *layer._rule[:3]).is_dense
-        function = functools.partial(_backward, layer, needs, needs_shared, by_row)
+        into_preact = may_overwrite(tensors[2])
+        options = (needs, needs_shared, by_row, into_preact)
+        function = functools.partial(_backward, layer, *options)
         main_grad = ctx.main_grad or (None, None)
         arguments, key = (dy, *tensors, *main_grad, *of_losses), _sequence_key(layer, tokens)
         results: Any = (
             function(*arguments)
             if key is None
-            else layer._sequences((needs, needs_shared, by_row, *key), function, arguments, ctx.main_grad is not None)
+            else layer._sequences((*options, *key), function, arguments, into_preact or ctx.main_grad is not None)
         )
         dlogits, dshared, dx, *grads = results
         drouter = dlogits.T @ tokens if needs_router and dlogits is not None else None

@@ -80,6 +80,7 @@ def backward_down(
     e: Experts,
     needs_up_bias: bool,
     wgrad: Callable[[Callable[[], dict[str, Any]]], Tensor | None] | None,
+    into_preact: bool,
 ) -> tuple[DPreact, Tensor | None, Tensor | None, Tensor | None]:
     """Steps (1) to (3): see :func:`cudnn.moe.layer._backward_down`."""
     (experts, _, intermediate), count, offsets = shape_of(e.down), permutation.rows, permutation.offsets
@@ -98,7 +99,7 @@ def backward_down(
     tensors["sfc"] = None if preact_scales is None else preact_scales.unsqueeze(2)
     dh, act = like.new_empty(0), like.new_empty(0)
     if fused := gemm_quantizes(like):
-        dh_rows = empty_quantized(like, count, n)
+        dh_rows = empty_quantized(like, count, n, preact if into_preact and preact_scales is not None else None)
         dh_columns, act_columns = (empty_columns(like, count, experts, columns) for columns in (n, intermediate))
         tensors |= {"d_row": matrix(dh_rows[0]), "sfd_row": dh_rows[1].unsqueeze(2)}
         tensors |= {"d_blocks": dh_columns.blocks, "sfd_blocks": dh_columns.scales}

@@ -30,7 +30,7 @@ from cudnn.moe.operator import Weights, check_addresses, check_experts, gemm_flo
 from cudnn.moe.parallel import gradient_shapes, unbind_experts
 from cudnn.moe.routing import check_tensors
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import FEW, custom_op
+from cudnn.runtime.registration import FEW, custom_op, may_overwrite, needs_dispatch
 from cudnn.runtime.run import architecture, has_kernel, kernel
 from cudnn.runtime.vmap import one_by_one
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, RowOffsetsConfiguration
@@ -338,15 +338,32 @@ def moe_experts_bwd_primitive(
     if not x.shape[0]:
         zeros = _gradients_like(x, probs, experts, needs_grad, main_grad)
         return tuple(each.zero_() for each in zeros)  # pyright: ignore[reportReturnType]
+    grads = _gradients(gradient, x, offsets, preact, probs, experts, main_grad, padded, needs_grad)
+    return tuple(x.new_empty(0) if each is None else each for each in grads)  # pyright: ignore[reportReturnType]
+
+
+def _gradients(
+    gradient: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    preact: Tensor,
+    probs: Tensor | None,
+    e: Experts,
+    main_grad: tuple[Sequence[Tensor], Sequence[Tensor]],
+    padded: bool,
+    needs_grad: Sequence[bool],
+    into_preact: bool = False,
+) -> layer.Gradients:
+    """The gradients of one row or more; ``into_preact`` as of :func:`cudnn.moe.layer.backward`."""
     gradient, x, probs = aligned(gradient), aligned(x), None if probs is None else probs.contiguous()
     rows = SortedRows(offsets, x.shape[0])
-    if down_bias is not None and padded:  # its gradient is a GEMM over all rows
+    if e.down_bias is not None and padded:  # its gradient is a GEMM over all rows
         gradient = gradient.where(rows.expert < len(offsets), 0.0)
-    arguments = (gradient, x, preact, None, probs, rows, experts, needs_grad, main_grad)
-    grads = layer.backward(grouped_gemm_ops(x, experts), *arguments)
+    arguments = (gradient, x, preact, None, probs, rows, e, needs_grad, main_grad)
+    grads = layer.backward(grouped_gemm_ops(x, e), *arguments, into_preact=into_preact)
     if grads.x is not None and padded:
         _clear_padding(offsets, grads.x)
-    return tuple(x.new_empty(0) if each is None else each for each in grads)  # pyright: ignore[reportReturnType]
+    return grads
 
 
 def _gradients_like(
@@ -401,10 +418,17 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return None, None, None, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 6
     needs_x, _, needs_probs, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:7]
     needs_grad = [needs_x, needs_probs, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
-    tensors: tuple[Any, ...] = (x, offsets, preact, probs, up, down, up_bias, down_bias, *ctx.main_grad)
-    options = (ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8, ctx.padded)
-    arguments: tuple[Any, ...] = (*tensors, *options, needs_grad)
-    grads = moe_experts_bwd_primitive(gradient, *arguments)
+    weights, options = (up, down, up_bias, down_bias), (ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8)
+    arguments: tuple[Any, ...] = (x, offsets, preact, probs)
+    is_large = x.numel() > FEW and not needs_dispatch((gradient, x, *matrices), False)
+    if is_large and may_overwrite(preact):  # launches of smaller ones are repeated
+        for buffer in (*ctx.main_grad[0], *ctx.main_grad[1]):
+            torch.autograd.graph.increment_version(buffer)
+        arguments += (Experts(*weights, *options), tuple(ctx.main_grad), ctx.padded, needs_grad)
+        grads: Any = _gradients(gradient, *arguments, into_preact=True)
+    else:
+        arguments += (*weights, *ctx.main_grad, *options, ctx.padded, needs_grad)
+        grads = moe_experts_bwd_primitive(gradient, *arguments)
     dx, dprobs, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
     matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)
     dw_lists = [

@@ -17,7 +17,8 @@ dweights[t, k] = <down[e]^T dy[t], act[r]>, not from o (as SonicMoE does).
 
     (1) permute / gather   g[r] = dy[t]
     (2) down GEMM^T + dGLU dact[r] = weights[t, k] down[e]^T g[r];  dh = dglu(dact, h);  act recomputed, times weights;
-                           dup_bias, and dprob[r], the gradient of the router's weight
+                           dup_bias, and dprob[r], the gradient of the router's weight; dh overwrites h if autograd
+                           frees the graph (:func:`cudnn.runtime.registration.may_overwrite`)
     (3) down wgrad         ddown[e] = sum over rows of e of g[r] act[r]^T
     (4) up GEMM^T          dx_row[r] = up[e]^T dh[r] (+ dlogit[r] router[e])
     (5) up wgrad           dup[e] = sum over rows of e of dh[r] x[t]^T
@@ -206,6 +207,7 @@ def backward(
     combine: bool = True,
     router: RouterBackward | None = None,
     delayed: list[Callable[[], Tensor | None]] | None = None,
+    into_preact: bool = False,
 ) -> Gradients:
     """The gradients that ``needs_grad`` names, in the order of :class:`NeedsGrad`.
 
@@ -218,9 +220,10 @@ def backward(
         combine: False: x's gradient is each row's, (R, H).
         router: Gets the gradient of ``weights`` before x's, to which it may add.
         delayed: Gets functions that compute the weight gradients of down and of up, whose results are then None.
+        into_preact: The gradient of the pre-activation overwrites it, which saves memory of its size.
     """
     needs, router_dx = NeedsGrad(*needs_grad), None
-    arguments = (indices, weights, permutation, e, needs, main_grad[1], delayed)
+    arguments = (indices, weights, permutation, e, needs, main_grad[1], delayed, into_preact)
     grads, dpreact = backward_down(ops, dy, x, preact, *arguments)
     if router is not None and grads.weights is not None:
         router_dx = router.backward_weights(grads.weights)
@@ -240,15 +243,17 @@ def backward_down(
     needs: NeedsGrad,
     main_grad: Sequence[Tensor],
     delayed: list[Callable[[], Tensor | None]] | None = None,
+    into_preact: bool = False,
 ) -> tuple[Gradients, Any]:
     """The first half of :func:`backward`: all gradients but those of x and up, and dpreact, for :func:`backward_up`.
 
-    ``main_grad``: that of down. ``delayed`` as there.
+    ``main_grad``: that of down. ``delayed`` and ``into_preact`` as there.
     """
     run: Callable[..., Any] = blockwise.backward_down if e.trains_fp8 else _backward_down
     shape, like = shape_of(e.down), e.down[0]
     wgrad = functools.partial(_wgrad, ops, "down", like=like, shape=shape, main_grad=main_grad, delayed=delayed)
-    gemms = run(ops, dy, preact, weights, permutation, e, needs.up_bias, wgrad if needs.down else None)
+    wgrad = wgrad if needs.down else None
+    gemms = run(ops, dy, preact, weights, permutation, e, needs.up_bias, wgrad, into_preact)
     dpreact, dprob, dw_down, dup_bias = gemms
     dweights = permutation.weights_of_slots(dprob) if needs.weights and dprob is not None else None
     ddown_bias = None
@@ -271,6 +276,7 @@ def _backward_down(
     e: Experts,
     needs_up_bias: bool,
     wgrad: Callable[[Callable[[], dict[str, Any]]], Tensor | None] | None,
+    into_preact: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Steps (1) to (3).
 
@@ -281,7 +287,10 @@ def _backward_down(
         dpreact (R, N); the gradients of the rows' weights, of down, and of up_bias, or None.
     """
     (experts, _, intermediate), count = shape_of(e.down), permutation.rows
-    dpreact, act = torch.empty_like(preact), preact.new_empty(count, intermediate)
+    # A CTA reads its tile of the pre-activation before it stores its tile of the gradient; rows of other experts in a
+    # tile are neither read nor stored.
+    dpreact = preact if into_preact else torch.empty_like(preact)
+    act = preact.new_empty(count, intermediate)
     # (1) Permute dy, as forward permutes x.
     dy_rows, gather_idx = permutation.operand(dy, 2 * intermediate >= PERMUTE_COLUMNS)
     # (2) down GEMM^T; the epilogue applies the router's weight and the activation's derivative at preact.

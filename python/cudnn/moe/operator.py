@@ -47,7 +47,7 @@ from cudnn.moe.parallel import (
 )
 from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import FEW, autocast_type, custom_op, in_type
+from cudnn.runtime.registration import FEW, autocast_type, custom_op, in_type, may_overwrite, needs_dispatch
 from cudnn.runtime.run import architecture
 from cudnn.runtime.vmap import one_by_one
 
@@ -585,10 +585,26 @@ def moe_mlp_bwd_primitive(
         zeros = _gradients_like(x, weights, experts, needs_grad, main_grad)
         return tuple(each.zero_() for each in zeros)  # pyright: ignore[reportReturnType]
     permutation = Permutation(offsets, gather_idx, scatter_idx, batch_invariant=batch_invariant)
-    gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
-    arguments = (gradient, x, preact, indices, weights, permutation, experts, needs_grad, main_grad)
-    grads = layer.backward(grouped_gemm_ops(x, experts), *arguments)
+    grads = _gradients(gradient, x, preact, indices, weights, permutation, experts, needs_grad, main_grad)
     return tuple(x.new_empty(0) if each is None else each for each in grads)  # pyright: ignore[reportReturnType]
+
+
+def _gradients(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    preact: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    permutation: Permutation,
+    e: Experts,
+    needs_grad: Sequence[bool],
+    main_grad: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    into_preact: bool = False,
+) -> layer.Gradients:
+    """The gradients of one slot or more; ``into_preact`` as of :func:`cudnn.moe.layer.backward`."""
+    gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
+    arguments = (gradient, x, preact, indices, weights, permutation, e, needs_grad, main_grad)
+    return layer.backward(grouped_gemm_ops(x, e), *arguments, into_preact=into_preact)
 
 
 def _gradients_like(
@@ -645,9 +661,20 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
         return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 6
     needs_x, needs_weights, *_, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:10]
     needs_grad = [needs_x, needs_weights, any(needs_up), any(needs_down), needs_up_bias, needs_down_bias]
-    rest = (*ctx.main_grad, ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8, ctx.batch_invariant, needs_grad)
-    arguments: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
-    grads = moe_mlp_bwd_primitive(gradient, *arguments)
+    experts = (up, down, up_bias, down_bias)
+    options = (ctx.activation, ctx.act_params, ctx.glu_layout, ctx.fp8)
+    x, preact, weights, indices, *sorted_by_expert = tensors
+    is_large = x.numel() > FEW and not needs_dispatch((gradient, x, *up, *down), False)
+    if is_large and may_overwrite(preact):  # launches of smaller ones are repeated
+        for buffer in (*ctx.main_grad[0], *ctx.main_grad[1]):
+            torch.autograd.graph.increment_version(buffer)
+        permutation = Permutation(*sorted_by_expert, batch_invariant=ctx.batch_invariant)
+        e, main_grad = Experts(*experts, *options), (ctx.main_grad[0], ctx.main_grad[1])
+        arguments = (x, preact, indices, weights, permutation, e, needs_grad, main_grad)
+        grads: Any = _gradients(gradient, *arguments, into_preact=True)
+    else:
+        arguments: Any = (*tensors, *experts, *ctx.main_grad, *options, ctx.batch_invariant, needs_grad)
+        grads = moe_mlp_bwd_primitive(gradient, *arguments)
     dx, dweights, dw_up, dw_down, *biases = (y if need else None for y, need in zip(grads, needs_grad, strict=True))
     matrices = zip((dw_up, dw_down), (up, down), ctx.main_grad, (needs_up, needs_down), strict=True)
     dw_lists = [

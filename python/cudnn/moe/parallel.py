@@ -29,7 +29,7 @@ from cudnn.moe.quantized_rows import QuantizedRows, Rows
 from cudnn.moe.quantizing import quantized_rows
 from cudnn.moe.routing import sort
 from cudnn.runtime.memory import aligned
-from cudnn.runtime.registration import once_differentiable
+from cudnn.runtime.registration import may_overwrite, once_differentiable
 
 _WHERE = "moe_mlp"
 
@@ -199,7 +199,8 @@ class _OverRanks(torch.autograd.Function):
         if permutation.rows:
             rows = received_rows(dy, e.receives_fp8_gradients), received_rows(tokens, e.receives_fp8(True))
             arguments = (*rows, preact, local, weights, permutation, e, needs_grad, main_grad)
-            grads = layer.backward(grouped_gemm_ops(d_out, e), *arguments, combine=False)
+            into_preact = may_overwrite(preact)
+            grads = layer.backward(grouped_gemm_ops(d_out, e), *arguments, combine=False, into_preact=into_preact)
         else:
             grads = _zero_gradients(d_out, weights, e, needs_grad, main_grad)
         dx, dweights = transport.combine(grads.x, scatter_idx, None, sent, grads.weights)

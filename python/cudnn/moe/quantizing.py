@@ -83,9 +83,9 @@ def quantized(x: Rows, scatter_idx: torch.Tensor | None = None, rows: int = 0) -
     return out, scales
 
 
-def empty_quantized(x: torch.Tensor, rows: int, columns: int) -> Pair:
-    """Memory for e4m3 rows and their scales, on x's device."""
-    out = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+def empty_quantized(x: torch.Tensor, rows: int, columns: int, out: torch.Tensor | None = None) -> Pair:
+    """Memory for e4m3 rows, unless it is ``out``, and their scales, on x's device."""
+    out = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn) if out is None else out
     return out, x.new_empty(rows, columns // BLOCK, dtype=torch.float32)
 
 

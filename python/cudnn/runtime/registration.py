@@ -249,17 +249,31 @@ def once_differentiable(
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return results
+            return backward(ctx, *gradients)
         # They lead to what they were made of, so that a gradient that is asked for by its tensors comes by here, too.
         sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
         make = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
         refuse = make(f"cudnn: {_TWICE}".encode(), len(results) + len(sources))
         return refuse(*(None if x is None else x.detach().requires_grad_() for x in results), *sources)[: len(results)]
 
     return call
+
+
+def may_overwrite(saved: torch.Tensor) -> bool:
+    """Whether the backward pass that calls this may overwrite a tensor that it saved: autograd frees the graph.
+
+    The tensor then counts as changed in place. If it is read again, as by a second try after an error, autograd raises.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)():
+        return False
+    torch.autograd.graph.increment_version(saved)
+    return True
 
 
 def differentiating() -> bool:
