@@ -16,7 +16,7 @@ def renamed_arguments(**new_names: str) -> Callable[[F], F]:
     pairs = tuple(new_names.items())
 
     def decorate(function: F) -> F:
-        name = function.__name__
+        name = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def with_old_names(*args: Any, **kwargs: Any) -> Any:

@@ -190,13 +190,13 @@ class AsyncCopies:
         if some.any():
             memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
         what = "global to shared cp.async"
-        machine.report.count_bytes(what, int(amount.sum()))
+        machine.report._count_bytes(what, int(amount.sum()))
         if race.on and len(lanes):
-            machine.report.count_conflicts(site, lanes, to, size)
+            machine.report._count_conflicts(site, lanes, to, size)
         if race.on and some.any():
             which, address = lanes[some], origin[some].astype(np.int64)
             blocks = machine.block_number(which)
-            machine.report.count_loads(what, which >> 5, blocks, address, size, cached=cached)
+            machine.report._count_loads(what, which >> 5, blocks, address, size, cached=cached)
         if machine.timeline.on:
             ends = {
                 warp: machine.timeline.copy(warp << 5, 32 * size, "cp.async") for warp in np.unique(lanes >> 5).tolist()

@@ -149,7 +149,7 @@ def read_all(
     rows, extent = (rows, k) if k_major else (k, rows)
     chunks = extent // 32 if packed_fp4 else extent * element // 16
     data = read_all_rows(memory, sources, rows, chunks, site, touches, k_major)
-    memory.report.count_bytes("shared matrix operands", data.nbytes)
+    memory.report._count_bytes("shared matrix operands", data.nbytes)
     if packed_fp4:
         raw = data.view(np.uint8)
         codes = np.stack([raw & 15, raw >> 4], -1)

@@ -260,15 +260,15 @@ class Memory:
         """
         for where, lanes, address in self.resolve(m, space, operand, total, site):
             self._aligned(address, total, lanes, where, site)
-            self.report.count_bytes(f"{where} {what}", len(lanes) * total)
+            self.report._count_bytes(f"{where} {what}", len(lanes) * total)
             if self.machine.race.on and where != "local":
                 if where == "shared" and what != "atomic":
-                    self.report.count_conflicts(site, lanes, address, total)
+                    self.report._count_conflicts(site, lanes, address, total)
                 if where == "global" and what == "load":
                     blocks = self.machine.block_number(lanes)
-                    self.report.count_loads("global load", lanes >> 5, blocks, address, total, cached=cached)
+                    self.report._count_loads("global load", lanes >> 5, blocks, address, total, cached=cached)
                 elif where == "global":
-                    self.report.count_sectors(f"global {what}", lanes >> 5, address, total)
+                    self.report._count_sectors(f"global {what}", lanes >> 5, address, total)
                 self.touch(site, where, lanes, address, total, what != "load", order, values)
             yield where, lanes, address
         if what != "load":

@@ -71,10 +71,10 @@ class WarpMatrices:
         addresses = memory.physical(givers, rows, 16, site)
         if (addresses & 15).any():
             raise Misaligned("matrix row address is not a multiple of 16", givers[(addresses & 15) != 0], site)
-        machine.report.count_bytes(f"shared {'store' if write else 'load'}", 16 * len(givers))
+        machine.report._count_bytes(f"shared {'store' if write else 'load'}", 16 * len(givers))
         if machine.race.on:
             machine.race.by_lanes(site, memory.shared_shadow, memory.shared_granules(addresses, 16), givers, write)
-            machine.report.count_conflicts(site, givers, addresses, 16)
+            machine.report._count_conflicts(site, givers, addresses, 16)
         return warps, addresses.reshape(len(warps), count, rows_per_matrix).transpose(1, 0, 2)
 
     def ldmatrix(

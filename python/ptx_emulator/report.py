@@ -180,26 +180,26 @@ class Launch:
         """The code of each finding."""
         return [finding.code for finding in self.findings]
 
-    def count_bytes(self, what: str, number: int) -> None:
+    def _count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
 
-    def count_sectors(self, what: str, warps: Array, address: Array, size: int) -> Array:
+    def _count_sectors(self, what: str, warps: Array, address: Array, size: int) -> Array:
         """Counts the distinct sectors of each warp for one instruction. Returns all (lanes, sectors of a lane)."""
         per = max(1, size // SECTOR)
         sectors = (address // SECTOR)[:, None] + np.arange(per)
         self.sectors[what] += len(np.unique((warps[:, None] << np.int64(44)) | sectors))
         return sectors
 
-    def count_loads(self, what: str, warps: Array, blocks: Array, address: Array, size: int, *, cached: bool) -> None:
+    def _count_loads(self, what: str, warps: Array, blocks: Array, address: Array, size: int, *, cached: bool) -> None:
         """Sectors of one instruction that reads; `cached`: whether the L1 cache can have them."""
         before = self.sectors[what]
-        sectors = self.count_sectors(what, warps, address, size)
+        sectors = self._count_sectors(what, warps, address, size)
         if cached:
             self.loaded.append(np.unique((blocks[:, None] << np.int64(44)) | sectors))
         else:
             self.past_l1 += self.sectors[what] - before
 
-    def count_rows(self, what: str, view: Array, address: int) -> None:
+    def _count_rows(self, what: str, view: Array, address: int) -> None:
         """Counts the sectors of each contiguous row of a box in global memory."""
         starts = np.full(1, address, np.int64)
         for count, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
@@ -247,7 +247,7 @@ class Launch:
             "write": self.sectors["global store"] + written,
         }
 
-    def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
+    def _count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
         """Wavefronts in addition to the one (two, four for 8- and 16-byte accesses) that every warp needs."""
         per_pass = {8: 16, 16: 8}.get(size, 32)
         if size > 16:

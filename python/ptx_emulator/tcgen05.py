@@ -252,7 +252,7 @@ class TensorMemory:
             self.check(block, first, int(column.max()) + 1, site, what)
         index = (blocks[:, None, None], lane0[:, None, None] + row, column0[:, None, None] + column)
         flat = warps.reshape(-1)
-        machine.report.count_bytes(f"tensor memory {'load' if action == 'ld' else 'store'}", 4 * len(flat) * count)
+        machine.report._count_bytes(f"tensor memory {'load' if action == 'ld' else 'store'}", 4 * len(flat) * count)
         if machine.race.on:
             granules = ((index[0] * LANES + index[1]) * COLUMNS + index[2]).reshape(len(flat), -1)
             self._move_shadow(site, granules, flat, action == "st")
@@ -362,7 +362,7 @@ class TensorMemory:
                     data = matrix.read_rows(machine.memory, block, descriptor, height, words // 4, site, touch)
                     self.touch(site, lane, issue, self.granules(block, to, column + np.arange(words)), True)
                     self.words[block, to, column : column + words] = data.view(u32)[rows]
-                    machine.report.count_bytes("shared to tensor memory", data.nbytes)
+                    machine.report._count_bytes("shared to tensor memory", data.nbytes)
 
             self.enqueue(lane, run)
 

@@ -53,19 +53,19 @@ class Timeline:
     Attributes:
         block: Its coordinates.
         runs, waits: By warp: instructions in a row, and waits at barriers or for asynchronous work.
-        copies, products: Asynchronous copies and MMAs from their issue to their end.
+        copies, mmas: Asynchronous copies and MMAs from their issue to their end.
     """
 
     block: tuple[int, int, int]
     runs: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     waits: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     copies: list[Span] = field(default_factory=list)
-    products: list[Span] = field(default_factory=list)
+    mmas: list[Span] = field(default_factory=list)
 
     @property
     def end(self) -> int:
         """The units from the first instruction to the last end."""
-        groups = [*self.runs.values(), *self.waits.values(), self.copies, self.products]
+        groups = [*self.runs.values(), *self.waits.values(), self.copies, self.mmas]
         return max((span.end for spans in groups for span in spans), default=1)
 
     def svg(self) -> str:
@@ -74,7 +74,7 @@ class Timeline:
         for warp in sorted({*self.runs, *self.waits}):
             spans = [("run", span) for span in self.runs[warp]] + [("wait", span) for span in self.waits[warp]]
             rows.append((f"warp {warp}", spans))
-        for kind, name, spans in (("copy", "copies", self.copies), ("mma", "MMA", self.products)):
+        for kind, name, spans in (("copy", "copies", self.copies), ("mma", "MMA", self.mmas)):
             for number, lane in enumerate(_lanes(spans)):
                 rows.append((name if number == 0 else "", [(kind, span) for span in lane]))
         scale, body = _WIDTH / self.end, []
@@ -203,7 +203,7 @@ class Recorder:
         block = int(self.machine.block_of[lane])
         start = max(int(self.clock[lane >> 5]), self.free[block])
         self.free[block] = start + max(1, multiply_adds // MULTIPLY_ADDS[what])
-        return self._add(lane, self.timeline.products, Span(start, self.free[block], what))
+        return self._add(lane, self.timeline.mmas, Span(start, self.free[block], what))
 
     def _add(self, lane: int, spans: list[Span], span: Span) -> int:
         if self._mine(lane >> 5):

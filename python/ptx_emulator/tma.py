@@ -108,7 +108,7 @@ class TMA:
             box = np.zeros(tensor.box[::-1], UNSIGNED[tensor.element])
             inside = self._box(tensor, where, lane, site)
             if inside is not None:
-                machine.report.count_rows("global to shared TMA", inside[0], inside[2])
+                machine.report._count_rows("global to shared TMA", inside[0], inside[2])
             if inside is None:  # an H200 faults if the tensor's base address is unmapped; a store does not
                 what = f"the beginning of a tensor, of a load wholly outside it at coordinates {where},"
                 memory.check_global(np.array([tensor.address]), 1, np.array([lane]), site, what)
@@ -199,7 +199,7 @@ class TMA:
         def run() -> None:
             machine.timeline.now = end
             data = fetch(issue, signals[0]).copy()
-            machine.report.count_bytes(what, size * len(blocks))
+            machine.report._count_bytes(what, size * len(blocks))
             if what == "global to shared bulk":
                 machine.report.sectors[what] += size // SECTOR
             for block, signal in zip(blocks, signals, strict=True):
@@ -256,9 +256,9 @@ class TMA:
                 continue
             done.add(key)
             inside = self._box(tensor, where, lane, site)
-            machine.report.count_bytes("shared to global TMA", tensor.box_bytes)
+            machine.report._count_bytes("shared to global TMA", tensor.box_bytes)
             if inside is not None:
-                machine.report.count_rows("shared to global TMA", inside[0], inside[2])
+                machine.report._count_rows("shared to global TMA", inside[0], inside[2])
                 self._send(
                     site,
                     lane,
@@ -288,7 +288,7 @@ class TMA:
             smem_address = int(memory.physical(np.array([lane]), source, count, site)[0])
             address = self._address(target, lane, count, site, "cp.async.bulk")
             self._bulk_check(lane, smem_address, address, count, site)
-            machine.report.count_bytes("shared to global bulk", count)
+            machine.report._count_bytes("shared to global bulk", count)
             machine.report.sectors["shared to global bulk"] += count // SECTOR
             view = bytes_at(address, count).view(dtype)
             rows = memory.global_granules(np.array([address]), count)

@@ -65,7 +65,7 @@ def test_tensor_cores_multiply_one_after_the_other() -> None:
 
     timeline = run(TILES, block=128, shared=TENSOR_SHARED, timeline=0).timeline
     assert timeline is not None
-    first, second = timeline.products
+    first, second = timeline.mmas
     assert first.end - first.start == 128 * 32 * 16 // MULTIPLY_ADDS["tcgen05.mma"]
     assert first.end <= second.start
     assert any(span.end == first.end for warp in range(4) for span in timeline.waits[warp])

@@ -21,7 +21,7 @@ from cudnn.fused.host import FusedAPI
 
 pytest.importorskip("ptx_emulator")
 NAMES = list(registry.packages())
-RELATED = {"offsets": ("wgrad",), "cum_seqlen_q": ("cum_seqlen_k", "choosing_ends")}
+RELATED = {"offsets": ("wgrad",), "cum_seqlen_q": ("cum_seqlen_k", "query_offsets")}
 """Tensors of which others have the sizes: a message may name those."""
 
 

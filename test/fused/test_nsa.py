@@ -91,7 +91,7 @@ def test_selection_backward(arch: str, is_causal: bool) -> None:
     del call["cum_seqlen_k_tensor"]
     before = tuple(torch.randn_like(arguments[x]) for x in "qkv") if is_causal else None
     if before:
-        call["added_to"] = tuple(x.clone() for x in before)
+        call["accumulate_into"] = tuple(x.clone() for x in before)
     actual = there(arch, NSA.selection_attention_backward_wrapper, **call, is_causal=is_causal)
     own = [x - y for x, y in zip(actual, before, strict=True)] if before else actual
     nsa.assert_differentiated(arguments | dict(zip(("dq", "dk", "dv"), own, strict=True)), c)
@@ -130,7 +130,7 @@ def test_selection_of_sequences_of_one_length(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
-def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transpose_selection(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences with 3, 0 and 5 rows, blocks of 2; lists with blocks twice, of the future, and none at all."""
     indices = torch.tensor([[0, 0], [1, -1], [1, 0], [2, 0], [7, 1], [0, 1], [0, 2], [2, 1]], dtype=torch.int32)[
         :, None
@@ -142,18 +142,56 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def by_block(is_causal: bool) -> list[list[int]]:
         arguments = {"block_indices": indices, "block_counts": counts, "cum_seqlen": ends}
-        rows, table = there(arch, NSA.choosing_rows, **arguments, block_size=2, is_causal=is_causal, part=2)
+        rows, table = there(arch, NSA.transpose_selection, **arguments, block_size=2, is_causal=is_causal, chunk_size=2)
         assert table[0].tolist() == [0, 0, 0]
         actual = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
-        parts = [max(-(-len(x) // 2), 1) for x in actual]
-        assert table[:, 1].diff().tolist() == parts
-        assert table[:, 2].diff().tolist() == [x if x > 1 else 0 for x in parts]
+        chunks = [max(-(-len(x) // 2), 1) for x in actual]
+        assert table[:, 1].diff().tolist() == chunks
+        assert table[:, 2].diff().tolist() == [x if x > 1 else 0 for x in chunks]
         return actual
 
     assert by_block(False) == [[0, 0, 2], [1, 2], [], [3, 6], [4, 7], [3, 7], []]  # sequence 2 begins with number 3
     assert by_block(True) == [[0, 0, 2], [2], [], [3, 6], [7], [7], []]
     indices, counts, ends = indices[:0], counts[:0], ends * 0
     assert by_block(False) == [[], [], []]
+
+
+def test_deprecated_names() -> None:
+    """Old names of functions and arguments warn and give the same results."""
+    arguments = nsa.selection_inputs(C, CHOICE)
+    lists = [arguments[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
+    expected = NSA.transpose_selection(*lists, 16, chunk_size=512, return_positions=True)
+    with pytest.warns(DeprecationWarning, match="use transpose_selection"):
+        actual = NSA.choosing_rows(*lists, 16, part=512, tells=True)
+    assert all(map(torch.equal, actual, expected))
+    with pytest.warns(DeprecationWarning, match=r"choosing_rows\(tells=...\) is deprecated: use return_positions"):
+        NSA.choosing_rows(*lists, 16, tells=True)
+
+    q, k, v, o = (arguments[x] for x in "qkvo")
+    lse, do, (indices, offsets, _) = torch.zeros_like(arguments["l"]), torch.randn_like(o), expected
+    grads = tuple(map(torch.zeros_like, (q, k, v)))
+    samples = (q, k, v, do, do, lse, *grads, *lists)
+    options = {"block_size": 16, "part": 512, "adds": True}
+    with pytest.warns(
+        DeprecationWarning, match=r"SelectionAttentionBackward\(part=...\) is deprecated: use chunk_size"
+    ):
+        backward: Any = NSA.SelectionAttentionBackward(
+            *samples, sample_choosing=indices, sample_choosing_ends=offsets, **options
+        )
+    assert (backward.chunk_size, backward.accumulate) == (512, True)
+    backward.compile()
+    with pytest.warns(DeprecationWarning, match="use query_offsets_tensor"):
+        backward.execute(*samples, choosing_tensor=indices, choosing_ends_tensor=offsets)
+    results = tuple(map(torch.zeros_like, grads))
+    wrapper: Any = NSA.selection_attention_backward_wrapper
+    with pytest.warns(DeprecationWarning, match="use accumulate_into"):
+        wrapper(q, k, v, do, do, lse, *lists, 16, added_to=results, chosen_by=(512, indices, offsets))
+    assert all(map(torch.equal, results, grads))
+    wrapper, sizes = NSA.topk_reduction_wrapper, {"k_value": 4, "selection_block_size": 16, "compress_stride": 4}
+    q, k = torch.randn(1, 2, 80, 64).half(), torch.randn(1, 1, 20, 64).half()
+    with pytest.warns(DeprecationWarning, match="use include_fixed_blocks"):
+        scores, blocks = wrapper(q, k, torch.zeros(1, 2, 80), **sizes, whole_lists=True)
+    assert blocks.shape[-1] == scores.shape[-1] + 4
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
@@ -317,7 +355,7 @@ def test_compression_and_top_k_in_one_are_both(arch: str) -> None:
     options = {x: call.pop(x) for x in ("k_value", "selection_block_size", "compress_stride")}
     expected, expected_lse = NSA.compression_attention_wrapper(**call, enable_lse=True)
     del call["v_tensor"]
-    _, lists = NSA.topk_reduction_wrapper(**call, lse_tensor=expected_lse, whole_lists=True, **options)
+    _, lists = NSA.topk_reduction_wrapper(**call, lse_tensor=expected_lse, include_fixed_blocks=True, **options)
     torch.testing.assert_close(o, expected, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, expected_lse[..., 0], atol=1e-5, rtol=1e-5)
     assert torch.equal(indices, lists)
@@ -536,18 +574,18 @@ def test_packed_values_of_rows_may_have_any_strides() -> None:
 def test_offsets_may_have_dimensions_of_one_element(shape: tuple[int, ...]) -> None:
     """In all parts; the log-sum-exp of selection is 0, its gradients are only compared with each other."""
     q, k, v = (torch.randn(rows, heads, 64).half() for rows, heads in ((80, 2), (20, 1), (20, 1)))
-    near, chosen, counts = torch.randn(80, 1, 64).half(), torch.zeros(80, 1, 2).int(), torch.ones(80, 1).int()
+    kv, blocks, counts = torch.randn(80, 1, 64).half(), torch.zeros(80, 1, 2).int(), torch.ones(80, 1).int()
     sizes = {"k_value": 4, "selection_block_size": 16, "compress_stride": 4}
 
     def results(*ends: torch.Tensor) -> list[torch.Tensor]:
         o, lse = NSA.compression_attention_wrapper(q, k, v, *ends, enable_lse=True)
-        lists = {"block_indices_tensor": chosen, "block_counts_tensor": counts, "cum_seqlen_q_tensor": ends[0]}
+        lists = {"block_indices_tensor": blocks, "block_counts_tensor": counts, "cum_seqlen_q_tensor": ends[0]}
         actual = (
             NSA.compression_attention_backward_wrapper(q, k, v, o, o, lse, *ends),
             NSA.topk_reduction_wrapper(q, k, lse, *ends, **sizes),
             NSA.compression_top_k_wrapper(q, k, v, *ends, **sizes),
-            NSA.selection_attention_wrapper(q, near, near, chosen, counts, *ends[:1] * 2, block_size=16),
-            NSA.selection_attention_backward_wrapper(q, near, near, o, o, 0 * lse, **lists, block_size=16),
+            NSA.selection_attention_wrapper(q, kv, kv, blocks, counts, *ends[:1] * 2, block_size=16),
+            NSA.selection_attention_backward_wrapper(q, kv, kv, o, o, 0 * lse, **lists, block_size=16),
         )
         return [o, lse, *(x for arguments in actual for x in arguments)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
+from cudnn.native_sparse_attention.selection.csr_transpose import transpose_selection
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
@@ -49,10 +49,10 @@ def run(configuration: Any, inputs: dict[str, Any], arch: str = "sm_90a") -> Non
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows choose up to ``chosen`` blocks of their sequence. ``spare`` rows behind the last one belong to none."""
+    """Rows select up to ``num_blocks`` blocks of their sequence. ``spare`` rows behind the last one belong to none."""
 
     lengths: tuple[int, ...]
-    chosen: int
+    num_blocks: int
     spare: int = 3
 
 
@@ -73,22 +73,22 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
         "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
         "workspace": torch.full((workspace_size([TILE_COUNT_SEMAPHORE], {}),), 77, dtype=torch.uint8),
     }
-    indices = torch.full((rows, c.key_heads, choice.chosen), 1 << 20, dtype=torch.int32)
+    indices = torch.full((rows, c.key_heads, choice.num_blocks), 1 << 20, dtype=torch.int32)
     counts = torch.zeros(rows, c.key_heads, dtype=torch.int32)
     for first, last in pairwise(inputs["cum_seqlen_q"].tolist()):
         blocks = -(-(last - first) // c.block)
         for row in range(first, last):
             for head in range(c.key_heads):
-                count = int(torch.randint(0, choice.chosen + 1, ()))
+                count = int(torch.randint(0, choice.num_blocks + 1, ()))
                 indices[row, head, :count] = torch.randint(0, blocks, (count,)).int()
                 counts[row, head] = count
     last = int(inputs["cum_seqlen_q"][-1])
     indices[last - 1, 0, :3] = torch.tensor([-1, 1 << 28, 0], dtype=torch.int32)  # two that do not exist
-    counts[last - 1, 0] = choice.chosen + 5
+    counts[last - 1, 0] = choice.num_blocks + 5
     for name in "qkv":
         inputs[name][last:] = math.nan
     if isinstance(c, SelectionConfiguration) and c.lse:
-        indices.masked_fill_(torch.arange(choice.chosen) >= counts[..., None], -1)
+        indices.masked_fill_(torch.arange(choice.num_blocks) >= counts[..., None], -1)
     return {**inputs, "block_indices": indices, "block_counts": counts}
 
 
@@ -146,10 +146,10 @@ def gated_inputs(c: GatedSelectionConfiguration, choice: Choice, window: int) ->
     lse = torch.full((len(choice.lengths), c.heads, max(choice.lengths)), math.nan)
     return inputs | {
         "compressed": torch.randn_like(inputs["o"]),
-        "near": inputs["o"].clone(),
+        "windowed": inputs["o"].clone(),
         "selected": inputs["o"].clone(),
         "gates": torch.rand(*inputs["o"].shape[:2], 3).to(getattr(torch, c.gates)),
-        "near_lse": lse,
+        "windowed_lse": lse,
         "window": window,
     }
 
@@ -158,12 +158,12 @@ def assert_gated(inputs: dict[str, Any], c: GatedSelectionConfiguration, *_: Any
     """The sum of branches that were rounded, and those that the kernel computes. Spare rows are left alone."""
     rows, eps = int(inputs["cum_seqlen_q"][-1]), torch.finfo(inputs["o"].dtype).eps
     for number, (first, last) in enumerate(pairwise(inputs["cum_seqlen_q"].tolist())):
-        q, k, v, near = (inputs[x][first:last].double().transpose(0, 1) for x in ("q", "k", "v", "near"))
+        q, k, v, windowed = (inputs[x][first:last].double().transpose(0, 1) for x in ("q", "k", "v", "windowed"))
         seen = band(last - first, last - first, inputs["window"] - 1, 0)
         expected = attend(q, k, v, seen, scale=inputs["scale_softmax"])
-        error = (near - expected.o).norm(dim=2)
+        error = (windowed - expected.o).norm(dim=2)
         assert bool((error <= 2 * eps * expected.o.norm(dim=2) + 1e-6).all())
-        lse = inputs["near_lse"][number].double()
+        lse = inputs["windowed_lse"][number].double()
         assert lse[:, last - first if c.save_for_backward else 0 :].isnan().all()
         if c.save_for_backward:
             torch.testing.assert_close(lse[:, : last - first], expected.lse, rtol=1e-5, atol=1e-5)
@@ -171,7 +171,7 @@ def assert_gated(inputs: dict[str, Any], c: GatedSelectionConfiguration, *_: Any
     if c.save_for_backward:
         assert_selected({**inputs, "o": inputs["selected"]}, c)
         own = inputs["selected"][:rows].double()
-    branches = (inputs["compressed"][:rows].double(), own, inputs["near"][:rows].double())
+    branches = (inputs["compressed"][:rows].double(), own, inputs["windowed"][:rows].double())
     gates = inputs["gates"][:rows].double().unbind(-1)
     expected = sum(x * g[..., None] for x, g in zip(branches, gates, strict=True))
     slack = eps * expected.abs() + (
@@ -257,10 +257,10 @@ def by_blocks_inputs(c: SelectionKVOuterConfiguration, choice: Choice, first: in
     inputs = selection_inputs(SelectionConfiguration(*astuple(c)[:6], causal=c.causal), choice)
     lists = [inputs[x] for x in ("block_indices", "block_counts", "cum_seqlen_q")]
     entries = lists[0].shape[0] * lists[0].shape[2] * some
-    turned = choosing_rows(*lists, c.block, c.causal, c.list_chunk, True)
+    turned = transpose_selection(*lists, c.block, c.causal, c.list_chunk, True)
     return (
         inputs
-        | dict(zip(("choosing", "choosing_ends", "entry_positions"), turned, strict=True))
+        | dict(zip(("query_indices", "query_offsets", "entry_positions"), turned, strict=True))
         | {
             "o_partial": torch.full((entries, c.group, c.head_dim_v), math.nan, dtype=inputs["o"].dtype),
             "partial_stats": torch.full((entries, c.group, 2), math.nan),
@@ -388,17 +388,17 @@ def assert_ranked(inputs: dict[str, Any], c: Any, ranking: Ranking, ties: bool =
                 missing = c.count - len(best)
                 expected = torch.tensor(best + [-math.inf] * missing)
                 listed = parts["topk_indices"][head, row].tolist()
-                always, chosen = listed[: c.num_fixed], listed[c.num_fixed :]
-                own = torch.tensor([scores[b] for b in chosen[: len(best)]] + [-math.inf] * missing)
+                always, top_k = listed[: c.num_fixed], listed[c.num_fixed :]
+                own = torch.tensor([scores[b] for b in top_k[: len(best)]] + [-math.inf] * missing)
                 actual = parts["topk_scores"][head, row] if "topk_scores" in parts else own
                 newest = range(max((row + 1) // c.block - 2, 1), row // c.block + 1)
                 assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.full_list else [])
                 torch.testing.assert_close(actual, expected, rtol=1e-4, atol=0)
-                assert chosen[len(best) :] == [-1] * missing
-                assert len(set(chosen)) == len(best) + (missing > 0)
+                assert top_k[len(best) :] == [-1] * missing
+                assert len(set(top_k)) == len(best) + (missing > 0)
                 torch.testing.assert_close(actual, own, rtol=1e-4, atol=0)
                 equal = [b for b in blocks if b % 2 and b < keys // share] if ties else []
-                listed = [b for b in chosen if b in equal]
+                listed = [b for b in top_k if b in equal]
                 assert listed == equal[: len(listed)]
                 found_any += len(best)
     assert found_any
@@ -521,8 +521,8 @@ def selection_backward_inputs(c: SelectionBackwardConfiguration, choice: Choice)
     for name in "qkv":
         inputs[f"d{name}"] = torch.full_like(inputs[name], math.nan)
     lists = (inputs["block_indices"], inputs["block_counts"], inputs["cum_seqlen_q"])
-    inputs["choosing"], inputs["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.list_chunk)
-    size = workspace_size(c.slots(), {"s": inputs["q"].shape[0], "choices": inputs["choosing"].shape[0]})
+    inputs["query_indices"], inputs["query_offsets"] = transpose_selection(*lists, c.block, c.causal, c.list_chunk)
+    size = workspace_size(c.slots(), {"s": inputs["q"].shape[0], "list_entries": inputs["query_indices"].shape[0]})
     return {**inputs, "workspace": torch.full((size,), 255, dtype=torch.uint8)}
 
 

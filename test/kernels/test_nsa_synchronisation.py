@@ -15,7 +15,7 @@ import torch
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn.native_sparse_attention import reference  # noqa: E402
-from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows  # noqa: E402
+from cudnn.native_sparse_attention.selection.csr_transpose import transpose_selection  # noqa: E402
 from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
 from cudnn_kernels.attention.sparse import (  # noqa: E402
@@ -42,7 +42,7 @@ def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
     """Arguments of the second pass of turning lists around, after the first, in PyTorch, and what it has to find."""
     kwargs = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
     indices, counts, ends = kwargs["block_indices"], kwargs["block_counts"], kwargs["cum_seqlen_q"]
-    rows, table = choosing_rows(indices, counts, ends, c.block, c.causal)
+    rows, table = transpose_selection(indices, counts, ends, c.block, c.causal)
     begins, warps = table[:, 0].tolist(), -(-len(indices) // c.rows)
     places = torch.empty(len(begins) - 1, warps, dtype=torch.int32)
     for block, (first, last) in enumerate(pairwise(begins)):
@@ -53,13 +53,13 @@ def sorted_rows(c: CsrTransposeConfiguration, choice: Choice) -> dict[str, Any]:
         "cum_seqlen": ends,
         "positions": places,
         "stream": 0,
-        "choosing": torch.full_like(rows, -7),
+        "query_indices": torch.full_like(rows, -7),
         "expected": rows[: begins[-1]],
     }
 
 
 def assert_sorted(kwargs: dict[str, Any], *_: Any) -> None:
-    assert torch.equal(kwargs["choosing"][: len(kwargs["expected"])], kwargs["expected"])
+    assert torch.equal(kwargs["query_indices"][: len(kwargs["expected"])], kwargs["expected"])
 
 
 def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def moe_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
 
 def nsa_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
     operators = torch.ops.cudnn
-    t, small, d, scale, block, stride, count, near = 64, 8, 64, 0.25, 16, 8, 1, 24
+    t, small, d, scale, block, stride, count, window_size = 64, 8, 64, 0.25, 16, 8, 1, 24
     (q, o, do), (k, v), (ck, cv) = (
         [torch.randn(r, h, d) for _ in range(n)] for r, h, n in ((t, 4, 3), (t, 2, 2), (small, 2, 2))
     )
@@ -289,30 +289,30 @@ def nsa_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
     ends, few = (torch.tensor([0, rows], dtype=torch.int32) for rows in (t, small))
     lists = torch.zeros(t, 2, 4, dtype=torch.int32)
     row, some = 2 * t * 4 * d, 4 * block
-    choice, window = (count, block, stride, t), (near, t)
+    choice, window = (count, block, stride, t), (window_size, t)
     yield "nsa_compression", lambda: operators.nsa_compression(q, ck, cv, ends, few, scale), 2 * row * small
     back = (do, q, ck, cv, o, lse, ends, few, scale)
     yield "nsa_compression_bwd", lambda: operators.nsa_compression_bwd(*back), 5 * row * small
     half = [x.half() for x in (q, ck, cv)]
-    chosen = (*half, ends, few, scale, *choice)
-    yield "nsa_compression_top_k", lambda: operators.nsa_compression_top_k(*chosen), 3 * row * small
+    top_k = (*half, ends, few, scale, *choice)
+    yield "nsa_compression_top_k", lambda: operators.nsa_compression_top_k(*top_k), 3 * row * small
     yield "nsa_top_k", lambda: operators.nsa_top_k(*half[:2], lse, ends, few, scale, count, block, stride), row * small
     yield "nsa_selection", lambda: operators.nsa_selection(q, k, v, lists, ends, scale, block), 2 * row * some
     picked = (do, q, k, v, o, lse, lists, ends, scale, block)
     yield "nsa_selection_bwd", lambda: operators.nsa_selection_bwd(*picked), 5 * row * some
-    yield "nsa_window", lambda: operators.nsa_window(q, k, v, ends, scale, *window), 2 * row * near
+    yield "nsa_window", lambda: operators.nsa_window(q, k, v, ends, scale, *window), 2 * row * window_size
     last = (do, q, k, v, *operators.nsa_window(q, k, v, ends, scale, *window), ends, scale, *window)
-    yield "nsa_window_bwd", lambda: operators.nsa_window_bwd(*last), 5 * row * near
+    yield "nsa_window_bwd", lambda: operators.nsa_window_bwd(*last), 5 * row * window_size
     both = (q, k, v, o, gates, lists, ends, ends, scale, block, *window)
-    yield "nsa_gated_selection", lambda: operators.nsa_gated_selection(*both), 2 * row * (some + near)
+    yield "nsa_gated_selection", lambda: operators.nsa_gated_selection(*both), 2 * row * (some + window_size)
     yield "nsa_gates", lambda: operators.nsa_gates(o, o, o, gates), 0
     yield "nsa_gates_bwd", lambda: operators.nsa_gates_bwd(do, o, o, o, gates), 0
-    sizes = {"block_size": block, "selected_blocks": 5, "window_size": near, "compress_stride": stride}
+    sizes = {"block_size": block, "selected_blocks": 5, "window_size": window_size, "compress_stride": stride}
     five = 5 * block
     leaves = [x.clone().requires_grad_() for x in (q, k, v, ck, cv)]
     attend = functools.partial(ops.nsa_attention, *leaves, gates, ends, few, **sizes)
-    yield "nsa_branches", attend, row * (3 * small + 2 * (five + near))
-    yield "nsa_branches_bwd", attend().sum().backward, 5 * row * (small + five + near)
+    yield "nsa_branches", attend, row * (3 * small + 2 * (five + window_size))
+    yield "nsa_branches_bwd", attend().sum().backward, 5 * row * (small + five + window_size)
 
 
 def other_calls() -> Iterator[tuple[str, Callable[[], Any], int]]:

@@ -76,7 +76,11 @@ def dense(
         n, row, blocks = last - first, torch.arange(last - first)[:, None], -(-(last - first) // block)
         by_keys = attend(q, ck, cv, torch.arange(stop - start) < (row + 1) // (n // (stop - start)))
         shares = by_keys.weights.detach().unflatten(0, (len(k), -1)).sum(1)
-        lists = [chosen(p, options) for p in shares] if block_indices is None else block_indices[first:last].unbind(1)
+        lists = (
+            [selected_blocks(p, options) for p in shares]
+            if block_indices is None
+            else block_indices[first:last].unbind(1)
+        )
         seen = [torch.zeros(n, blocks + 1).bool().scatter_(1, x.long() % (blocks + 1), True)[:, :-1] for x in lists]
         mask = torch.stack(seen).repeat_interleave(block, 2)[..., :n].tril().repeat_interleave(len(q) // len(k), 0)
         parts = (by_keys.o, attend(q, k, v, mask).o, attend(q, k, v, band(n, n, options["window_size"] - 1, 0)).o)
@@ -84,7 +88,7 @@ def dense(
     return torch.cat(results)
 
 
-def chosen(p: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
+def selected_blocks(p: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
     """The list of every row, from the probabilities of compressed keys: the first, the newest and the best blocks."""
     n, count, block = p.shape[0], options["selected_blocks"], options["block_size"]
     share, lists = block // options["compress_stride"], torch.full((n, count), -1)

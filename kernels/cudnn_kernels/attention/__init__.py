@@ -202,12 +202,12 @@ class BackwardConfiguration(AttentionConfiguration):
     exchange dS through distributed shared memory. ``deterministic``: a semaphore orders the additions to dQ by n_block.
     ``v_in_registers``: V is a register operand of dP = V dO^T, not one in shared memory; not with ``pair``. ``split``:
     the m_blocks of each of the last ``split`` n_blocks are split among ``parts`` CTAs (or pairs). ``shared_dq_accum``:
-    dQ's accumulator is in the workspace of another pass, and this pass "adds" to it or, if one n_block covers all keys,
-    "stores" it. ``dynamic_scheduler``: persistent CTAs take n_blocks from an atomic counter; not with ``pair`` or
-    ``dq_swap_ab``. ``dlse``: there is a gradient of the LSE. ``sink``: the forward pass had a sink; dsink is its
-    gradient. ``longest_first``: n_blocks of a varlen batch start in the order of their steps; not with ``split``.
-    ``one_direction``: all sections of heads have the order of the first, so that the order of additions does not
-    depend on the number of heads.
+    dQ's accumulator is in the workspace of another pass. This pass accumulates to it ("accumulate") or, if one n_block
+    covers all keys, stores it ("store"). ``dynamic_scheduler``: persistent CTAs take n_blocks from an atomic counter;
+    not with ``pair`` or ``dq_swap_ab``. ``dlse``: there is a gradient of the LSE. ``sink``: the forward pass had a
+    sink; dsink is its gradient. ``longest_first``: n_blocks of a varlen batch start in the order of their steps; not
+    with ``split``. ``one_direction``: all sections of heads have the order of the first, so that the order of additions
+    does not depend on the number of heads.
     """
 
     pair: bool = False

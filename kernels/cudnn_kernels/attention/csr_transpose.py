@@ -34,7 +34,7 @@ class CsrTranspose(Kernel):
             arguments["block_counts"],
             arguments["cum_seqlen"],
             arguments["positions"],
-            arguments.get("choosing"),
+            arguments.get("query_indices"),
             arguments.get("entry_positions"),
         ).launch(
             grid=[cute.ceil_div(warps, WARPS), indices.shape[1], 1],

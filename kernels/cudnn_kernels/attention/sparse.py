@@ -45,7 +45,7 @@ class SharedHeads:
 def block_lists(heads: str | int, cu_seqlens_name: str) -> tuple[Tensor, ...]:
     """The selected block indices and their counts, of each row and head of K, and the cumulative sequence lengths."""
     return (
-        Tensor("block_indices", "int32", ("s", heads, "chosen"), (None, None, 1), align=4),
+        Tensor("block_indices", "int32", ("s", heads, "list_len"), (None, None, 1), align=4),
         Tensor("block_counts", "int32", ("s", heads), (None, None), align=4),
         vector(cu_seqlens_name, "int32", "ends"),
     )
@@ -143,7 +143,7 @@ class SelectionConfiguration(Selected):
 class GatedSelectionConfiguration(SelectionConfiguration):
     """O is the gated sum of NSA's branches; ``gates`` is the type of the gates.
 
-    The ``compressed`` branch is an input. ``near`` is memory for the sliding window's O of ``window`` keys. With
+    The ``compressed`` branch is an input. ``windowed`` is memory for the sliding window's O of ``window`` keys. With
     ``save_for_backward``, there are its LSE, selection's O (``selected``) and LSE, too.
     """
 
@@ -160,7 +160,7 @@ class GatedSelectionConfiguration(SelectionConfiguration):
         return (
             *self.matrices("q", "k", "v", "o"),
             Tensor("compressed", self.dtype, *branch),
-            Tensor("near", self.dtype, *branch),
+            Tensor("windowed", self.dtype, *branch),
             Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
             *[x for x in self.saved_tensors() if self.save_for_backward],
             *self.lists,
@@ -172,10 +172,10 @@ class GatedSelectionConfiguration(SelectionConfiguration):
         )
 
     def saved_tensors(self) -> tuple[Tensor, ...]:
-        """What the backward needs: ``near_lse`` is (sequence, head, position in the sequence)."""
-        near = Tensor("near_lse", "float32", ("sequences", self.heads, "longest"), (None, None, 1), align=4)
+        """What the backward needs: ``windowed_lse`` is (sequence, head, position in the sequence)."""
+        windowed = Tensor("windowed_lse", "float32", ("sequences", self.heads, "longest"), (None, None, 1), align=4)
         selected = Tensor("selected", self.dtype, ("s", self.heads, self.head_dim_v), (None, None, 1))
-        return near, selected, *self.sums
+        return windowed, selected, *self.sums
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ LIST_CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class PartSums:
+class PartialSums:
     """A region of the workspace: float32 partial dK and dV for each chunk of lists that have several.
 
     ``width`` values for each of 64 keys, in ``times`` key tiles of a block.
@@ -207,24 +207,24 @@ class PartSums:
     times: int
 
     def bytes(self, sizes: Sizes) -> Any:
-        return sizes["choices"] * 2 // self.list_chunk * (64 * self.width * 4 * self.times)
+        return sizes["list_entries"] * 2 // self.list_chunk * (64 * self.width * 4 * self.times)
 
 
 @dataclass(frozen=True)
 class SelectionBackwardConfiguration(Selected):
     """Backward: dQ query-stationary, then dK and dV KV-stationary, from transposed block lists.
 
-    ``tile`` and ``stages`` are those of dQ, as in the forward. The rows that selected block b of head h of K are
-    ``choosing`` from ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences:
-    sequence i has the blocks from ``cum_seqlen_q[i] / block + i`` on. Lists are processed in chunks of ``list_chunk``
-    rows; the other columns of ``choosing_ends`` count chunks, and chunks of lists that have several. ``adds``:
-    gradients are added to what their tensors hold.
+    ``tile`` and ``stages`` are those of dQ, as in the forward. The query rows that select block b of head h of K are
+    ``query_indices`` from ``query_offsets[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all
+    sequences: sequence i has the blocks from ``cum_seqlen_q[i] / block + i`` on. Lists are processed in chunks of
+    ``list_chunk`` rows; the other columns of ``query_offsets`` count chunks, and chunks of lists that have several.
+    ``accumulate``: gradients are added to what their tensors hold.
     """
 
     tile: tuple[int, int] = (128, 64)
     stages: int = 4
     list_chunk: int = LIST_CHUNK
-    adds: bool = False
+    accumulate: bool = False
 
     kernel = "selection_backward:SelectionBackward"
 
@@ -245,8 +245,8 @@ class SelectionBackwardConfiguration(Selected):
             *self.row_values("lse"),
             *self.matrices("dq", "dk", "dv"),
             *block_lists(self.key_heads, "cum_seqlen_q"),
-            vector("choosing", "int32", "choices"),
-            Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
+            vector("query_indices", "int32", "list_entries"),
+            Tensor("query_offsets", "int32", ("blocks", 3), (3, 1), align=4),
             Scalar("scale_softmax", "float32"),
             NUM_SMS,
             Workspace(self.regions()),
@@ -255,7 +255,7 @@ class SelectionBackwardConfiguration(Selected):
 
     def regions(self) -> tuple[Any, ...]:
         """The regions of the workspace."""
-        sums = PartSums("part_sums", self.list_chunk, self.head_dim + self.head_dim_v, -(-self.block // 64))
+        sums = PartialSums("partial_sums", self.list_chunk, self.head_dim + self.head_dim_v, -(-self.block // 64))
         return HeadValues("head_values", self.key_heads, self.padded_group), sums
 
 
@@ -280,9 +280,9 @@ class SelectionKVOuterConfiguration(Selected):
             *self.matrices("q", "k", "v", "o"),
             *self.row_values("l", "m"),
             vector("cum_seqlen_q", "int32", "ends"),
-            vector("choosing", "int32", "choices"),
-            Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4),
-            Tensor("entry_positions", "int32", ("s", self.key_heads, "chosen"), (None, None, 1), align=4),
+            vector("query_indices", "int32", "list_entries"),
+            Tensor("query_offsets", "int32", ("blocks", 3), (3, 1), align=4),
+            Tensor("entry_positions", "int32", ("s", self.key_heads, "list_len"), (None, None, 1), align=4),
             Tensor("o_partial", self.dtype, ("entries", self.group, self.head_dim_v), (None, None, 1)),
             Tensor("partial_stats", "float32", ("entries", self.group, 2), (None, None, 1), align=4),
             Scalar("scale_softmax", "float32"),
@@ -312,8 +312,8 @@ class CsrTransposeConfiguration:
         return (
             *block_lists("hk", "cum_seqlen"),
             Tensor("positions", "int32", ("blocks", "warps"), (None, 1), align=4),
-            *[vector("choosing", "int32", "choices")] * self.writes_rows,
-            *[Tensor("entry_positions", "int32", ("s", "hk", "chosen"), (None, None, 1), align=4)]
+            *[vector("query_indices", "int32", "list_entries")] * self.writes_rows,
+            *[Tensor("entry_positions", "int32", ("s", "hk", "list_len"), (None, None, 1), align=4)]
             * self.writes_positions,
             Stream(),
         )
@@ -404,7 +404,7 @@ class CompressionTopKConfiguration(SharedHeads):
         )
 
 
-BRANCHES = ("compressed", "selected", "near")
+BRANCHES = ("compressed", "selected", "windowed")
 """The branches of NSA: compression, selection, sliding window."""
 
 
@@ -435,11 +435,11 @@ class GateConfiguration:
 class BranchGradientsConfiguration:
     """The gradients of gates, branches, window and compression; dQ is the sum of the latter two's.
 
-    ``near`` is the configuration of the window's kernel; compression's has the same tile and runs first. ``gates`` is
-    their type. ``one_block``: all compressed keys are one n_block that all m_blocks see.
+    ``windowed`` is the configuration of the window's kernel; compression's has the same tile and runs first. ``gates``
+    is their type. ``one_block``: all compressed keys are one n_block that all m_blocks see.
     """
 
-    near: BackwardConfiguration
+    windowed: BackwardConfiguration
     gates: str
     one_block: bool = False
 
@@ -448,14 +448,14 @@ class BranchGradientsConfiguration:
     @property
     def compressed(self) -> CompressionBackwardConfiguration:
         """The configuration of compression's kernel."""
-        c, shared_dq_accum = self.near, "stores" if self.one_block else "adds"
+        c, shared_dq_accum = self.windowed, "store" if self.one_block else "accumulate"
         return CompressionBackwardConfiguration(
             c.dtype, c.head_dim, c.head_dim_v, c.tile, c.varlen, shared_dq_accum=shared_dq_accum
         )
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels: ``out`` is the gradient of the sum."""
-        c = self.near
+        c = self.windowed
         p, keys = c.varlen, {"k": c.head_dim, "v": c.head_dim_v, "dk": c.head_dim, "dv": c.head_dim_v}
         compressed_widths = {f"compressed_{x}": width for x, width in keys.items()}
         rows = dict.fromkeys((*BRANCHES, "out", *(f"d_{x}" for x in BRANCHES)), c.head_dim_v)
@@ -466,7 +466,7 @@ class BranchGradientsConfiguration:
             *head_tensors(p, c.dtype, "sc", "hk", compressed_widths),
             *head_tensors(p, self.gates, "sq", "hq", gates, FORMATS[self.gates].bits // 8),
             row_values(p, "compressed_lse"),
-            Tensor("near_lse", "float32", ("sequences", "hq", "longest"), (None, None, 1), align=4),
+            Tensor("windowed_lse", "float32", ("sequences", "hq", "longest"), (None, None, 1), align=4),
             *cu_seqlens(p),
             *[vector("cum_seqlen_compressed", "int32", "ends")] * p,
             Scalar("scale_softmax", "float32"),

@@ -152,11 +152,11 @@ class WarpgroupMma:
         acc: cute.Tensor,
         a: Any,
         b: Any,
-        adds: bool,
+        accumulate: bool,
         k_blocks: slice = slice(None),
         between: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Issues the MMA, accumulating to ``acc`` if ``adds``, for some of its ``k_blocks``, and commits it as a group.
+        """Issues the MMA for some of its ``k_blocks`` and commits it as a group. ``accumulate``: to what ``acc`` has.
 
         A warp can issue only a few wgmma before it waits for the first, so the callbacks ``between`` run interleaved
         with them.
@@ -164,7 +164,7 @@ class WarpgroupMma:
         mma, chosen, done = self.mma(), range(cute.size(a, mode=[2]))[k_blocks], 0
         if chosen.start == 0:  # later k blocks follow without register accesses in between
             warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, adds)
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         for issued, k in enumerate(chosen, 1):
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)

@@ -88,7 +88,7 @@ class Umma:
         return cute.make_tensor(address, fragment.layout)[None, None, None, 0]
 
     def issue(
-        self, acc: cute.Pointer, a: cute.Tensor, stages: cute.Tensor, stage: Any, adds: Any, block: int = 0
+        self, acc: cute.Pointer, a: cute.Tensor, stages: cute.Tensor, stage: Any, accumulate: Any, block: int = 0
     ) -> None:
         """Issues the MMA of a block of ``depth`` elements of A with a stage of B, (columns, depth, stages)."""
         mma, shape, count = self.mma(), (LANES, self.columns, self.depth), cute.size(stages, mode=[2])
@@ -96,7 +96,7 @@ class Umma:
         b = mma.make_fragment_B(cute.make_tensor(stages.iterator, layout.outer))
         acc = cute.make_tensor(acc, mma.make_fragment_C(mma.partition_shape_C((LANES, self.columns))).layout)
         k_blocks = self.depth * self.dtype.width // 256  # instructions: each takes 32 bytes along k
-        mma.set(tcgen05.Field.ACCUMULATE, adds)
+        mma.set(tcgen05.Field.ACCUMULATE, accumulate)
         for k in range(k_blocks):
             cute.gemm(mma, acc, a[None, None, block * k_blocks + k], b[None, None, k, stage], acc)
             mma.set(tcgen05.Field.ACCUMULATE, True)

@@ -716,7 +716,7 @@ class AttentionBackward(Backward):
                     else:
                         self.bulk_store(gmem_ptr, smem_ptr, num_bytes, True)
                 else:
-                    self.bulk_store(gmem_ptr, smem_ptr, num_bytes, c.shared_dq_accum != "stores")
+                    self.bulk_store(gmem_ptr, smem_ptr, num_bytes, c.shared_dq_accum != "store")
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(empty)

@@ -41,33 +41,33 @@ class BranchGradients(Kernel):
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernels on arguments by name."""
-        c, near = self.c, self.c.near
-        is_varlen = near.varlen
+        c, windowed = self.c, self.c.windowed
+        is_varlen = windowed.varlen
         cu_seqlens = arguments.get("cum_seqlen_q")
         scale = arguments["scale_softmax"]
         stream = arguments["stream"]
         dq = seqlen_info.as_sdhb(arguments["dq"], is_varlen)
-        window_args = {**arguments, "do": arguments["d_near"]}
+        window_args = {**arguments, "do": arguments["d_windowed"]}
         compressed_args = {**arguments, "do": arguments["d_compressed"], "workspace": arguments["compressed_workspace"]}
         compressed_args |= {x: arguments["compressed_" + x] for x in ("k", "v", "dk", "dv")}
         if const_expr(is_varlen):
             compressed_args["cum_seqlen_k"] = arguments["cum_seqlen_compressed"]
-        window_workspace = make_workspace(near, window_args)
+        window_workspace = make_workspace(windowed, window_args)
         compressed_workspace = make_workspace(c.compressed, compressed_args)
         dq_accum = compressed_workspace.dq_accum = window_workspace.dq_accum
         BranchPreprocess(c).launch_on(arguments, compressed_workspace, window_workspace)
         CompressionBackward(c.compressed).launch_main(compressed_args, compressed_workspace)
-        AttentionBackward(near).launch_main(window_args, window_workspace)
-        ConvertDQ(near).launch(dq_accum, None, dq, cu_seqlens, scale, stream)
+        AttentionBackward(windowed).launch_main(window_args, window_workspace)
+        ConvertDQ(windowed).launch(dq_accum, None, dq, cu_seqlens, scale, stream)
 
 
 class BranchPreprocess(FlashBwdPreprocess):
     """Gradients of gates and branches, and :class:`FlashBwdPreprocess`'s row values of compression and window."""
 
     def __init__(self, configuration: BranchGradientsConfiguration) -> None:
-        super().__init__(configuration.near)
+        super().__init__(configuration.windowed)
         self.gate_dtype = DTYPES[configuration.gates]
-        self.zeroes_dq_accum = configuration.compressed.shared_dq_accum == "adds"
+        self.zeroes_dq_accum = configuration.compressed.shared_dq_accum == "accumulate"
 
     def launch_on(self, arguments: Mapping[str, Any], *workspaces: BwdWorkspace) -> None:
         """On a call's arguments by name."""
@@ -78,7 +78,7 @@ class BranchPreprocess(FlashBwdPreprocess):
         out, gates, d_gates = (seqlen_info.as_sdhb(arguments[x], is_varlen) for x in ("out", "gates", "d_gates"))
         lse = [
             seqlen_info.lse_view(arguments["compressed_lse"], is_varlen, False),
-            seqlen_info.lse_view(arguments["near_lse"], False),
+            seqlen_info.lse_view(arguments["windowed_lse"], False),
         ]
         stats, dq_accum = [(x.lse_log2, x.dpsum) for x in workspaces], workspaces[1].dq_accum
         rows = workspaces[1].dpsum.shape

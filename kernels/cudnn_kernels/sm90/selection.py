@@ -227,7 +227,9 @@ class GatedSelection(Selection):
     """
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
-        tensors = tuple(arguments.get(x) for x in ("o", "compressed", "near", "gates", "near_lse", "selected", "lse"))
+        tensors = tuple(
+            arguments.get(x) for x in ("o", "compressed", "windowed", "gates", "windowed_lse", "selected", "lse")
+        )
         scale_log2, semaphore_memory = arguments["scale_softmax"] * softmax.LOG2_E, arguments["workspace"].iterator
         self.launch_query_tiles(
             self.gated_selection, arguments, tensors, scale_log2, semaphore_memory, arguments["window"]

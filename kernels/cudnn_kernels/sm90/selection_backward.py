@@ -58,7 +58,7 @@ class SelectionBackward(SparseKVBlock):
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         s, q = self.b, arguments["q"]
-        num_entries, list_ends = arguments["choosing"].shape[0], arguments["choosing_ends"]
+        num_entries, list_ends = arguments["query_indices"].shape[0], arguments["query_offsets"]
         tiles_per_block = -(-s.block // WGMMA_M)
         partials_per_thread = (s.head_dim + s.head_dim_v) // (2 * s.num_dkv_warpgroups)
         pointers = workspace_pointers(s.slots(), arguments, s.regions())
@@ -67,7 +67,7 @@ class SelectionBackward(SparseKVBlock):
             for x, shape in (
                 ("head_values", (self.padded, 2, s.key_heads, q.shape[0] + 1)),
                 (
-                    "part_sums",
+                    "partial_sums",
                     (
                         WARPGROUP_SIZE * s.num_dkv_warpgroups,
                         partials_per_thread,
@@ -86,7 +86,7 @@ class SelectionBackward(SparseKVBlock):
             arguments["dv"],
             row_stats,
             partials,
-            arguments["choosing"],
+            arguments["query_indices"],
             list_ends,
             cu_seqlens,
             q.shape[0],
@@ -403,8 +403,8 @@ class SelectionBackward(SparseKVBlock):
     def store_row(
         self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, grad_scale: Float32, thread: Int32
     ) -> None:
-        """A thread's values of a row, scaled, and added to the old ones if ``adds``."""
-        if const_expr(self.b.adds):
+        """A thread's values of a row, scaled, and added to the old ones if ``accumulate``."""
+        if const_expr(self.b.accumulate):
             order = self.score_rows.order(width, slot)
             old_pairs = [cute.make_rmem_tensor(2, self.dtype) for _ in range(0, len(order), 2)]
             for i, pair in enumerate(old_pairs):

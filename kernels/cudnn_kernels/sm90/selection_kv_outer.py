@@ -49,7 +49,7 @@ class SelectionKVOuter(SparseKVBlock):
         self.queries_per_tile = WGMMA_M // self.rows_per_query  # query rows of an MMA
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
-        s, list_ends, cu_seqlens = self.s, arguments["choosing_ends"], arguments["cum_seqlen_q"]
+        s, list_ends, cu_seqlens = self.s, arguments["query_offsets"], arguments["cum_seqlen_q"]
         scale_log2 = arguments["scale_softmax"] * softmax.LOG2_E
         first_head = arguments["first_head"]
         stream = arguments["stream"]
@@ -60,7 +60,7 @@ class SelectionKVOuter(SparseKVBlock):
             self.make_tma_atoms(arguments, WGMMA_M, WGMMA_M),
             arguments["q"],
             o_partial,
-            arguments["choosing"],
+            arguments["query_indices"],
             list_ends,
             cu_seqlens,
             (first_head, first_head + arguments["some_heads"]),

@@ -21,7 +21,7 @@ PEER = "fla-core"
 DENSE = "FlashAttention-4, dense"
 OURS = "NSA"
 PACKAGES = {PEER: "fla-core", DENSE: "flash-attn-4"}
-BLOCK, CHOSEN, WINDOW = 64, 16, 512
+BLOCK, SELECTED, WINDOW = 64, 16, 512
 SHAPES = ((65536, 64, 4, 128), (8192, 64, 4, 128), (32768, 64, 4, 128))
 ALL = (*SHAPES, (4096, 64, 4, 128), (16384, 64, 4, 128), (131072, 64, 4, 128))
 CHECKED_TOKENS = 1024  # problem size at which results are compared with dense attention in float32
@@ -93,12 +93,12 @@ def problems(options: Options) -> list[Problem]:
 def flops_of(shape: tuple[int, ...], step: Step) -> float:
     """Floating-point operations: per pair QK and PV forward, five GEMMs backward; QK alone for top-k."""
     tokens, hq, _, d = shape
-    chosen = BLOCK * min(CHOSEN, tokens // BLOCK)
+    selected = BLOCK * min(SELECTED, tokens // BLOCK)
     visible_keys = {
         "compression": tokens / BLOCK / 2,
         "top-k": tokens / BLOCK / 2,
-        "selection": chosen,
-        "whole": tokens / BLOCK / 2 + chosen + WINDOW,
+        "selection": selected,
+        "whole": tokens / BLOCK / 2 + selected + WINDOW,
     }
     gemms = 5 if step.backward else 1 if step.name == "top-k" else 2
     return 2.0 * gemms * tokens * hq * d * visible_keys[step.name]
@@ -140,7 +140,7 @@ def block_lists(tokens: int, heads: int, correlated: bool) -> Any:
 
     In correlated lists each of the 13 is sampled again once in ten rows. Duplicates are removed.
     """
-    device, random_blocks, period = operands.DEVICE, CHOSEN - 3, PERIOD if correlated else 1
+    device, random_blocks, period = operands.DEVICE, SELECTED - 3, PERIOD if correlated else 1
     row = torch.arange(tokens, dtype=torch.int64, device=device)[:, None]
     slot = torch.arange(random_blocks, dtype=torch.int64, device=device)
     sample = (row + slot * (period // 2)) // period  # index of the sample that slot has at this row
@@ -169,10 +169,10 @@ def candidates(shape: tuple[int, ...], step: Step) -> list[Candidate]:
             bad = [x for x, value in results.items() if value.is_floating_point() and not value.isfinite().all()]
             if bad:
                 return f"wrong result: {bad[0]} is not finite"
-            return wrong(step, few_tokens, call(step, functions(BLOCK, CHOSEN, WINDOW), few_tokens)())
+            return wrong(step, few_tokens, call(step, functions(BLOCK, SELECTED, WINDOW), few_tokens)())
 
         def prepare() -> Call:
-            return call(step, functions(BLOCK, CHOSEN, WINDOW), tensors)
+            return call(step, functions(BLOCK, SELECTED, WINDOW), tensors)
 
         return Candidate(name, prepare, check, name == OURS, package=PACKAGES.get(name, ""))
 

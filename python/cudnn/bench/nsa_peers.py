@@ -19,7 +19,7 @@ whole(q, k, v, gates), which compresses blocks by their mean.
 """
 
 
-def ours(block: int, chosen: int, window: int) -> Functions:
+def ours(block: int, num_blocks: int, window: int) -> Functions:
     """This project's operators."""
     from cudnn.native_sparse_attention import operator as ops
     from cudnn.ops import nsa_attention
@@ -36,7 +36,7 @@ def ours(block: int, chosen: int, window: int) -> Functions:
         return o[None], lse[None]
 
     def top_k(q: Any, k: Any, lse: Any) -> Any:
-        top_k = chosen - ALWAYS
+        top_k = num_blocks - ALWAYS
         return ops.nsa_top_k(q[0], k[0], lse[0], ends(q), ends(k), q.shape[-1] ** -0.5, top_k, block, block)[None]
 
     def selection(q: Any, k: Any, v: Any, lists: Any) -> Any:
@@ -46,7 +46,7 @@ def ours(block: int, chosen: int, window: int) -> Functions:
     def whole(q: Any, k: Any, v: Any, gates: Any) -> Any:
         compressed = (x.unflatten(1, (-1, block)).mean(2) for x in (k, v))
         transposed = (x.transpose(1, 2) for x in (q, k, v, *compressed, gates))
-        options = {"selected_blocks": chosen, "window_size": window}
+        options = {"selected_blocks": num_blocks, "window_size": window}
         return nsa_attention(*transposed, block_size=block, compress_stride=block, **options).transpose(1, 2)
 
     return {"compression": compression, "top-k": top_k, "selection": selection, "whole": whole}
@@ -76,7 +76,7 @@ def dense(q: Any, k: Any, v: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def fla(block: int, chosen: int, window: int) -> Functions:
+def fla(block: int, num_blocks: int, window: int) -> Functions:
     """fla-core's kernels. The sliding window runs in cuDNN, as ours does, because fla-core needs FlashAttention-2.
 
     The backward pass of compression is autotuned over configurations with at least four warps: those with fewer take
@@ -96,14 +96,14 @@ def fla(block: int, chosen: int, window: int) -> Functions:
         return compressing.parallel_nsa_compression(q, k, v, q.shape[1], block, q.shape[-1] ** -0.5)
 
     def top_k(q: Any, k: Any, lse: Any) -> Any:
-        return parallel.parallel_nsa_topk(q, k, q.shape[1], lse, chosen, block, q.shape[-1] ** -0.5)
+        return parallel.parallel_nsa_topk(q, k, q.shape[1], lse, num_blocks, block, q.shape[-1] ** -0.5)
 
     def selection(q: Any, k: Any, v: Any, lists: Any) -> Any:
         return parallel.ParallelNSAFunction.apply(q, k, v, lists, lists.shape[-1], block, q.shape[-1] ** -0.5, None)
 
     def whole(q: Any, k: Any, v: Any, gates: Any) -> Any:
         return parallel.parallel_nsa(
-            q, k, v, *gates.unbind(-1), block_counts=chosen, block_size=block, window_size=window
+            q, k, v, *gates.unbind(-1), block_counts=num_blocks, block_size=block, window_size=window
         )
 
     return {"compression": compression, "top-k": top_k, "selection": selection, "whole": whole}

@@ -11,7 +11,7 @@ from cudnn.native_sparse_attention.selection.backward import (
     SelectionAttentionBackward,
     selection_attention_backward_wrapper,
 )
-from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
+from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows, transpose_selection
 from cudnn.native_sparse_attention.sliding_window_attention.api import (
     SlidingWindowAttention,
     sliding_window_attention_wrapper,
@@ -37,6 +37,7 @@ class NSA:
     selection_attention_backward_wrapper = staticmethod(selection_attention_backward_wrapper)
     sliding_window_attention_wrapper = staticmethod(sliding_window_attention_wrapper)
     topk_reduction_wrapper = staticmethod(topk_reduction_wrapper)
+    transpose_selection = staticmethod(transpose_selection)
 
 
 __all__ = ["NSA"]

@@ -94,9 +94,9 @@ def branch_gradients(
         sk=longest,
     )
     sizes = {"b": count, "hq": q.shape[1], "sq": q.shape[0] // each, **scalars}
-    tensors = {**inputs_by_name, **results, "compressed_lse": values[0], "near_lse": values[1].squeeze(-1)}
+    tensors = {**inputs_by_name, **results, "compressed_lse": values[0], "windowed_lse": values[1].squeeze(-1)}
     if ends is None:
-        tensors |= {x: y.unflatten(0, (count, -1)).transpose(1, 2) for x, y in tensors.items() if x != "near_lse"}
+        tensors |= {x: y.unflatten(0, (count, -1)).transpose(1, 2) for x, y in tensors.items() if x != "windowed_lse"}
     else:
         tensors |= dict(zip(("cum_seqlen_q", "cum_seqlen_k", "cum_seqlen_compressed"), (ends[0], *ends), strict=True))
     arguments = []

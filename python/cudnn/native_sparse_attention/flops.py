@@ -43,18 +43,18 @@ def selection_backward(q: Sequence[int], v: Sequence[int], lists: Sequence[int],
     return selection(q, v, lists, block_size, True)
 
 
-def near(q: Sequence[int], v: Sequence[int], window: int, longest: int, backward: bool = False) -> int:
+def sliding_window(q: Sequence[int], v: Sequence[int], window: int, longest: int, backward: bool = False) -> int:
     return products(q, min(window, longest), _sizes(q, v, backward))
 
 
-def near_backward(q: Sequence[int], v: Sequence[int], window: int, longest: int) -> int:
-    return near(q, v, window, longest, True)
+def sliding_window_backward(q: Sequence[int], v: Sequence[int], window: int, longest: int) -> int:
+    return sliding_window(q, v, window, longest, True)
 
 
 def gated_selection(
     q: Sequence[int], v: Sequence[int], lists: Sequence[int], block_size: int, window: int, longest: int
 ) -> int:
-    return selection(q, v, lists, block_size) + near(q, v, window, longest)
+    return selection(q, v, lists, block_size) + sliding_window(q, v, window, longest)
 
 
 def branches(
@@ -69,10 +69,10 @@ def branches(
     longest: int,
 ) -> int:
     """The three branches; without lists, the scores of compressed keys again, to choose blocks."""
-    choosing = top_k(q, ck) if given_lists is None else 0
+    scores = top_k(q, ck) if given_lists is None else 0
     lists = given_lists or (q[0], ck[1], ALWAYS + count)
     rest = gated_selection(q, v, lists, block_size, window, longest)
-    return compression(q, ck, cv) + choosing + rest
+    return compression(q, ck, cv) + scores + rest
 
 
 def branches_backward(
@@ -85,5 +85,5 @@ def branches_backward(
     window: int,
     longest: int,
 ) -> int:
-    branches = selection(q, v, lists, block_size, True) + near(q, v, window, longest, True)
+    branches = selection(q, v, lists, block_size, True) + sliding_window(q, v, window, longest, True)
     return compression(q, ck, cv, True) + branches

@@ -53,18 +53,18 @@ def like(x: torch.Tensor) -> torch.Tensor:
 
 @custom_op("nsa_gates", flops=flops.none)
 def nsa_gates(
-    compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
+    compressed: torch.Tensor, selected: torch.Tensor, windowed: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
     """The sum of three ``[T, H, D]``, each times its gate of ``[T, H, 3]``, rounded once."""
-    branches = [aligned(x) for x in (compressed, selected, near)]
+    branches = [aligned(x) for x in (compressed, selected, windowed)]
     if _by_kernel(compressed):
         out = torch.empty_like(branches[0])
         _run(branches, aligned(gates), out)
         return out
     wide = torch.promote_types(compressed.dtype, torch.float32)
     gate_values = gates.to(wide).unbind(-1)
-    parts = [x.to(wide) * g[..., None] for x, g in zip(branches, gate_values, strict=True)]
-    return (parts[0] + parts[1] + parts[2]).to(compressed.dtype)
+    gated = [x.to(wide) * g[..., None] for x, g in zip(branches, gate_values, strict=True)]
+    return (gated[0] + gated[1] + gated[2]).to(compressed.dtype)
 
 
 nsa_gates.register_fake(lambda compressed, *_: like(compressed))
@@ -72,10 +72,10 @@ nsa_gates.register_fake(lambda compressed, *_: like(compressed))
 
 @custom_op("nsa_gates_bwd", flops=flops.none)
 def nsa_gates_bwd(
-    d_out: torch.Tensor, compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
+    d_out: torch.Tensor, compressed: torch.Tensor, selected: torch.Tensor, windowed: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of all but the first."""
-    branches = [aligned(x) for x in (compressed, selected, near)]
+    branches = [aligned(x) for x in (compressed, selected, windowed)]
     gates, d_out = aligned(gates), aligned(d_out)
     if _by_kernel(compressed):
         changes = [torch.empty_like(x) for x in (*branches, gates)]
@@ -127,18 +127,18 @@ def gated_selection(
     block_size: int,
     window: int,
     compressed: torch.Tensor,
-    near: torch.Tensor,
+    windowed: torch.Tensor,
     gates: torch.Tensor,
     *saved: torch.Tensor,
 ) -> torch.Tensor:
     """What nsa_gates makes of nsa_selection, nsa_window and compression, in one kernel.
 
-    ``near`` is memory for the window's O, and ``saved`` for its log-sum-exp ``[B, H_q, longest]``, selection's O and
-    its log-sum-exp.
+    ``windowed`` is memory for the window's O, and ``saved`` for its log-sum-exp ``[B, H_q, longest]``, selection's O
+    and its log-sum-exp.
     """
     log_once("one kernel computes selection and the window, and adds up the branches, each times its gate")
     out, options = torch.empty_like(compressed), {"gates": name_of(gates.dtype), "save_for_backward": bool(saved)}
-    tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), near, aligned(gates), *saved, lists, ends]
+    tensors = [*map(aligned, (q, k, v)), out, aligned(compressed), windowed, aligned(gates), *saved, lists, ends]
     _select(GatedSelectionConfiguration, tensors, (scale, min(window, len(q))), block_size, options)
     return out
 

@@ -329,7 +329,7 @@ def nsa_top_k(
     """Packed lists ``[T, H_kv, 4 + count]``: the first block, the newest ones, and those with the largest probabilities
     of compressed keys, from their log-sum-exp; -1 for none.
     """
-    scores, indices = lse.new_empty((q.shape[0], k.shape[1], count)), _whole_lists(q, k, count)
+    scores, indices = lse.new_empty((q.shape[0], k.shape[1], count)), _full_lists(q, k, count)
     tensors = {
         "q": q,
         "k": k,
@@ -341,17 +341,17 @@ def nsa_top_k(
     }
     if _by_kernels(q):
         options = {"k_value": count, "selection_block_size": block_size, "compress_stride": compress_stride}
-        _run(NSA.TopKReduction, tensors, {**options, "scale_softmax": scale, "whole_lists": True})
+        _run(NSA.TopKReduction, tensors, {**options, "scale_softmax": scale, "include_fixed_blocks": True})
     else:
-        reference.top_k(tensors, scale, block_size, compress_stride, count, packed=True, whole=True)
+        reference.top_k(tensors, scale, block_size, compress_stride, count, packed=True, fixed=True)
     return indices
 
 
-def _whole_lists(q: torch.Tensor, k: torch.Tensor, count: int) -> torch.Tensor:
+def _full_lists(q: torch.Tensor, k: torch.Tensor, count: int) -> torch.Tensor:
     return q.new_empty((q.shape[0], k.shape[1], ALWAYS + count), dtype=torch.int32)
 
 
-nsa_top_k.register_fake(lambda q, k, lse, ends_q, ends_k, scale, count, *_: _whole_lists(q, k, count))
+nsa_top_k.register_fake(lambda q, k, lse, ends_q, ends_k, scale, count, *_: _full_lists(q, k, count))
 
 
 def _compressed(
@@ -401,7 +401,7 @@ def nsa_compression_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What nsa_compression and nsa_top_k compute, in one kernel. ``most_keys``: compressed ones of a sequence."""
     log_once("one kernel computes compression and top-k, since the compressed keys of a sequence fit one tile")
-    (o, lse), lists = _results(q, k, v), _whole_lists(q, k, count)
+    (o, lse), lists = _results(q, k, v), _full_lists(q, k, count)
     tensors = {
         "q": q,
         "k": k,
@@ -418,7 +418,7 @@ def nsa_compression_top_k(
 
 
 nsa_compression_top_k.register_fake(
-    lambda q, k, v, ends_q, ends_k, scale, count, *_: (*_results(q, k, v), _whole_lists(q, k, count))
+    lambda q, k, v, ends_q, ends_k, scale, count, *_: (*_results(q, k, v), _full_lists(q, k, count))
 )
 _differentiable(nsa_compression_top_k, nsa_compression_bwd, 2, 3)
 
@@ -447,8 +447,8 @@ def nsa_selection(
     maxima = _row_values(q)
     tensors = {"q": q, "k": k, "v": v, "o": o, "l": sums, "m": maxima, **_lists(lists, ends)}
     if by_block:
-        chosen = (lists, tensors["block_counts"], ends)
-        kv_outer.attend((q, k, v), (o, sums, maxima), chosen, block_size, scale, True)
+        block_lists = (lists, tensors["block_counts"], ends)
+        kv_outer.attend((q, k, v), (o, sums, maxima), block_lists, block_size, scale, True)
     elif _by_kernels(q):
         options = {"block_size": block_size, "scale_softmax": scale, "is_causal": True}
         _run(NSA.SelectionAttention, tensors, options)
@@ -471,15 +471,14 @@ def nsa_selection_bwd(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v."""
-    chosen = _lists(lists, ends)
+    block_lists = _lists(lists, ends)
     if _by_kernels(q):
         q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
-        grads = NSA.selection_attention_backward_wrapper(
-            q, k, v, o, d_o, lse, chosen["block_indices"], chosen["block_counts"], ends, block_size, scale, True
-        )
+        given = (q, k, v, o, d_o, lse, lists, block_lists["block_counts"], ends)
+        grads = NSA.selection_attention_backward_wrapper(*given, block_size, scale, True)
         return _contiguous(*grads.values())
     dq, dk, dv = _gradients(d_o, q, k, v)
-    tensors = {"q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **chosen}
+    tensors = {"q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **block_lists}
     reference.selection_backward(tensors, scale, block_size, causal=True)
     return dq, dk, dv
 
@@ -536,7 +535,7 @@ def _batch(x: torch.Tensor, ends: Maybe, longest: int) -> int:
     return x.shape[0] // max(longest, 1) if ends is None else ends.shape[0] - 1
 
 
-@custom_op("nsa_window", autocast=("q", "k", "v"), flops=flops.near)
+@custom_op("nsa_window", autocast=("q", "k", "v"), flops=flops.sliding_window)
 def nsa_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Maybe, scale: float, window: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -556,7 +555,7 @@ def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(stats, dtype=_row_values(q).dtype)
 
 
-@custom_op("nsa_window_bwd", flops=flops.near_backward)
+@custom_op("nsa_window_bwd", flops=flops.sliding_window_backward)
 def nsa_window_bwd(
     d_o: torch.Tensor,
     q: torch.Tensor,
@@ -610,11 +609,11 @@ def nsa_gated_selection(
     gradient.
     """
     if _in_one_kernel(q, k, v, lists, block_size):
-        near = torch.empty_like(compressed)
-        return gated_selection(q, k, v, lists, ends, scale, block_size, window, compressed, near, gates)
-    near, _ = nsa_window(q, k, v, ends_window, scale, window, longest)
+        windowed = torch.empty_like(compressed)
+        return gated_selection(q, k, v, lists, ends, scale, block_size, window, compressed, windowed, gates)
+    windowed, _ = nsa_window(q, k, v, ends_window, scale, window, longest)
     selected, _ = nsa_selection(q, k, v, lists, ends, scale, block_size)
-    return nsa_gates(compressed, selected, near, gates)
+    return nsa_gates(compressed, selected, windowed, gates)
 
 
 nsa_gated_selection.register_fake(lambda q, k, v, compressed, *_: _like(compressed))
@@ -648,18 +647,18 @@ def nsa_branches(
     sizes = (count, block_size, compress_stride, most_keys)
     o, lse, lists = _compressed(q, ck, cv, given_lists, ends, ends_compressed, scale, *sizes)
     if _in_one_kernel(q, k, v, lists, block_size):
-        near, stats = _window_results(q, v, ends_window, longest)
+        windowed, stats = _window_results(q, v, ends_window, longest)
         selected, selected_lse = torch.empty_like(o), _row_values(q)
         saved = (stats.squeeze(-1), selected, selected_lse)
-        out = gated_selection(q, k, v, lists, ends, scale, block_size, window, o, near, gates, *saved)
+        out = gated_selection(q, k, v, lists, ends, scale, block_size, window, o, windowed, gates, *saved)
     else:
-        near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
+        windowed, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
         selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
-        out = nsa_gates(o, selected, near, gates)
+        out = nsa_gates(o, selected, windowed, gates)
     if ends_window is not None:
         _clear_rest(out, ends)
     own_lists = lists if given_lists is None else lists.new_empty(0)
-    return out, o, lse, selected, selected_lse, near, stats, own_lists
+    return out, o, lse, selected, selected_lse, windowed, stats, own_lists
 
 
 @nsa_branches.register_fake
@@ -678,7 +677,7 @@ def _(
     count: int,
     *sizes: int,
 ) -> tuple[torch.Tensor, ...]:
-    own_lists = _whole_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
+    own_lists = _full_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
     window = _window_results(q, v, ends_window, sizes[-1])
     return _results(q, k, v)[0], *_results(q, k, v), *_results(q, k, v), *window, own_lists
 
@@ -696,7 +695,7 @@ def nsa_branches_bwd(
     lse: torch.Tensor,
     selected: torch.Tensor,
     selected_lse: torch.Tensor,
-    near: torch.Tensor,
+    windowed: torch.Tensor,
     stats: torch.Tensor,
     lists: torch.Tensor,
     ends: torch.Tensor,
@@ -708,26 +707,27 @@ def nsa_branches_bwd(
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v, ck, cv and gates."""
-    branches, chosen, chosen_by = (o, selected, near), _lists(lists, ends), None
+    branches, transposed_lists = (o, selected, windowed), None
+    block_counts = _lists(lists, ends)["block_counts"]
     if has_one_call(q, v, ck):
         inputs = {"q": q, "k": k, "v": v, "compressed_k": ck, "compressed_v": cv, "gates": gates, "out": d_out}
         packed = None if ends_window is None else (ends, ends_compressed)
         with forked(q.device) as beside:  # many small kernels; their memory is not used again before the next call here
             with beside:
-                chosen_by = csr_transpose(chosen["block_indices"], chosen["block_counts"], ends, block_size, True)
+                transposed_lists = csr_transpose(lists, block_counts, ends, block_size, True)
             grads = branch_gradients(inputs, branches, (lse, stats), packed, scale, window, longest)
         sums = grads["dq"], grads["dk"], grads["dv"]
         d_selected, d_gates = grads["d_selected"], grads["d_gates"]
         d_ck, d_cv = grads["compressed_dk"], grads["compressed_dv"]
     else:
-        d_o, d_selected, d_near, d_gates = nsa_gates_bwd(d_out, *branches, gates)
-        sums = nsa_window_bwd(d_near, q, k, v, near, stats, ends_window, scale, window, longest)
+        d_o, d_selected, d_windowed, d_gates = nsa_gates_bwd(d_out, *branches, gates)
+        sums = nsa_window_bwd(d_windowed, q, k, v, windowed, stats, ends_window, scale, window, longest)
         dq, d_ck, d_cv = nsa_compression_bwd(d_o, q, ck, cv, o, lse, ends, ends_compressed, scale)
         sums[0].add_(dq)
     if _by_kernels(q):
         q, k, v = map(placed, (q, k, v))
-        given = (q, k, v, selected, d_selected, selected_lse, chosen["block_indices"], chosen["block_counts"], ends)
-        added = {"added_to": sums, "chosen_by": chosen_by}
+        given = (q, k, v, selected, d_selected, selected_lse, lists, block_counts, ends)
+        added = {"accumulate_into": sums, "transposed_lists": transposed_lists}
         NSA.selection_attention_backward_wrapper(*given, block_size, scale, True, **added)
     else:
         more = nsa_selection_bwd(d_selected, q, k, v, selected, selected_lse, lists, ends, scale, block_size)
@@ -745,9 +745,9 @@ nsa_branches_bwd.register_fake(
 
 
 def _setup_branches(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *parts, lists = output[1:]
+    *branches, lists = output[1:]
     given = inputs[6]
-    ctx.save_for_backward(*inputs[:6], *parts, lists if given is None else given, *inputs[7:10])
+    ctx.save_for_backward(*inputs[:6], *branches, lists if given is None else given, *inputs[7:10])
     scale, _, block_size, _, _, window, longest = inputs[10:]
     ctx.options = (scale, block_size, window, longest)
     ctx.mark_non_differentiable(*output[1:])

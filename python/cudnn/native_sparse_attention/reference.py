@@ -19,7 +19,7 @@ def selection(tensors: Mapping[str, Any], scale: float, block_size: int, causal:
     """Writes O, L and M. The exponentials are rounded to the inputs' type. Rows without a key: 0, 0 and -inf."""
     for rows, head, heads, q, k, v in _heads(tensors):
         scores = scale * q @ k.mT
-        times = _times_chosen(tensors, rows, head, block_size, causal)
+        times = _times_selected(tensors, rows, head, block_size, causal)
         scores = scores.masked_fill(times == 0, -math.inf)
         largest = scores.amax(-1, keepdim=True)
         weights = times * (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
@@ -36,7 +36,7 @@ def selection_backward(tensors: Mapping[str, Any], scale: float, block_size: int
     dtype = tensors["q"].dtype
     for rows, head, heads, q, k, v in _heads(tensors):
         o, do = (wide(tensors[name][rows, heads]).transpose(0, 1) for name in ("o", "do"))
-        times = _times_chosen(tensors, rows, head, block_size, causal)
+        times = _times_selected(tensors, rows, head, block_size, causal)
         scores = scale * q @ k.mT - tensors["lse"][rows, heads].T[..., None]
         weights = times * scores.masked_fill(times == 0, -math.inf).exp()
         gradients = wide((weights * (do @ v.mT - (o * do).sum(-1, keepdim=True))).to(dtype))
@@ -66,40 +66,40 @@ def _heads(tensors: Mapping[str, Any]) -> Iterator[tuple[slice, int, slice, Any,
             yield rows, head, heads, q, *(wide(tensors[name][rows, head]) for name in "kv")
 
 
-def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, block_size: int, causal: bool) -> Any:
+def _times_selected(tensors: Mapping[str, Any], rows: slice, head: int, block_size: int, causal: bool) -> Any:
     """How often each row of a sequence has each key in its list, and, if ``causal``, at or before it: (rows, keys)."""
-    chosen, counts = tensors["block_indices"][rows, head].long(), tensors["block_counts"][rows, head]
+    block_indices, counts = tensors["block_indices"][rows, head].long(), tensors["block_counts"][rows, head]
     length = len(counts)
     blocks = -(-length // block_size)
-    listed = torch.arange(chosen.shape[1], dtype=torch.int64, device=chosen.device) < counts[:, None]
-    listed &= (chosen >= 0) & (chosen < blocks)
-    times = torch.zeros(length, blocks, dtype=torch.float32, device=chosen.device)
-    times.scatter_add_(1, chosen.clamp(0, blocks - 1), listed.float())
+    listed = torch.arange(block_indices.shape[1], dtype=torch.int64, device=block_indices.device) < counts[:, None]
+    listed &= (block_indices >= 0) & (block_indices < blocks)
+    times = torch.zeros(length, blocks, dtype=torch.float32, device=block_indices.device)
+    times.scatter_add_(1, block_indices.clamp(0, blocks - 1), listed.float())
     times = times.repeat_interleave(block_size, 1)[:, :length]
     return times.tril() if causal else times
 
 
 def top_k(
-    tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool, whole: bool = False
+    tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool, fixed: bool = False
 ) -> None:
     """Writes the scores and the blocks, the largest first. Missing ones: -inf and -1.
 
-    ``whole``: the blocks that all rows have come before them, and the log-sum-exp is a natural one.
+    ``fixed``: the fixed blocks of every row come before them, and the log-sum-exp is a natural one.
     """
     names = ("q", "lse", "topk_scores", "topk_indices")
     if packed:
         ends_q, ends_k = (tensors[name].tolist() for name in ("cum_seqlen_q", "cum_seqlen_k"))
-        parts = [
+        sequences = [
             {**{n: tensors[n][slice(*q)].transpose(0, 1) for n in names}, "k": tensors["k"][slice(*k)].transpose(0, 1)}
             for q, k in zip(pairwise(ends_q), pairwise(ends_k), strict=True)
         ]
     else:
-        parts = [{n: tensors[n][i] for n in (*names, "k")} for i in range(tensors["q"].shape[0])]
-    for x in parts:
-        if whole:
+        sequences = [{n: tensors[n][i] for n in (*names, "k")} for i in range(tensors["q"].shape[0])]
+    for x in sequences:
+        if fixed:
             x["lse"] = -x["lse"] * math.log2(math.e)
             x["topk_indices"][..., :ALWAYS] = _always(x["q"].shape[1], block, x["q"].device)
-        best = x["topk_indices"][..., ALWAYS * whole :]
+        best = x["topk_indices"][..., ALWAYS * fixed :]
         _top_k_of_sequence({**x, "topk_indices": best}, scale, block, block // stride, count)
 
 
@@ -186,12 +186,12 @@ def decode(
             sums = torch.nn.functional.pad(p.sum(0), (0, -small % ratio)).unflatten(0, (-1, ratio)).sum(-1)
             candidates = sums[1 : max(length // block - (NEWEST - 1), 1)]
             best = 1 + candidates.sort(descending=True, stable=True).indices[:count]
-            chosen = torch.cat([best, _always(max(length, 1), block, q.device)[-1]])
-            seen = (key[:, None] // block == chosen).any(-1)
+            selected = torch.cat([best, _always(max(length, 1), block, q.device)[-1]])
+            seen = (key[:, None] // block == selected).any(-1)
             found = [p @ wide(cv[b, head, :small])]
             for mask in (seen, key >= length - window):
                 scores = (scaled_q @ wide(k[b, head, :length]).T).masked_fill(~mask, -math.inf)
                 found.append(scores.softmax(-1) @ wide(v[b, head, :length]))
             weights = wide(gates[b, heads]).unbind(-1)
-            parts = [x * g[:, None] for x, g in zip(found, weights, strict=True)]
-            o[b, heads] = torch.stack(parts).sum(0).to(o.dtype)
+            branches = [x * g[:, None] for x, g in zip(found, weights, strict=True)]
+            o[b, heads] = torch.stack(branches).sum(0).to(o.dtype)

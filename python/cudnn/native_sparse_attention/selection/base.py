@@ -17,7 +17,7 @@ from cudnn.sdpa.layouts import Heads
 
 BLOCKS = (16, 32, 64, 128)
 LISTS = (
-    TensorSpec("block_indices", Heads("sq", "hk", "chosen", 4), ("int32",)),
+    TensorSpec("block_indices", Heads("sq", "hk", "list_len", 4), ("int32",)),
     TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
     TensorSpec("cum_seqlen_q", Vector("ends", alignment=4), ("int32",)),
 )
@@ -73,7 +73,7 @@ class Selected(Sparse):
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
-        more = {"dv": shapes["v"][-1], "chosen": shapes["block_indices"][-1], "ends": shapes["cum_seqlen_q"][0]}
+        more = {"dv": shapes["v"][-1], "list_len": shapes["block_indices"][-1], "ends": shapes["cum_seqlen_q"][0]}
         sizes = super().sizes_of(shapes, options)
         return {**sizes, **more, "sk": sizes["sq"]}
 

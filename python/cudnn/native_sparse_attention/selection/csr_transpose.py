@@ -1,9 +1,11 @@
-"""The CSR transpose of block lists: for each KV block, the rows (queries) whose lists have it."""
+"""The CSR transpose of the selection: for each KV block, the query rows that select it."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from cudnn.deprecation import renamed_arguments
 from cudnn.lazy import torch
 from cudnn.runtime import launch
 from cudnn_kernels.attention.sparse import LIST_CHUNK, CsrTransposeConfiguration
@@ -14,32 +16,32 @@ WARPS = 2048
 """Rows of lists that a warp processes one after the other; the number of warps that fills all SMs."""
 
 
-def choosing_rows(
+def transpose_selection(
     block_indices: Any,
     block_counts: Any,
     cum_seqlen: Any,
     block_size: int,
     is_causal: bool = False,
-    part: int = LIST_CHUNK,
-    tells: bool = False,
+    chunk_size: int = LIST_CHUNK,
+    return_positions: bool = False,
 ) -> tuple[Any, ...]:
-    """The CSR transpose of block lists: the rows of each block in ascending order, on the lists' device.
+    """The CSR transpose of the selection: for each KV block, the query rows that select it, in ascending order.
 
     Args:
         block_indices, block_counts, cum_seqlen: (t, hk, n), (t, hk) and (sequences + 1,), int32. cum_seqlen may have
             further dimensions of size 1.
         block_size: Rows of a block.
         is_causal: Leaves out blocks that begin after a row.
-        part: Rows of a block's list that the kernel processes at a time (a chunk).
-        tells: Returns the third result too.
+        chunk_size: Query rows of a block that a CTA of the KV-stationary kernels processes.
+        return_positions: Returns the third result too.
 
     Returns:
-        - ``choosing``, int32, (t * hk * n,): row indices, not initialized after the last block's.
-        - ``choosing_ends``, int32, (hk * blocks + 1, 3) with blocks = ``t // block_size + sequences``. Block b of
+        - ``query_indices``, int32, (t * hk * n,): the query rows, not initialized after the last block's.
+        - ``query_offsets``, int32, (hk * blocks + 1, 3) with blocks = ``t // block_size + sequences``. Block b of
             sequence i has the index ``cum_seqlen[i] // block_size + i + b`` within its head of k; its rows are from
-            ``choosing_ends[index, 0]`` to ``choosing_ends[index + 1, 0]``. A block that a row lists twice has it twice.
-            The other columns are cumulative numbers of chunks: all, and those of blocks with several.
-        - With ``tells``, int32, (t, hk, n): the position of each list entry in ``choosing``, -1 if it has none.
+            ``query_offsets[index, 0]`` to ``query_offsets[index + 1, 0]``. A block that a row lists twice has it
+            twice. The other columns are cumulative numbers of chunks: all, and those of blocks with several.
+        - With ``return_positions``, int32, (t, hk, n): where each list entry is in ``query_indices``; -1: nowhere.
     """
     rows, heads, most = block_indices.shape
     cum_seqlen = cum_seqlen.flatten()
@@ -47,24 +49,31 @@ def choosing_rows(
     blocks = rows // block_size + sequences
     if block_indices.numel() and (block_indices.is_cuda or launch.emulated_architecture()):
         lists = (block_indices, block_counts, cum_seqlen)
-        choosing, ends, *positions = _sorted(*lists, block_size, is_causal, heads * blocks, tells)
+        query_indices, ends, *positions = _sorted(*lists, block_size, is_causal, heads * blocks, return_positions)
     else:
         indices = _block_ids(block_indices, block_counts, cum_seqlen, block_size, is_causal)
         indices, order = indices.flatten().sort(stable=True)
-        choosing = (order // (heads * most)).int()
+        query_indices = (order // (heads * most)).int()
         ends = torch.searchsorted(indices, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32)).int()
         position = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), dtype=torch.int64, device=device)
         )
         positions = [position.where(position < ends[-1], -1).int().view(block_indices.shape)]
-    chunks = (ends.diff() + part - 1).div(part, rounding_mode="floor").clamp_(min=1)
+    chunks = (ends.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor").clamp_(min=1)
     split_chunks = chunks.where(chunks > 1, 0)
     before = (torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (chunks, split_chunks))
-    return choosing, torch.stack([ends, *before], 1), *positions[: int(tells)]
+    return query_indices, torch.stack([ends, *before], 1), *positions[: int(return_positions)]
+
+
+@renamed_arguments(part="chunk_size", tells="return_positions")
+def choosing_rows(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The deprecated name of :func:`transpose_selection`."""
+    warnings.warn("NSA.choosing_rows is deprecated: use transpose_selection", DeprecationWarning, stacklevel=3)
+    return transpose_selection(*args, **kwargs)
 
 
 def _sorted(
-    indices: Any, counts: Any, ends: Any, block: int, causal: bool, blocks: int, tells: bool
+    indices: Any, counts: Any, ends: Any, block: int, causal: bool, blocks: int, return_positions: bool
 ) -> tuple[Any, ...]:
     """By the kernel, a counting sort: rows by block, the blocks' offsets, and the positions of entries."""
     from cudnn.runtime.run import run
@@ -72,16 +81,19 @@ def _sorted(
     rows, heads, _ = indices.shape
     rows_per_warp = next((x for x in ROWS if x * WARPS >= rows * heads), ROWS[-1])
     # Pass 0 counts entries by block and warp; pass 1 writes them after a prefix sum.
-    passes = [CsrTransposeConfiguration(block, causal, puts, rows_per_warp, puts and tells) for puts in (False, True)]
+    passes = [
+        CsrTransposeConfiguration(block, causal, writes, rows_per_warp, writes and return_positions)
+        for writes in (False, True)
+    ]
     counts_by_warp = indices.new_zeros(blocks, -(-rows // rows_per_warp))
     run(_SOURCE, passes[0], indices, counts, ends, counts_by_warp)
     total = counts_by_warp.view(-1).cumsum(0, dtype=torch.int32)
     begins = (total - counts_by_warp.view(-1)).view(counts_by_warp.shape)
     offsets = torch.cat([begins[:, 0], total[-1:]])
-    choosing = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
-    positions = [torch.full_like(indices, -1)] if tells else []
-    run(_SOURCE, passes[1], indices, counts, ends, begins, choosing, *positions)
-    return choosing, offsets, *positions
+    query_indices = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
+    positions = [torch.full_like(indices, -1)] if return_positions else []
+    run(_SOURCE, passes[1], indices, counts, ends, begins, query_indices, *positions)
+    return query_indices, offsets, *positions
 
 
 def _block_ids(block_indices: Any, block_counts: Any, cum_seqlen: Any, block_size: int, is_causal: bool) -> Any:

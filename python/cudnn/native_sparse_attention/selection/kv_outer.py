@@ -8,7 +8,7 @@ from typing import Any
 from cudnn import settings
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
-from cudnn.native_sparse_attention.selection.csr_transpose import choosing_rows
+from cudnn.native_sparse_attention.selection.csr_transpose import transpose_selection
 from cudnn.runtime.memory import placed
 from cudnn.runtime.run import architecture, run
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -55,10 +55,12 @@ def attend(
     entries, qhead_per_kvhead = rows * indices.shape[2], heads // key_heads
     problem = SelectionKVOuterConfiguration(name_of(q.dtype), heads, key_heads, d, dv, block_size, is_causal)
     c = heuristics.configure_selection_kv_outer(problem)
-    choosing, ends, positions = choosing_rows(*lists, block_size, is_causal, c.list_chunk, tells=True)
+    query_indices, ends, positions = transpose_selection(
+        *lists, block_size, is_causal, c.list_chunk, return_positions=True
+    )
     heads_per_launch = min(max(MEMORY // (entries * qhead_per_kvhead * (dv * q.element_size() + 8)), 1), key_heads)
     partial_o = q.new_empty(entries * heads_per_launch, qhead_per_kvhead, dv)
     partial_stats = torch.empty(entries * heads_per_launch, qhead_per_kvhead, 2, dtype=torch.float32, device=q.device)
-    arguments = (q, k, v, *results, lists[2], choosing, ends, positions, partial_o, partial_stats, scale)
+    arguments = (q, k, v, *results, lists[2], query_indices, ends, positions, partial_o, partial_stats, scale)
     for first in range(0, key_heads, heads_per_launch):
         run(ARCHITECTURES[ARCH].source(c), c, *arguments, first, min(heads_per_launch, key_heads - first))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
+from cudnn.deprecation import renamed_arguments
 from cudnn.errors import checked_number, make_error
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.fused.object_cache import written
@@ -46,7 +47,7 @@ def check_choice(
     has_lists: bool = False,
 ) -> None:
     """Raises for what operators do not take of blocks, of which ``most`` fit into a list, and of the window. Where a
-    call with its own lists, none are chosen.
+    call with its own lists, none are selected.
     """
     arguments = {"block_size": block_size, "compress_stride": compress_stride, "selected_blocks": selected_blocks}
     for name, value in {**arguments, "window_size": window_size}.items():
@@ -75,9 +76,9 @@ class TopKReduction(Compressed):
     the row, so ``is_causal`` changes nothing. The kernel for Blackwell (sm_100a) has run in the emulator only; its
     products are those of warps.
 
-    With ``whole_lists``, ``topk_indices`` are (.., 4 + k), what selection attention needs: the first block, the newest
-    ones, which are those from ``(i + 1) // selection_block_size - 2`` on, then the best; -1 for none. ``lse`` is then
-    the natural log-sum-exp, as compression attention wrote it.
+    With ``include_fixed_blocks``, ``topk_indices`` are (.., 4 + k), what selection attention needs: the first block,
+    the newest ones, which are those from ``(i + 1) // selection_block_size - 2`` on, then the best; -1 for none.
+    ``lse`` is then the natural log-sum-exp, as compression attention wrote it.
 
     | tensor                    | one length             | packed, with offsets | type                              |
     |---------------------------|------------------------|----------------------|-----------------------------------|
@@ -122,8 +123,9 @@ class TopKReduction(Compressed):
     k_value: int
     selection_block_size: int
     compress_stride: int
-    whole_lists: bool
+    include_fixed_blocks: bool
 
+    @renamed_arguments(whole_lists="include_fixed_blocks")
     def __init__(
         self,
         sample_q: Tensor,
@@ -143,7 +145,7 @@ class TopKReduction(Compressed):
         mma_tiler_mn: tuple[int, int] = (128, 128),
         scale_softmax: float | None = None,
         arch: str | None = None,
-        whole_lists: bool = False,
+        include_fixed_blocks: bool = False,
     ) -> None:
         super().__init__(locals())
 
@@ -170,7 +172,7 @@ class TopKReduction(Compressed):
         )
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
-        listed = self.k_value + ALWAYS * self.whole_lists
+        listed = self.k_value + ALWAYS * self.include_fixed_blocks
         return {**super().sizes(descs), "count": self.k_value, "listed": listed}
 
     def check_options(self) -> None:
@@ -193,15 +195,18 @@ class TopKReduction(Compressed):
             self.selection_block_size,
             self.compress_stride,
             self.packed,
-            full_list=self.whole_lists,
+            full_list=self.include_fixed_blocks,
         )
         return kernel_plan(arch, ARCHITECTURES[arch].attention.configure_top_k(problem))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         blocks = self.selection_block_size, self.compress_stride
-        reference.top_k(tensors, tensors["scale_softmax"], *blocks, self.k_value, self.packed, self.whole_lists)
+        reference.top_k(
+            tensors, tensors["scale_softmax"], *blocks, self.k_value, self.packed, self.include_fixed_blocks
+        )
 
 
+@renamed_arguments(whole_lists="include_fixed_blocks")
 def topk_reduction_wrapper(
     q_tensor: Tensor,
     k_tensor: Tensor,
@@ -218,7 +223,7 @@ def topk_reduction_wrapper(
     mma_tiler_mn: tuple[int, int] = (128, 128),
     scale_softmax: float | None = None,
     current_stream: Any = None,
-    whole_lists: bool = False,
+    include_fixed_blocks: bool = False,
 ) -> TupleDict:
     """Allocates the results, compiles if needed, and executes.
 
@@ -228,7 +233,7 @@ def topk_reduction_wrapper(
     packed, heads = q_tensor.ndim == 3, k_tensor.shape[1]
     rows = (q_tensor.shape[0],) if packed else (q_tensor.shape[0], q_tensor.shape[2])
     scores = torch.empty((*rows, heads, k_value), dtype=torch.float32, device=q_tensor.device)
-    listed = k_value + ALWAYS * whole_lists
+    listed = k_value + ALWAYS * include_fixed_blocks
     indices = torch.empty((*rows, heads, listed), dtype=torch.int32, device=q_tensor.device)
     if not packed:
         scores, indices = scores.transpose(1, 2), indices.transpose(1, 2)
