@@ -290,7 +290,7 @@ def operators() -> Iterator[tuple[str, Case]]:
     yield "Exchange", exchange
     yield "nsa_attention 64", nsa((64, 4), 128, (512, 768), 32)
     yield "nsa_attention of few heads", nsa((4, 2), 64, (256, 320), 32)
-    yield "nsa_attention, stride 16", nsa((16, 1), 128, (2048,), 16)
+    yield "nsa_attention of stride 16", nsa((16, 1), 128, (2048,), 16)
     yield "nsa_decode 128", nsa((16, 2), 128, (512, 512), 32, decode=True)
     yield "nsa_decode 64", nsa((4, 1), 64, (256, 256), 32, decode=True)
 
