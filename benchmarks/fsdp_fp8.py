@@ -3,9 +3,9 @@
     python benchmarks/fsdp_fp8.py [--save benchmarks/results] [--small]
 
 Two layers of Qwen3-30B-A3B's sizes with float32 weights, sharded over both GPUs by ``fully_shard``, train by SGD. First
-both ways take the same steps: outputs, gradients of x and weights must be equal, bit by bit. Then their steps take
-turns; the median over the rounds is shown, its spread is half the range. Memory is the most that a step allocates
-beside parameters and what is kept between steps; bytes are all that a rank gathers in a step.
+both ways run the same steps: outputs, gradients of x and weights must be equal, bit by bit. Then the steps
+of both ways run interleaved; the median over the rounds is shown, its spread is half the range. Memory is the peak of
+what a step allocates, without parameters and what is kept between steps; bytes are all that a rank gathers in a step.
 
 ``--save`` replaces ``fsdp_fp8.csv`` in a folder. ``--small`` is for CPUs.
 """

@@ -138,7 +138,7 @@ def peak_of_backward(monkeypatch: pytest.MonkeyPatch, y: torch.Tensor, leaves: A
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_peak_is_lower_by_one_buffer(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of the pre-activation has no memory of its own, unless the graph is kept."""
+    """The gradient of the pre-activation has no separate memory, unless the graph is kept."""
     run, leaves = call()
     y = run()
     higher, expected = peak_of_backward(monkeypatch, y, leaves, True)
