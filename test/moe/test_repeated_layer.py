@@ -15,7 +15,7 @@ from cudnn.runtime import launch_sequence
 from cudnn.runtime.launch_sequence import LaunchSequences
 
 full = pytest.mark.full
-RECIPES = [False, pytest.param(True, marks=full), "blockwise", pytest.param("blockwise_save16", marks=full)]
+RECIPES = [False, *(pytest.param(recipe, marks=full) for recipe in (True, "blockwise", "blockwise_save16"))]
 
 
 def sizes(fp8: bool | str) -> tuple[int, int]:
