@@ -1,4 +1,4 @@
-"""An fp8 MoE layer under FSDP2 over two GPUs: weights gathered in 16 bits, and in e4m3, about 60 s.
+"""An fp8 MoE layer under FSDP2 over two GPUs: weights gathered in 16 bits, and in e4m3, about 20 s.
 
     python benchmarks/fsdp_fp8.py [--save benchmarks/results] [--small]
 
